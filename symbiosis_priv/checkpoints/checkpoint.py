@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -11,22 +12,24 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from symbiosis_priv.checkpoints.vetting import read_json, vet
+from symbiosis_priv.checkpoints.vetting import read_json, vet, vet_adapter
 from symbiosis_priv.errors import CheckpointError
 
 if TYPE_CHECKING:  # commands look at a folder before they load torch
     from torch import Tensor
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # never code, never pickles
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?(@(?!.*\.\.)\w[\w./-]*)?", re.ASCII)
+"""A name on the hub: `name`, `owner/name`, and a revision after @. Other names are never sent to the hub."""
 _LONGEST_NAME = 1024  # characters: transformers matches tensor names with patterns and reads numbers from them
 T = TypeVar("T")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def resolve(model: str | Path) -> Path:
-    """The local folder of a checkpoint: a path unchanged, or the Hugging Face cache folder of a hub name. Raises
-    `CheckpointError`: neither a folder with a config.json nor a model that the hub client can download, or a folder
-    that `vetting.vet` refuses."""
+    """The local folder of a checkpoint: a path unchanged, or the folder in the Hugging Face cache of a hub name,
+    `name@revision` for a commit, branch or tag. Raises `CheckpointError`: neither a folder with a config.json nor a
+    model that the hub client can download, or a folder that `vetting.vet` refuses."""
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -35,23 +38,72 @@ def resolve(model: str | Path) -> Path:
         return path.resolve()
     if path.is_file():
         raise CheckpointError(f"{path} is a file; name the folder that holds the checkpoint's config.json")
-    if path.is_absolute() or len(path.parts) > 2 or str(model).startswith("."):  # not a valid name on the hub
+    if not _NAME.fullmatch(str(model)):
         raise CheckpointError(f"the folder {path} does not exist; name one that holds a config.json")
-    # imported only for a download, because the import takes as long as reading a local folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        folder = Path(snapshot_download(str(model), allow_patterns=_FILES))
-    except (HFValidationError, OSError) as error:
-        answered = isinstance(error, HfHubHTTPError | HFValidationError)
-        why = "has no such model that you may read" if answered else "cannot be reached from here"
-        raise CheckpointError(
-            f"there is no folder {model}, and the Hugging Face hub, where this could be a name, {why}; name a folder "
-            f"with a config.json"
-        ) from error
+    folder = _snapshot(str(model), "config.json", "tokenizer_config.json")
     vet(folder)
     return folder
+
+
+def resolve_adapter(adapter: str | Path) -> Path:
+    """The local folder of a PEFT adapter: a path unchanged, or the folder in the Hugging Face cache of `owner/name` or
+    `owner/name@revision`. Raises `ConfigError`: not a PEFT folder; `CheckpointError`: the hub client cannot download
+    it, or a folder that `vetting.vet_adapter` refuses."""
+    path, name = Path(adapter).expanduser(), str(adapter)
+    if not path.exists() and "/" in name.partition("@")[0] and _NAME.fullmatch(name):
+        path = _snapshot(name, "adapter_config.json", "adapter_model.safetensors")
+    vet_adapter(path)
+    return path
+
+
+def hub_name(folder: Path) -> tuple[str, str] | None:
+    """The hub name and the commit of a folder in the Hugging Face cache; None for any other folder."""
+    repository = folder.parent.parent.name
+    if folder.parent.name != "snapshots" or not repository.startswith("models--"):
+        return None
+    return repository.removeprefix("models--").replace("--", "/", 1), folder.name
+
+
+def _snapshot(name: str, *needed: str) -> Path:
+    """The folder of a hub name in the Hugging Face cache, downloaded if the cache lacks a `needed` file or tensors.
+
+    The cache comes first, without a request, so a name without a revision stays at the commit that the cache has."""
+    # imported only for a name, because the import takes as long as reading a local folder
+    from huggingface_hub import constants, errors, snapshot_download
+
+    repository, _, revision = name.partition("@")
+    asked = {"revision": revision or None, "allow_patterns": _FILES}
+    with contextlib.suppress(errors.HFValidationError, OSError):
+        folder = Path(snapshot_download(repository, local_files_only=True, **asked))
+        if all((folder / one).is_file() for one in needed) and _has_tensors(folder):
+            return folder
+    try:
+        return Path(snapshot_download(repository, **asked))
+    except Exception as error:  # of the hub's client, and of its HTTP library
+        fix = f"name a folder with {needed[0]}"
+        if isinstance(error, errors.GatedRepoError):
+            why = "gives it only to those who accepted its terms"
+            fix = f"accept them on the page of {repository}, then run `hf auth login`, or set HF_TOKEN"
+        elif isinstance(error, errors.RevisionNotFoundError):
+            why, fix = f"has no revision {revision or 'main'} of it", "name a commit, branch or tag that exists"
+        elif isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
+            why = "has no such model that you may read"
+        elif isinstance(error, errors.HfHubHTTPError):
+            why, fix = f"answers with an error ({error.response.status_code})", f"try again later, or {fix}"
+        elif constants.HF_HUB_OFFLINE:
+            why = "may not be asked, because HF_HUB_OFFLINE is set, and the local cache lacks it"
+            fix = f"unset HF_HUB_OFFLINE, or {fix}"
+        else:
+            why = "cannot be reached from here, and the local cache lacks it"
+        raise CheckpointError(
+            f"there is no folder {name}, and the Hugging Face hub, where this could be a name, {why}; {fix}"
+        ) from error
+
+
+def _has_tensors(folder: Path) -> bool:
+    """True if the files of all tensors are there. A program may have fetched config.json alone."""
+    files = set(check_index(folder / _INDEX).values()) if (folder / _INDEX).is_file() else set()
+    return all((folder / one).is_file() for one in files) and any(folder.glob("*.safetensors"))
 
 
 class _Index(msgspec.Struct):

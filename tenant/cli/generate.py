@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from symbiosis_priv.checkpoints.checkpoint import resolve
-from symbiosis_priv.checkpoints.vetting import vet_adapter
+from symbiosis_priv.checkpoints.checkpoint import resolve, resolve_adapter
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError, SymbiosisError, one_line
 from symbiosis_priv.system.files import decode_text, read_text
@@ -59,15 +58,14 @@ def generate(
 
 @contextmanager
 def opened(
-    model: str, remote: Remote, adapter: Path | None, *, chat: bool
+    model: str, remote: Remote, adapter: str | None, *, chat: bool
 ) -> Iterator[tuple[Any, PreTrainedTokenizerBase]]:
     """Context manager: yields a split model and its tokenizer, and at the end prints what the session has sent and
     verified."""
     folder = resolve(model)
     if chat:
         check_template(folder)
-    if adapter is not None:
-        vet_adapter(adapter)
+    found = None if adapter is None else resolve_adapter(adapter)
     remote.check()
     with loading():
         from tenant.model import ledger as ledgers
@@ -75,7 +73,7 @@ def opened(
         from tenant.training import generate as generation
 
     with terminal.working("loading the model"):
-        loaded, tokenizer = generation.open_model(model, remote=remote.config(), adapter=adapter)
+        loaded, tokenizer = generation.open_model(model, remote=remote.config(), adapter=found)
     try:
         yield loaded, tokenizer
         ledger = ledgers.ledger_of(loaded)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # importing torch would delay --help
     from symbiosis_priv.network.wire import Role
     from tenant.model.hf import RemoteConfig
 
-Model = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, or a name on the Hugging Face hub.")]
-Adapter = Annotated[Path | None, typer.Option("--adapter", "-a", help="A PEFT folder.")]
+Model = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, or a hub name: owner/name@revision.")]
+Adapter = Annotated[str | None, typer.Option("--adapter", "-a", help="A PEFT folder, or owner/name@revision.")]
 Federation = Annotated[Path, typer.Option("--federation", "-f", help="federation.toml")]
 Text = Annotated[
     Path,

@@ -5,7 +5,7 @@ import signal
 import sys
 from contextlib import ExitStack
 
-from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.checkpoint import hub_name, resolve
 from symbiosis_priv.display import terminal
 from symbiosis_priv.network.addresses import bound_address
 from tenant.cli.options import Model, Remote, loading, takes
@@ -19,7 +19,8 @@ def serve(*, model: Model, remote: Remote, options: Serving) -> None:
     Ctrl-C and SIGTERM let the answers in progress end.
     """
     check_installed()
-    name = options.model_name(model, resolve(model))
+    folder = resolve(model)
+    name = options.model_name(model, folder)
     adapters, keys = options.adapters(), options.keys()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with ExitStack() as opened:
@@ -35,11 +36,14 @@ def serve(*, model: Model, remote: Remote, options: Serving) -> None:
             )
         jobs = None
         if options.fine_tuning is not None:
-            folder = options.fine_tuning
-            jobs = opened.enter_context(serving.jobs(service, model, remote.config(), folder=folder))
+            private = options.fine_tuning
+            jobs = opened.enter_context(serving.jobs(service, model, remote.config(), folder=private))
         server = serving.server(service, listener, keys=keys, masking=remote.masking, options=options, jobs=jobs)
         address = bound_address(listener)
         terminal.say(f"serving {', '.join(one.id for one in service.models())} at http://{address}/v1")
+        for served, source in {name: folder, **adapters}.items():
+            if (pinned := hub_name(source)) is not None:
+                terminal.say(f"{served} is {'@'.join(pinned)}")
         if options.api_key_file is None:  # the key is shown only here
             terminal.say(f"page: http://{address}/#key={keys[0]}")
             terminal.say(f"export OPENAI_BASE_URL=http://{address}/v1 OPENAI_API_KEY={keys[0]}")

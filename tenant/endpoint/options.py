@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from typer import Option
 
-from symbiosis_priv.checkpoints.vetting import vet_adapter
+from symbiosis_priv.checkpoints.checkpoint import resolve_adapter
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.network import addresses
 from symbiosis_priv.system.files import read_text
@@ -25,7 +25,8 @@ class Serving:
     """The options of `tenant serve`. Every check raises `ConfigError`."""
 
     adapter: Annotated[
-        list[str], Option("--adapter", "-a", help="NAME=FOLDER: a PEFT folder and its model name; repeatable.")
+        list[str],
+        Option("--adapter", "-a", help="NAME=FOLDER: a PEFT folder, or a hub name, and its model name; repeatable."),
     ] = field(default_factory=list)
     name: Annotated[
         str | None, Option(help="The base model's name for clients; by default its folder's or the hub's.")
@@ -83,7 +84,9 @@ class Serving:
 
     def model_name(self, model: str, folder: Path) -> str:
         """Return the base model's name for clients. The folder of a model of the hub has the name of a commit."""
-        return self.name or (folder.name if Path(model).expanduser().is_dir() else model.rpartition("/")[2])
+        return self.name or (
+            folder.name if Path(model).expanduser().is_dir() else model.partition("@")[0].rpartition("/")[2]
+        )
 
     def adapters(self) -> dict[str, Path]:
         """Check the folders of the adapters, and return them by name."""
@@ -91,9 +94,8 @@ class Serving:
         for one in self.adapter:
             name, _, folder = one.partition("=")
             if not name or not folder or name in found:
-                raise ConfigError(f"--adapter {one}: write NAME=FOLDER, and each name once")
-            found[name] = Path(folder)
-            vet_adapter(found[name])
+                raise ConfigError(f"--adapter {one}: write NAME=FOLDER or NAME=owner/name@revision, and each name once")
+            found[name] = resolve_adapter(folder)
         if self.allow_loading is not None and not self.allow_loading.is_dir():
             raise ConfigError(f"--allow-loading {self.allow_loading} is not a folder; name the folder of the adapters")
         return found

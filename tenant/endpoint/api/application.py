@@ -43,6 +43,25 @@ _STATUSES = {
     500: "an error of the endpoint",
     503: "the providers gave no answer, or the endpoint stops",
 }
+_INSTEAD = {
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "store": "nothing is stored here, so leave it out, or send false",
+    "best_of": "use n",
+    "reasoning": "use chat_template_kwargs of /v1/chat/completions, if the model's template has such an option",
+    "stop_token_ids": "use stop, with texts",
+    "length_penalty": "beams are not computed here",
+    "use_beam_search": "beams are not computed here",
+    "guided_json": "use response_format",
+    "guided_regex": "use response_format with a JSON schema",
+    "guided_choice": "use response_format with a JSON schema",
+    "structured_outputs": "use response_format",
+    "format": "use response_format",
+    "options": "send temperature, top_k and so on as fields of the body",
+    "audio": "answers are texts",
+    "web_search_options": "the endpoint sends nothing to other servers; use tools",
+}
+"""What to do in place of fields that clients of OpenAI, vLLM and Ollama send."""
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text} for status, text in _STATUSES.items()
 }
@@ -225,8 +244,9 @@ async def _wrong_field(_: Request, error: Exception) -> Response:
         location = path
     place = ".".join(map(str, location))
     must_be_empty = inner["type"] == "too_long" and not inner["ctx"]["max_length"]
-    if must_be_empty or inner["type"] in ("extra_forbidden", "none_required"):
-        message = f"{place} is not supported; leave it out"
+    hint = _INSTEAD.get(place)
+    if must_be_empty or hint is not None or inner["type"] in ("extra_forbidden", "none_required"):
+        message = f"{place} is not supported; {hint or 'leave it out'}"
     else:
         message = f"{place or 'the body'}: {inner['msg']}"
     return ApiError(400, message[:500], param=place[:200] or None).response()

@@ -52,6 +52,7 @@ Ids = Annotated[
     list[Annotated[int, Field(ge=0), INTEGER]], Field(min_length=1), FAIL_FAST, WrapValidator(_check_together)
 ]
 ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=128), FAIL_FAST]
+Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16), BOUNDED]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -90,6 +91,7 @@ class CompletionFields(Generating):
     """The fields that chat and completions share."""
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    ignore_eos: bool | None = None
     logit_bias: (
         Annotated[
             dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
@@ -99,8 +101,11 @@ class CompletionFields(Generating):
         | None
     ) = None
     max_tokens: Annotated[int, Field(ge=0), INTEGER] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0), INTEGER] | None = None
     n: Annotated[int, Field(ge=1, le=16), INTEGER] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     seed: Annotated[int, Field(ge=-(2**53), le=2**53), INTEGER] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=16), FAIL_FAST] | None = None
     stream_options: StreamOptions | None = None
@@ -187,11 +192,16 @@ class ChatRequest(CompletionFields):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096), FAIL_FAST]
+    chat_template_kwargs: (
+        Annotated[dict[str, Annotated[str, Field(max_length=512)] | int | float | bool], Field(max_length=16), BOUNDED]
+        | None
+    ) = None
     logprobs: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=0), INTEGER] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=0), BOUNDED] | None = None
+    metadata: Metadata | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1), FAIL_FAST] | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     response_format: ResponseFormat | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
@@ -266,7 +276,7 @@ class ResponsesRequest(Generating):
     include: Annotated[list[str], Field(max_length=0), FAIL_FAST] | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1), INTEGER] | None = None
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16), BOUNDED] | None = None
+    metadata: Metadata | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: None = None
     service_tier: Literal["auto", "default"] | None = None

@@ -234,6 +234,9 @@ class Service:
         """
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        if sampling.get("grammar") is not None and (body.ignore_eos or body.min_tokens):
+            field = "ignore_eos" if body.ignore_eos else "min_tokens"
+            raise ApiError(400, f"{field} and an answer in a schema exclude each other", param=field)
         left = self.context - len(prompt)
         if limit is not None and limit > left:
             raise ApiError(
@@ -243,6 +246,8 @@ class Service:
                 code="context_length_exceeded",
                 param="max_tokens",
             )
+        if (body.min_tokens or 0) > (left if limit is None else limit):
+            raise ApiError(400, "min_tokens is more than the answer may have", param="min_tokens")
         biases = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
         if biases and max(biases) >= self.vocabulary.size:
             raise ApiError(400, f"{max(biases)} is not a token of this model", param="logit_bias")
@@ -253,8 +258,8 @@ class Service:
             prompt=tuple(prompt),
             adapter=self.adapter(body.model),
             client=client,
-            max_tokens=min(default, left) if limit is None else limit,
-            stop_tokens=self.ends,
+            max_tokens=min(max(default, body.min_tokens or 0), left) if limit is None else limit,
+            stop_tokens=frozenset() if body.ignore_eos else self.ends,
             stop=tuple([body.stop] if isinstance(body.stop, str) else body.stop or ()),
             sampling=Sampling(
                 temperature=1.0 if chosen["temperature"] is None else chosen["temperature"],
@@ -263,6 +268,9 @@ class Service:
                 seed=body.seed,
                 presence_penalty=body.presence_penalty or 0.0,
                 frequency_penalty=body.frequency_penalty or 0.0,
+                repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+                min_p=body.min_p or 0.0,
+                min_tokens=body.min_tokens or 0,
                 logit_bias=biases,
                 **sampling,
             ),

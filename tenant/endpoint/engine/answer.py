@@ -1,7 +1,7 @@
 """The answer to one request: chooses and decodes its tokens, and sends the events to the request's sink."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ class GeneratedAnswer:
         self._end: Finish | None = None
         self._computed = 0
         self._sink = sink
-        self._sampler = Sampler(request.sampling)
+        self._sampler = Sampler(request.sampling, prompt=request.prompt, ends=request.stop_tokens)
         self._text = TextStream(tokenizer, prompt=request.prompt, stop=request.stop)
 
     def start(self, prompt_logprobs: Sequence[TokenLogprob | None] = ()) -> None:
@@ -102,10 +102,18 @@ class Sampler:
 
     Each request has its own random numbers, counts of tokens and grammar, so a token does not depend on the other
     requests of a batch. A sampled token takes one random number.
+
+    Args:
+        prompt: the tokens before the answer, for `repetition_penalty`.
+        ends: the stop tokens, for `min_tokens`.
     """
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, *, prompt: Sequence[int] = (), ends: Collection[int] = ()) -> None:
         self._sampling = sampling
+        self._ends = list(ends)
+        self._new = 0
+        self._prompt = prompt
+        self._seen: Tensor | None = None  # True for tokens of the prompt and the answer
         self._grammar = None if sampling.grammar is None else sampling.grammar()
         self._uses: Counter[int] = Counter()
         self._added: Tensor | None = None  # biases and penalties, which are added to the logits
@@ -129,6 +137,12 @@ class Sampler:
             NonFiniteError: no token has a probability.
         """
         options, scores = self._sampling, logits.detach().float()
+        if options.repetition_penalty != 1:  # as in transformers, so that greedy tokens are those of `generate()`
+            if self._seen is None:
+                self._seen = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
+                self._seen[list(self._prompt)] = True
+            penalty = options.repetition_penalty
+            scores = torch.where(self._seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
         if self._added is None and (options.logit_bias or options.presence_penalty or options.frequency_penalty):
             self._added = torch.zeros(scores.shape, dtype=torch.float32, device=scores.device)
             for biased, bias in options.logit_bias.items():
@@ -140,7 +154,12 @@ class Sampler:
             allowed = torch.zeros(scores.shape, dtype=torch.bool, device="cpu")
             allowed[: len(bits)] = torch.from_numpy(bits[: len(scores)]).bool()
             scores = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+        if self._new < options.min_tokens and self._ends:
+            scores = scores.index_fill(0, torch.tensor(self._ends, device=scores.device), -torch.inf)
         token = int(scores.argmax()) if options.temperature == 0 else self._drawn(scores.cpu())
+        self._new += 1
+        if self._seen is not None:
+            self._seen[token] = True
         if self._grammar is not None:
             self._grammar.accept(token)
         if self._added is not None and (options.presence_penalty or options.frequency_penalty):
@@ -165,6 +184,8 @@ class Sampler:
             kept = ordered.cumsum(0) - ordered < options.top_p * ordered.sum()
             kept[0] = True
             chances = ordered * kept
+        if options.min_p:
+            chances = chances * (chances >= options.min_p * chances.max())
         sums = chances.cumsum(0)
         if not 0 < float(sums[-1]) < float("inf"):
             raise NonFiniteError

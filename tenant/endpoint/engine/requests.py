@@ -34,7 +34,11 @@ class Sampling:
         top_k: sample from this number of most probable tokens; 0 for all tokens.
         seed: seed of this request's own generator; None for a random one.
         presence_penalty, frequency_penalty: subtracted from the logits of tokens in the answer, once, and once per use.
+        repetition_penalty: logits of tokens in the prompt or the answer are divided by it if they are positive, and
+            multiplied by it if they are negative.
         logit_bias: added to the logits of these tokens.
+        min_p: sample from tokens with at least this share of the probability of the most probable one.
+        min_tokens: number of tokens before the first stop token.
         logprobs: number of most probable tokens to report with each token; None to report no log probabilities.
         prompt_logprobs: the same for the tokens of the prompt.
         grammar: makes the state of a constraint; None without one.
@@ -46,7 +50,10 @@ class Sampling:
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_p: float = 0.0
+    min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Callable[[], Grammar] | None = None

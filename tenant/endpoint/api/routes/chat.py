@@ -1,8 +1,10 @@
 """`POST /v1/chat/completions`."""
 
 import json
+import re
 import time
 from collections.abc import AsyncIterator
+from inspect import signature
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -166,8 +168,11 @@ async def _prompt(body: ChatRequest, service: Service, template: str, client: st
     if body.tools and body.tool_choice != "none":
         tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools]
 
+    options: dict[str, Any] = _options(body, service, template)
+    options |= {"chat_template": template, "tools": tools, "add_generation_prompt": True}
+
     def render() -> str:
-        return render_chat(messages, service.tokenizer, chat_template=template, tools=tools, add_generation_prompt=True)
+        return render_chat(messages, service.tokenizer, **options)
 
     try:
         text = await service.in_thread(client, render)
@@ -179,6 +184,23 @@ async def _prompt(body: ChatRequest, service: Service, template: str, client: st
     if len(prompt) > service.context:
         raise service.too_long(len(prompt), "tokens", param="messages")
     return prompt
+
+
+def _options(body: ChatRequest, service: Service, template: str) -> dict[str, str | int | float | bool]:
+    """Return the values for the chat template. Raises `ApiError` for one that would replace a part of the chat, or that
+    the template does not use."""
+    options, field = dict(body.chat_template_kwargs or {}), "chat_template_kwargs"
+    own = {"messages", "conversations", *service.tokenizer.special_tokens_map, "raise_exception", "strftime_now"}
+    if taken := sorted(options.keys() & (own | signature(service.tokenizer.apply_chat_template).parameters.keys())):
+        raise ApiError(400, f"{taken[0]} cannot be set here; the fields of the request set it", param=field)
+    if body.reasoning_effort is not None:
+        options["reasoning_effort"], field = body.reasoning_effort, "reasoning_effort"
+    for name in options:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            known = next((one for one in ("enable_thinking", "thinking") if one in template), None)
+            instead = f'pass chat_template_kwargs: {{"{known}": false}}' if known else "leave it out"
+            raise ApiError(400, f"this model's chat template has no {name[:80]!a}; {instead}", param=field)
+    return options
 
 
 def _message(message: Message, place: int) -> dict[str, Any]:

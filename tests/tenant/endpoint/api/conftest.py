@@ -19,6 +19,7 @@ from tenant.tasks import Tasks
 
 KEY = "sk-test"
 CHAT = (
+    "{% if mood %}Be {{ mood }}. {% endif %}"
     "{% if tools %}<tools>{{ tools | tojson }}</tools> write <tool_call>...{% endif %}"
     "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant', 'tool') %}"
     "{{ raise_exception('no such role') }}{% endif %}[{{ m.role }}]{{ m.content }}"

@@ -212,7 +212,13 @@ def test_embeddings_in_both_encodings(client: Any) -> None:
         ("stop", ["x"] * 17),
         ("logit_bias", {"320": 1}),
         ("max_tokens", 1 << 30),
-        ("metadata", {"a": "b"}),
+        ("metadata", {"a": 5}),
+        ("min_tokens", 2),  # max_tokens is 1
+        ("chat_template_kwargs", {"messages": "x"}),
+        ("chat_template_kwargs", {"bos_token": "x"}),
+        ("chat_template_kwargs", {"chat_template": "x"}),
+        ("chat_template_kwargs", {"mood": {"a": "b"}}),
+        ("chat_template_kwargs", {"enable_thinking": False}),  # not in this template
         ("tool_choice", "required"),  # without tools
         ("tool_choice", {"type": "function", "function": {"name": "none-such"}}),
         ("parallel_tool_calls", False),
@@ -243,6 +249,49 @@ def test_the_place_of_a_wrong_value_is_a_field_of_the_request(client: Any, field
         client.chat.completions.create(**{"model": "tiny", "messages": HELLO}, extra_body={field: value})
     assert refused.value.param == place
     assert f"{place}: " in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "instead"),
+    [
+        ("functions", [{"name": "weather"}], "use tools"),
+        ("function_call", "auto", "use tool_choice"),
+        ("store", True, "nothing is stored here"),
+        ("guided_json", {}, "use response_format"),
+        ("stop_token_ids", [2], "use stop"),
+        ("reasoning_effort", "low", "no 'reasoning_effort'; leave it out"),
+    ],
+)
+def test_a_refusal_names_what_to_use(client: Any, field: str, value: Any, instead: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=instead):
+        client.chat.completions.create(model="tiny", messages=HELLO, extra_body={field: value})
+
+
+def test_what_benchmarks_and_chat_clients_send_is_taken(client: Any) -> None:
+    def ask(**more: Any) -> Any:
+        asked = {"model": "tiny", "messages": HELLO, "max_tokens": 8, "temperature": 0}
+        return client.chat.completions.create(**asked, extra_body=more)
+
+    plain = ask(min_p=0.1, store=False, metadata={"chat": "5"}).choices[0].message.content
+    assert ask().choices[0].message.content == plain
+    assert ask(repetition_penalty=50.0).choices[0].message.content != plain
+    more, fewer = (ask(chat_template_kwargs={"mood": "very happy"}, **one) for one in ({}, {"min_tokens": 8}))
+    assert more.usage.prompt_tokens > ask().usage.prompt_tokens
+    assert fewer.usage.completion_tokens == 8
+
+
+def test_a_benchmark_gets_the_tokens_that_it_asked_for(client: Any, served: Served) -> None:
+    """`ignore_eos` and `min_tokens` of vLLM's benchmark, for a model that ends at once."""
+    end = str(min(served.service.ends))
+    asked: Any = {"model": "tiny", "prompt": "Hello", "max_tokens": 6, "temperature": 0, "logit_bias": {end: 100}}
+    for more, new, reason in (({}, 1, "stop"), ({"ignore_eos": True}, 6, "length"), ({"min_tokens": 4}, 5, "stop")):
+        answer = client.completions.create(**asked, extra_body=more)
+        assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (new, reason)
+    form: Any = {"type": "json_object"}
+    with pytest.raises(openai.BadRequestError, match="exclude each other"):
+        client.chat.completions.create(
+            model="tiny", messages=HELLO, response_format=form, extra_body={"ignore_eos": True}
+        )
 
 
 def test_a_route_that_does_not_exist_is_named_so(client: Any) -> None:

@@ -1,5 +1,5 @@
 """Clients that this project does not depend on; each test skips itself without its client. To run them:
-`pip install langchain-openai "lm-eval[api]" schemathesis`.
+`pip install langchain-openai litellm "lm-eval[api]" schemathesis`.
 """
 
 import subprocess
@@ -42,6 +42,16 @@ def test_langchain_chats_streams_and_calls_tools(served: Served, client: Any) ->
     # without the argument, it sends tokens of OpenAI's own vocabulary
     embeddings = langchain.OpenAIEmbeddings(**said, check_embedding_ctx_length=False)
     assert len(embeddings.embed_query("Hello")) == 64
+
+
+def test_litellm_chats_and_streams(served: Served, client: Any) -> None:
+    litellm = pytest.importorskip("litellm")
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12, "temperature": 0}
+    expected = client.chat.completions.create(model="lora", **asked).choices[0].message.content
+    said = asked | {"model": "openai/lora", "api_base": f"{served.url}/v1", "api_key": KEY, "num_retries": 0}
+    assert litellm.completion(**said).choices[0].message.content == expected
+    pieces = litellm.completion(**said, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == expected
 
 
 def test_lm_eval_gets_the_log_probabilities_of_the_model(

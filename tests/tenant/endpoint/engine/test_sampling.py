@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from symbiosis_priv.errors import NonFiniteError
 from tenant.endpoint.engine.answer import Sampler, TextStream, token_logprob
@@ -62,6 +63,35 @@ def test_penalties_biases_and_raw_log_probabilities() -> None:
     assert tokens[1][1] == token_logprob(logits, 1, top=1)
     assert tokens[1][1].top[0][0] == 0
     assert Sampler(Sampling(logit_bias={3: 100.0, 0: -100.0}))(logits)[0] == 3
+
+
+@given(numbers, st.lists(st.integers(0, 1), max_size=3), st.floats(0.5, 3))
+def test_repetitions_are_penalised_as_in_transformers(values: list[float], prompt: list[int], penalty: float) -> None:
+    sampler = Sampler(Sampling(repetition_penalty=penalty), prompt=prompt)
+    tokens, process = list(prompt), RepetitionPenaltyLogitsProcessor(penalty)
+    for _ in range(4):
+        scores = process(torch.tensor([tokens], dtype=torch.long), vector(values)[None])[0]
+        tokens.append(sampler(vector(values))[0])
+        assert tokens[-1] == int(scores.argmax())
+
+
+@given(numbers, st.floats(0, 1), st.floats(0.1, 1), st.integers(0, 2**63 - 1))
+def test_min_p_keeps_the_tokens_that_transformers_keeps(
+    values: list[float], min_p: float, top_p: float, seed: int
+) -> None:
+    scores = MinPLogitsWarper(min_p)(torch.zeros(1, 1, dtype=torch.long), vector(values).double()[None] / 0.7)[0]
+    least = scores[scores.isfinite()].min() * 0.7
+    sampler = Sampler(Sampling(temperature=0.7, min_p=min_p, top_p=top_p, seed=seed))
+    assert all(values[sampler(vector(values))[0]] >= least - 1e-9 for _ in range(5))
+
+
+@given(numbers, st.integers(0, 4), st.sampled_from([0.0, 1.0]))
+def test_no_end_comes_before_min_tokens(values: list[float], min_tokens: int, temperature: float) -> None:
+    end = int(vector(values).argmax())
+    sampler = Sampler(Sampling(temperature=temperature, min_tokens=min_tokens, seed=1), ends={end})
+    tokens = [sampler(vector(values))[0] for _ in range(min_tokens + 1)]
+    assert end not in tokens[:min_tokens]
+    assert temperature or tokens[-1] == end
 
 
 class OnlyThese:

@@ -7,7 +7,7 @@ import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 from safetensors import SafetensorError, safe_open
@@ -72,7 +72,7 @@ def _snapshot(name: str, *needed: str) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
 
     repository, _, revision = name.partition("@")
-    asked = {"revision": revision or None, "allow_patterns": _FILES}
+    asked: dict[str, Any] = {"revision": revision or None, "allow_patterns": _FILES}
     with contextlib.suppress(errors.HFValidationError, OSError):
         folder = Path(snapshot_download(repository, local_files_only=True, **asked))
         if all((folder / one).is_file() for one in needed) and _has_tensors(folder):

@@ -17,7 +17,7 @@ from transformers import TrainingArguments, set_seed
 from transformers.integrations import get_reporting_integration_callbacks, integration_utils
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis_priv.checkpoints.checkpoint import hub_name, resolve
+from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.discovery.skeleton import load_config
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_federation
@@ -123,8 +123,6 @@ def finetune(
                 fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
             )
             peft_model = get_peft_model(model, lora)
-            if (pinned := hub_name(folder)) is not None:  # what PEFT writes names the cache's folder otherwise
-                lora.base_model_name_or_path, lora.revision = pinned
             # a checkpoint holds the adapter and AdamW's two averages; the adapter is also written beside it
             check_space(output, 4 * sum(one.nbytes for one in peft_model.parameters() if one.requires_grad))
             meter = TrainingMeter(peft_model, on_progress)

@@ -7,6 +7,7 @@ A checkpoint is complete if it has a readable `trainer_state.json`, which Traine
 """
 
 import contextlib
+import json
 import os
 import re
 import tempfile
@@ -16,7 +17,8 @@ from typing import Any, Self
 
 import msgspec
 
-from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.checkpoint import hub_name, resolve
+from symbiosis_priv.checkpoints.vetting import read_json
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.system.files import UNDECODABLE, check_unused, default_cache, lock, read_limited, storing
 
@@ -165,5 +167,11 @@ def save_adapter(model: Any, output: Path) -> None:
         output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=output, prefix=".saving-") as folder:
             model.save_pretrained(folder)
+            settings = Path(folder) / "adapter_config.json"
+            config = read_json(settings)
+            if (pinned := hub_name(Path(str(config.get("base_model_name_or_path"))))) is not None:
+                # in place of the cache's folder, and only here: PEFT would ask the hub about a name while it saves
+                config["base_model_name_or_path"], config["revision"] = pinned
+                settings.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
             for path in Path(folder).iterdir():
                 path.replace(output / path.name)

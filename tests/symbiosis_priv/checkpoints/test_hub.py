@@ -41,10 +41,10 @@ class Hub(BaseHTTPRequestHandler):
             return self.answer(200, body=(folder / parts[-1]).read_bytes())
         if parts[-1] not in ("main", "v1", COMMIT):
             return self.answer(404, "RevisionNotFound")
-        files = [{"type": "file", "path": one.name, "size": one.stat().st_size} for one in folder.iterdir()]
         found: Any = {"id": f"owner/{name}", "sha": COMMIT, "siblings": [], "tags": []}
         if parts[4] == "tree":
-            found = [one | {"oid": hashlib.sha1(one["path"].encode()).hexdigest()} for one in files]
+            files = [(one.name, one.stat().st_size) for one in folder.iterdir()]
+            found = [{"type": "file", "path": path, "size": size, "oid": path} for path, size in files]
         return self.answer(200, body=json.dumps(found).encode())
 
     do_HEAD = do_GET

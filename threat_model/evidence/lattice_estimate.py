@@ -11,7 +11,7 @@ An attacker who needs any one of many rows reduces the lattice once, because all
 row. So the reduction is counted once for as many tries as there are rows, which the estimator itself does not do.
 
 There are two models of the last step. With Babai's algorithm, the estimator computes the probability that the halves of
-a guess meet. With bdd it has no analysis of that probability and takes 1: a lower bound, which no known attack reaches.
+a guess meet. For bdd it has no analysis of that probability and takes 1, which favours the attacker.
 """
 
 import importlib

@@ -59,7 +59,7 @@ function describe(list, names, figures, each = 0) {
     add(row, "dt", label);
     const found = figures[name] ?? 0;
     add(row, "dd", format(found)).dataset.figure = name;
-    if (each && found) add(row, "dd", `${format(Math.round(found / each))} per token`, "quiet");
+    if (each && found && name !== "cached_tokens") add(row, "dd", `${format(Math.round(found / each))} per token`, "quiet");
   }
 }
 

@@ -16,7 +16,7 @@ key = "keys/alice.key"
 name = "alpha"
 operator = "Alpha GmbH"          # the company that runs it: never both an executor's and a helper's (rule 8)
 role = "executor"
-address = "alpha.example:7401"
+address = "alpha.example:7401"   # or several, where it shows the same certificate: ["a.example:7401", "b.example:7401"]
 certificate = "keys/alpha.pem"   # pinned: nothing else is accepted. One certificate per file
 # next_certificate = "keys/alpha-next.pem"   # while alpha renews its certificate: accepted too
 # layers = "0-15"                # layers that it must serve. Without it the provider decides
@@ -67,6 +67,7 @@ from symbiosis_priv.federation.parties import (
     check_spelling,
     is_this_machine,
     plain,
+    plain_host,
 )
 from symbiosis_priv.limits import (
     DEFAULT_RING_BITS,
@@ -76,7 +77,7 @@ from symbiosis_priv.limits import (
     RingBits,
     Role,
 )
-from symbiosis_priv.network.addresses import parse_address
+from symbiosis_priv.network.addresses import Address, parse_address
 from symbiosis_priv.network.tls import client_context
 from symbiosis_priv.system.toml import load_toml, toml_table
 
@@ -120,7 +121,7 @@ class Federation:
     @property
     def local(self) -> bool:
         """True if every provider and every registry of the file is on this machine."""
-        hosts = [peer.host for peer in self.peers]
+        hosts = [host for peer in self.peers for host, _ in peer.addresses]
         if self.registries is not None:
             hosts += [parse_address(address)[0] for address in self.registries.addresses]
         return all(is_this_machine(host) for host in hosts)
@@ -190,6 +191,7 @@ def check_choice(federation: Federation) -> None:
 
 
 _FEWEST_MEMBERS = 2
+_MOST_ADDRESSES = 64  # of one provider
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
 
 
@@ -222,7 +224,7 @@ class _Provider(_Section, frozen=True):
     name: Name
     operator: Name
     role: Role
-    address: str
+    address: str | Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=_MOST_ADDRESSES)]
     certificate: Path
     next_certificate: Path | None = None
     layers: str | None = None
@@ -262,7 +264,8 @@ def load_federation(path: str | Path) -> Federation:
         with _named(f"{path}, provider {entry.name!r}"):
             layers = None if entry.layers is None else LayerRange.parse(entry.layers)
             files = entry.certificate, entry.next_certificate
-            peers.append(Peer(entry.name, entry.operator, entry.role, *_address(entry.address), *files, layers))
+            first, *others = _addresses(entry.address)
+            peers.append(Peer(entry.name, entry.operator, entry.role, *first, *files, layers, others=tuple(others)))
     with _named(f"{path}, [registry]"):
         for address in file.registry.addresses if file.registry else ():
             _address(address)
@@ -301,7 +304,15 @@ def _named(place: object) -> Iterator[None]:
         raise type(error)(f"{place}: {error}") from error
 
 
-def _address(text: str) -> tuple[str, int]:
+def _addresses(text: str | Sequence[str]) -> list[Address]:
+    found = [_address(one) for one in ([text] if isinstance(text, str) else text)]
+    counted = Counter((plain_host(host), port) for host, port in found)
+    if twice := [f"{host}:{port}" for host, port in found if counted[plain_host(host), port] > 1]:
+        raise ConfigError(f"address lists {twice[0]!r} twice: remove one of them")
+    return found
+
+
+def _address(text: str) -> Address:
     host, port = parse_address(text)
     if not port:
         raise ConfigError(f"port 0 is not valid; ask the operator of {text!r} for the port")

@@ -12,10 +12,10 @@ import ssl
 import unicodedata
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import msgspec
 from cryptography.hazmat.primitives.serialization import Encoding
@@ -24,6 +24,7 @@ from symbiosis_priv.certificates.reading import Pin, fingerprint, key_fingerprin
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.limits import Role
+from symbiosis_priv.network.addresses import Address, Endpoints
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 """A name in a federation file."""
@@ -108,6 +109,8 @@ class Peer:
             that a registry listed.
         next_certificate: file of the pinned successor while the provider rotates.
         layers: layers that it must serve at least; None if the file does not say.
+        others: further addresses of the same provider, which shows the same certificate there. Connections spread over
+            all addresses and fail over between them.
         remote_only: its host may not resolve to an address of this machine, of its link or of a metadata service. True
             for executors that a registry listed, unless the federation is local.
     """
@@ -122,6 +125,16 @@ class Peer:
     next_certificate: Path | None = field(default=None, hash=False)
     layers: LayerRange | None = field(default=None, hash=False)
     remote_only: bool = field(default=False, hash=False)
+    others: tuple[Address, ...] = field(default=(), hash=False)
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        return ((self.host, self.port), *self.others)
+
+    @property
+    def by_address(self) -> tuple[Self, ...]:
+        """This peer once for each of its addresses."""
+        return tuple(replace(self, host=host, port=port, others=()) for host, port in self.addresses)
 
     @property
     def pins(self) -> tuple[Pin, ...]:
@@ -131,7 +144,16 @@ class Peer:
     @property
     def label(self) -> str:
         """Role, name and address, for messages."""
-        return f"{self.role} {self.name!r} at {self.host}:{self.port}"
+        return f"{self.role} {self.name!r} at {self.where}"
+
+    @property
+    def where(self) -> str:
+        """The addresses, for messages and tables."""
+        return ", ".join(f"{host}:{port}" for host, port in self.addresses)
+
+    @cached_property
+    def _endpoints(self) -> Endpoints | None:
+        return Endpoints(f"{self.role} {self.name!r}", self.addresses) if self.others else None
 
     def connection(self, context: ssl.SSLContext, **options: Any) -> "ClientConnection":
         """A connection to this peer, which is not open yet. `context` is a `tls.client_context` for `pins`; `options`
@@ -139,7 +161,7 @@ class Peer:
         from symbiosis_priv.network.dial import ClientConnection  # importing torch would delay --help
 
         options |= {"provider": self.name, "host": self.host, "port": self.port, "pins": self.pins}
-        options |= {"remote_only": self.remote_only, "context": context}
+        options |= {"remote_only": self.remote_only, "context": context, "endpoints": self._endpoints}
         return ClientConnection(self.label, **options)
 
     @property
@@ -218,7 +240,7 @@ def traits(peer: Peer) -> Traits:
         "name": frozenset({plain(peer.name)}),
         "certificate": frozenset(fingerprint(c.public_bytes(Encoding.DER)) for c in pinned),
         "public key": frozenset(map(key_fingerprint, pinned)),
-        "address": frozenset({(plain_host(peer.host), peer.port)}),
+        "address": frozenset((plain_host(host), port) for host, port in peer.addresses),
     }
 
 

@@ -149,7 +149,7 @@ def check(
         if finding.rows_per_s is not None and finding.bytes_per_s is not None:
             throughput = f"{finding.rows_per_s:,.0f} rows/s, {finding.bytes_per_s / (1 << 20):,.1f} MiB/s"
         cells = (
-            *(peer.name, peer.role, f"{peer.host}:{peer.port}", layers),
+            *(peer.name, peer.role, peer.where, layers),
             "" if finding.days_left is None else f"{math.floor(finding.days_left):,} days",
             "" if finding.clock_ahead_s is None else f"{round(finding.clock_ahead_s, 1) + 0.0:+.1f} s",
             "" if finding.round_trip_s is None else f"{1e3 * finding.round_trip_s:.2f} ms",

@@ -49,7 +49,7 @@ def find_gaps(federation: Federation, serving: Sequence[ServedGroups], layers: S
         serving: the working providers of both roles.
         layers: the layer number of every layer group of the model (`layers.layers_of`).
     """
-    executors = [s for s in serving if s.peer.role == "executor"]
+    executors = [s for s in serving if s.peer.role == "executor"]  # one for each address
     helpers = [s for s in serving if s.peer.role == "helper"]
     found = []
     for direction in DIRECTIONS:
@@ -68,7 +68,7 @@ def find_gaps(federation: Federation, serving: Sequence[ServedGroups], layers: S
                     short.setdefault(want, []).append(group)
             for want, groups in short.items():
                 found.append(f"executor {executor.peer.name!r}, {layer_text(groups, layers)} {direction}: {want}")
-    return found
+    return list(dict.fromkeys(found))  # addresses of one executor may lack the same
 
 
 def layer_text(groups: Collection[int], layers: Sequence[int]) -> str:
@@ -81,7 +81,8 @@ def layer_text(groups: Collection[int], layers: Sequence[int]) -> str:
 def _want(federation: Federation, executor: Peer, there: Sequence[Peer]) -> str | None:
     k = federation.pad_helpers
     if k is None:
-        absent = [helper.name for helper in federation.helpers if helper not in there]
+        present = {helper.name for helper in there}
+        absent = [helper.name for helper in federation.helpers if helper.name not in present]
         if not absent:
             return None
         others = f", or set [pads] helpers = {len(there)} to use the others only" if there else ""
@@ -146,14 +147,15 @@ class Finding:
 def probe_all(
     federation: Federation, preparation: Preparation | None, *, timeout: float, peers: Sequence[Peer] | None = None
 ) -> list[Finding]:
-    """Probe providers in parallel, and then measure the throughput of each usable provider, one after the other.
+    """Probe providers in parallel, at each of their addresses. Then measure the throughput of each usable one in turn.
 
     Args:
         preparation: facts and keys of the pinned model; if None, products and layers are not checked.
         timeout: seconds for each provider, and again for its throughput.
         peers: the providers to probe; all providers of the federation if None.
     """
-    probes = [ProviderProbe(federation, peer, preparation) for peer in (federation.peers if peers is None else peers)]
+    listed = federation.peers if peers is None else peers
+    probes = [ProviderProbe(federation, one, preparation) for peer in listed for one in peer.by_address]
     threads = [threading.Thread(target=probe.run, args=(timeout,), daemon=True) for probe in probes]
     deadline = time.monotonic() + timeout + _SLACK_S
     for thread in threads:

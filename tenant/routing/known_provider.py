@@ -249,7 +249,7 @@ class KnownProvider:
             name=self.peer.name,
             role=self.peer.role,
             operator=self.peer.operator,
-            address=f"{self.peer.host}:{self.peer.port}",
+            address=self.peer.where,
             state="quarantined" if quarantined else state,
             requests=self.requests,
             latency_s=self.health.latency_s,

@@ -24,6 +24,7 @@ from tests.symbiosis_priv.federation.conftest import Write
         ({"next_certificate": "keys/alpha-next.pem"}, "public key"),
         ({"address": "A:1"}, "address"),
         ({"address": "a.:01"}, "address"),
+        ({"address": ["b:1", "A:1"]}, "address"),
     ],
     ids=str,
 )
@@ -36,7 +37,7 @@ from tests.symbiosis_priv.federation.conftest import Write
     ],
 )
 def test_rule_11_no_party_is_listed_twice(
-    write: Write, one: str, other: str, error: type[ConfigError], same: dict[str, str], shared: str
+    write: Write, one: str, other: str, error: type[ConfigError], same: dict[str, Any], shared: str
 ) -> None:
     path = write(alpha={"role": one}, beta={"role": other, **same}, gamma={"role": "executor"})
     name = same.get("name", "beta")
@@ -128,6 +129,19 @@ def test_rule_11_one_address_in_many_spellings(write: Write, spellings: tuple[st
         with pytest.raises(ConfigError, match="have the same address"):
             load_federation(write(alpha={"address": f"{one}:7401"}, beta={"address": f"{other}:7401"}))
     load_federation(write(alpha={"address": f"{spellings[0]}:7401"}, beta={"address": f"{spellings[1]}:7402"}))
+
+
+def test_a_provider_may_have_several_addresses_each_once(write: Write) -> None:
+    several = load_federation(write(alpha={"address": ["a:1", "a:2", "[::1]:3"]}))
+    assert several.executors[0].addresses == (("a", 1), ("a", 2), ("::1", 3))
+    assert not several.local
+    assert load_federation(write(alpha={"address": ["localhost:1", "[::1]:2"]}, beta={"address": "::1:3"})).local
+    for twice in (["a:1", "A.:01"], ["b:1", "localhost:1", "[::1]:1"]):
+        with pytest.raises(ConfigError, match=r"provider 'alpha': address lists '.*:1' twice: remove one of them"):
+            load_federation(write(alpha={"address": twice}))
+    for none in ([], ["a:0"], [1], ["a:1"] * 65):
+        with pytest.raises(ConfigError):
+            load_federation(write(alpha={"address": none}))
 
 
 def test_a_rotation_pins_both_certificates_of_one_party(write: Write, keys: Path) -> None:

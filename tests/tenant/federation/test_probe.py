@@ -22,7 +22,7 @@ from symbiosis_priv.federation import Federation
 from symbiosis_priv.network import wire
 from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.federation import cli as federation_cli
-from tenant.federation.probe import Finding, probe_all
+from tenant.federation.probe import Finding, find_gaps, probe_all
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tests.registries import LyingRegistry, registry_config
@@ -70,6 +70,24 @@ def test_without_keys_nothing_is_compared_and_no_row_is_sent(scripted: Scripted)
         assert finding.round_trip_s is not None
         assert (finding.verified, finding.rows_per_s) == (0, None)
     assert all(heard.request.rows == 0 for heard in (*scripted.executor.heard, *scripted.helper.heard))
+
+
+def test_each_address_of_a_provider_is_probed(
+    scripted: Scripted, identities: Identities, preparation: Preparation
+) -> None:
+    """A wrong certificate at one of two addresses is found, and a helper with two addresses is not missing."""
+    places = [scripted.new_provider(identity=identities.provider(n // 2)) for n in range(4)]
+    executor = dataclasses.replace(places[0].peer("executor"), others=places[1].peer("executor").addresses)
+    helper = dataclasses.replace(places[2].peer("helper"), others=places[3].peer("helper").addresses)
+    federation = scripted.new_federation([executor], [helper])
+    for wrong in (False, True):
+        if wrong:
+            places[1].show(identities.provider(1))
+        findings = probe_all(federation, preparation, timeout=TIMEOUT_S)
+        assert [finding.peer.port for finding in findings] == [place.port for place in places]
+        assert [bool(finding.failure) for finding in findings] == [False, wrong, False, False]
+        serving = [served for finding in findings if (served := finding.serving)]
+        assert find_gaps(federation, serving, preparation.manifest.layers) == []
 
 
 def test_an_executor_that_takes_no_blocks_is_reported(scripted: Scripted) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from torch import Tensor
 from symbiosis_priv import errors
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
 from symbiosis_priv.checkpoints.layers import LayerRange
-from symbiosis_priv.federation import Company
+from symbiosis_priv.federation import Company, Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.executor_client import MOST_CHANNELS
@@ -40,6 +41,45 @@ IMPATIENT = Tolerance(stale_s=0.1, stale_times=1.0, least_patience_s=0.2, unknow
 """A provider is late after a fifth of a second, and is measured again if it was not asked for a tenth."""
 RESENTFUL = Tolerance(first_pause_s=600.0, last_pause_s=600.0, least_patience_s=20.0)
 """A failed provider is paused for longer than any test here."""
+
+
+# Addresses of one provider
+
+
+def together_at(*places: ScriptedProvider) -> Peer:
+    """One executor, whose addresses are those of several scripted providers with its certificate."""
+    first, *others = (place.peer("executor", name="alpha") for place in places)
+    return dataclasses.replace(first, others=tuple((other.host, other.port) for other in others))
+
+
+def test_connections_spread_over_the_addresses_of_a_provider_and_fail_over(
+    scripted: Scripted, identities: Identities, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An address that refuses connections, takes them and says nothing, or shows another certificate, costs a warning:
+    products go on at the other address, with the bits that they had before."""
+    places = [scripted.new_provider(identity=identities.provider(0)) for _ in range(2)]
+    alpha = together_at(*places)
+    with contextlib.ExitStack() as connections:
+        for _ in range(4):
+            connection = alpha.connection(scripted.new_federation([alpha]).tls_context(alpha))
+            connections.callback(connection.close)
+            connection.open(time.monotonic() + 20)
+        until(lambda: all(len(place._connections) == 2 for place in places), within_s=20)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for fault in ("refuses", "is silent", "shows another certificate"):
+            caplog.clear()
+            if fault == "is silent":
+                alpha = dataclasses.replace(together_at(places[0]), others=(silent.getsockname(),))
+            else:
+                alpha = together_at(*places)
+                places[1].refuse_connections = fault == "refuses"
+                places[1].show(identities.provider(fault != "refuses"))
+            session, heard = scripted.new_session("local", [alpha], deadline_s=3.0), len(places[1].heard)
+            for _ in range(3):
+                assert all_right(session)
+                places[0].hang_up()
+            assert len(places[1].heard) == heard
+            assert caplog.text.count("executor 'alpha' cannot be used at 127.0.0.1:") == 1, fault
 
 
 # Executors

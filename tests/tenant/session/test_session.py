@@ -28,7 +28,7 @@ from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.core.blame import BlameKeys
 from tenant.core.pads import EffectSource, PadOrder
-from tenant.masking.backend import RingBackend
+from tenant.masking.backend import RingBackend, RingRows
 from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
@@ -101,6 +101,49 @@ def test_products_of_several_threads_are_in_flight_at_once(executor: ScriptedPro
         assert all(threads.map(lambda index: is_right(session, index, FORWARD, 2), range(4)))
     assert len(executor.hellos) == 4
     assert session.ledger().products == 4
+
+
+def both(session: Session, indices: Sequence[GroupIndex]) -> list[bool]:
+    """Compute products of several layer groups in one call. Returns whether each one is right."""
+    asked = list[tuple[GroupIndex, Direction, RingRows]]()
+    for index in indices:
+        rows = ring_rows(session.preparation, index, FORWARD, 2)
+        outputs = session.preparation.facts[index].outputs(FORWARD)
+        asked.append((index, FORWARD, RingRows(rows, outputs=outputs)))
+    session.multiply_all(asked)
+    return [
+        torch.equal(its.product, product_of(store_of(session), index, FORWARD, its._rows)) for index, _, its in asked
+    ]
+
+
+def test_products_of_one_call_are_under_way_together(executor: ScriptedProvider, session: Session) -> None:
+    executor.behaviour = together(3)  # no answer comes before all requests have arrived
+    assert both(session, [QKV, OUT, DOWN]) == [True, True, True]
+    assert session.ledger().products == 3
+
+
+@pytest.mark.parametrize("order", [[QKV, OUT], [OUT, QKV]])
+def test_a_lie_about_one_of_two_products_is_an_error(scripted: Scripted, order: list[GroupIndex]) -> None:
+    def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> Any:
+        return (spoil if heard.request.group == OUT else honest)(heard, reply, answer)
+
+    scripted.executor.behaviour = lie
+    session = scripted.new_session("pad", pool_memory=0)
+    with pytest.raises(errors.VerificationError, match="an answer of provider"):
+        both(session, order)
+    with pytest.raises(errors.QuarantinedError):
+        both(session, order)
+
+
+def test_a_product_of_one_call_goes_to_another_executor(scripted: Scripted) -> None:
+    lost, other = scripted.new_provider(), scripted.new_provider()
+    lost.behaviour = lambda heard, reply, answer: (
+        None if heard.request.group == OUT else honest(heard, reply, answer)  # closes the connection
+    )
+    session = scripted.new_session("pad", [lost, other], [scripted.helper])
+    for _ in range(4):
+        assert both(session, [QKV, OUT]) == [True, True]
+    assert {h.request.group for h in lost.executed} | {h.request.group for h in other.executed} == {QKV, OUT}
 
 
 @pytest.mark.parametrize("limits", [{"max_rows": 8}, {"max_payload": 9 * 4 * 128}])

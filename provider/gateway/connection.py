@@ -4,6 +4,9 @@ The gateway checks every claim in a frame, in this order: the prefix against the
 the request against role, model, shapes and limits; the announced payload size against the header. Only then does the
 request take bytes from the budget, and only then does the gateway allocate memory.
 
+A request of few rows that is like an earlier one needs no parsing and no second check of its header (`repeated`). If
+the executor is idle too, the thread of the connection answers it at once; otherwise it is queued as any other.
+
 The connection stays usable after a refused request: the gateway discards its payload and answers with a `Failure`. The
 gateway closes the connection after a broken frame, because the start of the next frame is unknown.
 """
@@ -175,7 +178,7 @@ class Connection(FrameLoop[wire.Request | Repeated]):
             return False
         if self._state.stages.of(self._tenant, repeated.like, arrival) != "inference":
             return False
-        payload = memoryview(bytearray(counts.bytes_sent))
+        payload = np.empty(counts.bytes_sent, dtype=np.uint8).data
         if not repeated.product.multiply(_address(rows), _address(payload), arrival=arrival):
             return False
         self._frames.skip_payload()

@@ -57,7 +57,7 @@ class Packed:
 
 PayloadProduct = Callable[[int, int], None]
 """Computes a product from the payload of a request, given its address, to the payload of the answer, given the address
-of its memory. Both are as `wire.Encoding` says. Raises `MemoryError`."""
+of its memory. Both are as `wire.Encoding` says."""
 
 
 class Kernel(ABC):
@@ -136,6 +136,16 @@ def _padded(width: int) -> int:
     return -(-width // _PANEL) * _PANEL
 
 
+def _scratch(entries: int) -> Tensor:
+    """Memory for at least this many int32, to be appended to `_unused_limbs`: new pages would cost small products more
+    than the arithmetic."""
+    try:
+        limbs = _unused_limbs.pop()
+    except IndexError:
+        limbs = torch.empty(0, dtype=torch.int32, device="cpu")
+    return limbs if limbs.shape[0] >= entries else torch.empty(entries, dtype=torch.int32, device="cpu")
+
+
 class CompiledKernel(Kernel):
     """A kernel for one instruction set: `tdpbusd`, `vpdpwssd`, `pmaddwd` or plain C."""
 
@@ -176,13 +186,7 @@ class CompiledKernel(Kernel):
         assert lib is not None
         count, width = rows.shape
         padded = _padded(width)
-        try:  # new pages would cost small products more than the arithmetic
-            limbs = _unused_limbs.pop()
-        except IndexError:
-            limbs = torch.empty(0, dtype=torch.int32, device="cpu")
-        size = padded * (count + -count % _TILE_ROWS if self.isa is Isa.AMX else count)
-        if limbs.shape[0] < size:
-            limbs = torch.empty(size, dtype=torch.int32, device="cpu")
+        limbs = _scratch(padded * (count + -count % _TILE_ROWS if self.isa is Isa.AMX else count))
         splitting = native.brief_library() if rows.numel() <= _BRIEF_ENTRIES else lib
         data, weight_bytes = packed.data.data_ptr(), packed.data.element_size()
         splitting.ring_split(self.isa, ring_bits, weight_bytes, rows.data_ptr(), count, width, limbs.data_ptr())
@@ -201,12 +205,14 @@ class CompiledKernel(Kernel):
         slices = slices_of(**self._slices(packed, count, *packed.columns(direction)))
         if sys.byteorder == "big" or self.isa is Isa.AMX or slices > 1:
             return None
-        shape, ring = (packed.data.element_size(), packed.outputs, packed.inputs, count), (self.isa, ring_bits)
+        (width, columns), ring = packed.columns(direction), (self.isa, ring_bits, direction == BACKWARD)
+        shape = packed.data.element_size(), packed.outputs, packed.inputs, count
+        entries = count * (_padded(width) + width + columns)
 
         def multiply(payload: int, answer: int) -> None:
-            weights = packed.data.data_ptr()
-            if lib.ring_answer(*ring, direction == BACKWARD, weights, *shape, payload, answer) != count:
-                raise MemoryError
+            space = _scratch(entries)
+            lib.ring_answer(*ring, packed.data.data_ptr(), *shape, space.data_ptr(), payload, answer)
+            _unused_limbs.append(space)
 
         return multiply
 

@@ -173,7 +173,7 @@ def _declare(lib: ctypes.CDLL) -> None:
             ),
             None,
         ),
-        "ring_answer": ((*3 * (isa,), address, isa, *3 * (integer,), *2 * (address,)), integer),
+        "ring_answer": ((*3 * (isa,), address, isa, *3 * (integer,), *3 * (address,)), None),
         "ring_encode": ((isa, address, integer, address, real, real, *4 * (address,), *2 * (integer,)), integer),
         "ring_decode": (
             (isa, *2 * (address,), *2 * (integer,), ctypes.c_int32, *7 * (address,), *2 * (integer,)),
@@ -206,7 +206,7 @@ def source_digest() -> str:
 
 
 FORMATS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}  # as in passes.h
-_NO_MEMORY = -1  # as in common.h
+_NO_MEMORY = -1  # as in passes.h
 _SHARE = 1 << 18  # entries: fewer are not worth another thread
 
 

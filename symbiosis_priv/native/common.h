@@ -32,8 +32,6 @@
 #define UNROLL _Pragma("GCC unroll 8") /* also understood by clang; sums stay in registers only if loops vanish */
 #define EXPORT __attribute__((visibility("default")))
 
-#define NO_MEMORY (-1)
-
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* The thread's floating-point mode: rounding, and what happens to denormal numbers. Functions whose bits depend on it set

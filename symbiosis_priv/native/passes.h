@@ -80,6 +80,8 @@ struct parts {
     } part[];
 };
 
+#define NO_MEMORY (-1)
+
 /* Load one row as float64. Returns the bits of its largest absolute value, which order like the values, nan last. */
 INLINE uint64_t load_row(const struct parts *in, int64_t row, const double *fold, double *restrict to) {
     uint64_t peak = 0;

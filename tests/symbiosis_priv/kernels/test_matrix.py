@@ -25,6 +25,7 @@ from symbiosis_priv.errors import ConfigError, RangeError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.kernels import KERNELS, RingMatrix, choice, choose
 from symbiosis_priv.limits import RingBits
+from symbiosis_priv.network import wire
 from tests import drawn
 from tests.builds import compiled, use_library
 from tests.stacks import expert_counts, expert_product
@@ -150,9 +151,18 @@ def test_kernels_are_exact_at_the_corners(
     weight = data.draw(drawn.integer_weights(outputs=outputs, inputs=inputs, bits=bits))
     rows = data.draw(testing.ring_rows(width=inputs if direction == FORWARD else outputs))
     before = rows.clone()
-    got = RingMatrix(weight, weight_bits=bits, kernel=kernel).product(rows, direction, ring_bits=ring_bits)
+    matrix = RingMatrix(weight, weight_bits=bits, kernel=kernel)
+    got = matrix.product(rows, direction, ring_bits=ring_bits)
     assert_equal(got, oracle(rows, weight, direction), ring_bits)
     assert torch.equal(rows, before)  # the caller's rows are read, never written
+    if (few := matrix.few(direction, len(rows), ring_bits)) is not None:  # the same from payload to payload
+        encoding = wire.encoding_of("ring", ring_bits)
+        payload = np.frombuffer(b"?" + encoding.pack(rows), dtype=np.uint8)
+        answer = np.zeros(2 + encoding.size(*got.shape), dtype=np.uint8)
+        few(payload.ctypes.data + 1, answer.ctypes.data + 1)
+        assert not answer[0]
+        assert not answer[-1]
+        assert_equal(encoding.unpack(bytearray(answer[1:-1]), rows=len(rows)), got, ring_bits)
 
 
 def test_the_oracle_itself() -> None:

@@ -1,6 +1,8 @@
 """The fast lane: the same bits, pads and verdicts as the usual way, and every reason to leave it."""
 
+import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +51,7 @@ FAULTS: dict[str, Behaviour] = {
 
 @dataclass(frozen=True)
 class Step:
-    """One product; the fault meets its first request."""
+    """One product; the fault meets its first request. Effects that are asked for meanwhile may come late."""
 
     group: int
     direction: Direction
@@ -57,6 +59,7 @@ class Step:
     dtype: torch.dtype
     fault: str
     closes: bool
+    late: bool = False
 
 
 STEPS = st.lists(
@@ -67,6 +70,7 @@ STEPS = st.lists(
         st.sampled_from([1, 1, 1, 1, MOST_FEW, MOST_FEW + 1]),
         st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
         st.sampled_from(["usual"] * len(FAULTS) + list(FAULTS)),
+        st.booleans(),
         st.booleans(),
     ),
     min_size=4,
@@ -93,13 +97,24 @@ def multiply(session: Session, step: Step, seed: int, ring_bits: RingBits) -> Te
     return y
 
 
+def late(*heard: Any) -> Any:
+    time.sleep(0.02)  # longer than a product
+    return honest(*heard)
+
+
 def run(
-    session: Session, executor: ScriptedProvider, steps: list[Step], ring_bits: RingBits
+    session: Session,
+    executor: ScriptedProvider,
+    steps: list[Step],
+    ring_bits: RingBits,
+    helper: ScriptedProvider | None = None,
 ) -> list[Tensor | type[Exception]]:
     found = []
     for number, step in enumerate([ONE_ROW, ONE_ROW, *steps]):
         faults = iter([FAULTS[step.fault]])
         executor.behaviour = lambda *heard, faults=faults: next(faults, honest)(*heard)
+        if helper is not None:
+            helper.behaviour = late if step.late else honest
         if step.closes:
             executor.hang_up()
         found.append(multiply(session, step, number, ring_bits))
@@ -118,7 +133,7 @@ def test_both_ways_give_the_same_bits_and_verdicts(
                 patch.setattr(sessions, "may_repeat", lambda *_: False)
             executor, helper = new_provider(), new_provider()
             session = new_session(masking, [executor], [helper], tolerance=HASTY, deadline_s=2.0, ring_bits=ring_bits)
-            results.append(run(session, executor, steps, ring_bits))
+            results.append(run(session, executor, steps, ring_bits, helper))
             requests.append([(one.request.group, one.request.direction, one.request.rows) for one in executor.executed])
             same_nonce: dict[bytes, bytes] = {}
             for one in executor.executed:

@@ -246,9 +246,9 @@ def test_a_request_of_a_kind_that_was_accepted_is_checked_again(connect: Connect
     assert works(client)
 
 
-def test_a_row_calls_few_functions(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_calls_few_functions(configure: Configure, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions on its path decide the time of a single row: of a repeated one, in the fast lane."""
-    client, called = connect(), list[str]()
+    called = list[str]()
     answer = Connection._answer_product
 
     def count(frame: FrameType, event: str, _: object) -> None:
@@ -271,7 +271,9 @@ def test_a_row_calls_few_functions(connect: Connect, monkeypatch: pytest.MonkeyP
         client.ask(wire.FetchHealth())  # so that the request before has returned
         return "Executor.multiply_at_once" in called and len(called) <= 80
 
-    until(fewest, within_s=30)
+    with Provider(configure()) as provider:  # of its own: nobody has trained here
+        client = connect(to=provider)
+        until(fewest, within_s=30)
 
 
 def test_broken_frames_end_the_connection(connect: Connect, provider: Provider) -> None:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from symbiosis_priv.checkpoints.vetting import read_json, vet, vet_adapter
-from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.checkpoints.vetting import form_of, read_json, vet, vet_adapter
+from symbiosis_priv.errors import CheckpointError, SymbiosisError, one_line
 
 if TYPE_CHECKING:  # commands look at a folder before they load torch
     from torch import Tensor
+
+    from symbiosis_priv.checkpoints.forms import Form
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # never code, never pickles
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?(@(?!.*\.\.)\w[\w./-]*)?", re.ASCII)
@@ -127,7 +129,9 @@ def check_index(path: Path) -> dict[str, str]:
 
 class Checkpoint:
     """The tensors of a safetensors checkpoint, by name. A context manager; files are opened once and memory-mapped.
-    Every method raises `CheckpointError` for a file that is missing or damaged."""
+    Every method raises `CheckpointError` for a file that is missing or damaged.
+
+    A weight that is stored in 8 or 4 bits (`forms`) has its own name and its numbers here, and its parts have none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -145,6 +149,16 @@ class Checkpoint:
         if any(len(name) > _LONGEST_NAME for name in self._location):
             self._files.close()
             raise CheckpointError(f"{path} has a tensor with a name of over {_LONGEST_NAME} characters; fetch it again")
+        try:
+            settings = path / "config.json"
+            self.form = form_of(settings, read_json(settings)) if settings.is_file() else None
+            self._parts = {} if self.form is None else self.form.find(self._location)
+        except SymbiosisError:
+            self._files.close()
+            raise
+        self.parts = frozenset(part for parts in self._parts.values() for part in parts.values())
+        """The names in the files of the tensors that are parts of a weight."""
+        self._names = [name for name in self._location if name not in self.parts] + [*self._parts]
 
     def _file(self, name: str) -> safe_open:
         if name not in self._open:
@@ -162,10 +176,18 @@ class Checkpoint:
         self._open.clear()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._location
+        return name in self._parts or (name in self._location and name not in self.parts)
 
     def names(self) -> list[str]:
-        return list(self._location)
+        return list(self._names)
+
+    def is_widened(self, name: str) -> bool:
+        """Returns True if a tensor is stored in 8 or 4 bits, as several tensors."""
+        return name in self._parts
+
+    def stored(self, name: str) -> dict[str, Tensor]:
+        """What a tensor is made of: the tensors in the files, by their names there."""
+        return {part: self._stored(part) for part in self._parts.get(name, {"values": name}).values()}
 
     def files(self) -> list[str]:
         """The names of the files that hold the tensors."""
@@ -173,10 +195,38 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one tensor, which is not read."""
+        if name in self._parts:
+            from symbiosis_priv.checkpoints import widening  # loads torch
+
+            return self._made(name, widening.shape, at="meta")
         return self._read(name, lambda file: tuple(file.get_slice(name).get_shape()))
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor in its stored dtype."""
+        """Read one tensor in its stored dtype, or a weight that is stored in 8 or 4 bits without any rounding in
+        float32 or float64."""
+        if name in self._parts:
+            from symbiosis_priv.checkpoints import widening
+
+            return self._made(name, widening.widen)
+        tensor = self._stored(name)
+        if tensor.element_size() == 1 and tensor.is_floating_point():
+            raise CheckpointError(f"{self.path} holds {name} as {tensor.dtype} without its scales; fetch it again")
+        return tensor
+
+    def _made(self, name: str, make: Callable[[Form, dict[str, Tensor]], T], *, at: str = "cpu") -> T:
+        """What `make` makes of the parts of a weight on the device `at`."""
+        assert self.form is not None
+        parts = {kind: self._stored(part) for kind, part in self._parts[name].items()}
+        try:
+            if "shape" in parts and (parts["shape"].shape != (2,) or parts["shape"].is_floating_point()):
+                raise ValueError("its shape is not two integers")
+            return make(self.form, {kind: part if kind == "shape" else part.to(at) for kind, part in parts.items()})
+        except (ValueError, RuntimeError, TypeError, IndexError) as error:
+            raise CheckpointError(
+                f"{name} in {self.path} cannot be read as {self.form.method} ({one_line(str(error))}); fetch it again"
+            ) from error
+
+    def _stored(self, name: str) -> Tensor:
         tensor: Tensor = self._read(name, lambda file: file.get_tensor(name))
         return tensor
 

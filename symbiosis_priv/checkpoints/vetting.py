@@ -1,9 +1,10 @@
 """Refuses checkpoint and adapter folders that override the user's choices (rule 10 of the threat model).
 
-transformers lets a folder override the caller's arguments: its `quantization_config` takes precedence, and the folder
-can refer to other files, name kernels to download and run, or contain an adapter that is loaded without being asked
-for. The tenant does not trust the author of a folder with these decisions. `vet` refuses such a folder with an error
-that names the entry; `on_this_machine` keeps transformers from asking the hub about a local folder. Loading also passes
+transformers lets a folder override the caller's arguments: its `quantization_config` takes precedence (here it says how
+weights are stored, and nothing else: `forms`), and the folder can refer to other files, name kernels to download and
+run, or contain an adapter that is loaded without being asked for. The tenant does not trust the author of a folder with
+these decisions. `vet` refuses such a folder with an error that names the entry; `on_this_machine` keeps transformers
+from asking the hub about a local folder. Loading also passes
 `trust_remote_code=False` everywhere.
 """
 
@@ -19,7 +20,8 @@ from typing import Any
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 
-from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError
+from symbiosis_priv.checkpoints.forms import Form, stated
+from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError, one_line
 from symbiosis_priv.system.files import read_limited
 
 QUANT_METHOD = "symbiosis-priv"
@@ -61,20 +63,11 @@ def read_json(path: Path) -> dict[str, Any]:
 def vet(folder: Path) -> dict[str, Any]:
     """Refuse a checkpoint folder that overrides decisions of its user. Returns its config.json. Raises
     `CheckpointError`: config.json is damaged, or something in the folder overrides the user; `UnsupportedModelError`:
-    the weights are quantised already."""
+    the weights are stored in a form that is not read."""
     path = folder / "config.json"
     config = read_json(path)
+    form_of(path, config)
     for key, value in _entries(config):
-        if key in _QUANTISED and value:
-            method = value.get("quant_method") if isinstance(value, dict) else value
-            if method != QUANT_METHOD:
-                raise UnsupportedModelError(
-                    f"the weights in {folder} are quantised already ({method}); use one in float32, bfloat16 or float16"
-                )
-            raise CheckpointError(
-                f"{path} carries a {key} of {QUANT_METHOD}, and a checkpoint does not decide how it is masked and "
-                f"verified; if you trust the rest of it, delete that entry"
-            )
         _check_numbers(path, key, value)
         if key in _OTHER_FILES and value:
             raise CheckpointError(f"{path} points to other files ({key}); delete that entry, or use another checkpoint")
@@ -95,6 +88,29 @@ def vet(folder: Path) -> dict[str, Any]:
             f"model.save_pretrained(path)"
         )
     return config
+
+
+def form_of(path: Path, config: dict[str, Any]) -> Form | None:
+    """The form in which the config.json in `path` says that weights are stored; None if it says nothing. Raises
+    `CheckpointError`: the entry is damaged, or decides how rows are masked; `UnsupportedModelError`: the form is not
+    read."""
+    for key, value in _entries(config):
+        if key in _QUANTISED and value:
+            method = value.get("quant_method") if isinstance(value, dict) else value
+            if method == QUANT_METHOD:
+                raise CheckpointError(
+                    f"{path} carries a {key} of {QUANT_METHOD}, and a checkpoint does not decide how it is masked and "
+                    f"verified; if you trust the rest of it, delete that entry"
+                )
+            if value != stated(config):
+                raise UnsupportedModelError(
+                    f"{path} has a {key} ({one_line(str(method))[:40]}) where none is read; use the unquantised model "
+                    f"that it was made from"
+                )
+    try:
+        return Form.of(config)
+    except (CheckpointError, UnsupportedModelError) as error:
+        raise type(error)(f"{path}: {error}") from error
 
 
 def vet_adapter(folder: Path) -> dict[str, Any]:

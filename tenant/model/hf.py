@@ -23,7 +23,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint, check_index
@@ -41,6 +40,7 @@ from tenant.model.experts.modes import check_stored, choose_mode, offload, refus
 from tenant.model.offloaded import NO_DISK, OffloadedWeight, set_dtype_and_device
 from tenant.model.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear, untie_head
 from tenant.model.trips import join_groups, take_gains
+from tenant.model.widened import WidenedQuantizer
 from tenant.options import Experts, Options
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class RemoteConfig(Options, QuantizationConfigMixin):
 
 
 @register_quantizer(QUANT_METHOD)
-class RemoteQuantizer(HfQuantizer):
+class RemoteQuantizer(WidenedQuantizer):
     """The quantizer that `from_pretrained(..., quantization_config=RemoteConfig(...))` creates; not used directly."""
 
     quantization_config: RemoteConfig
@@ -146,7 +146,7 @@ class RemoteQuantizer(HfQuantizer):
                 "adapter (DDP)"
             )
         folder = _vetted(kwargs.get("checkpoint_files"), model.config)
-        self._folder, self._identity = folder, _identity(folder)
+        self._identity = _identity(folder)
         with torch.device("cpu"):  # the default device is meta here, and the backend needs real tensors
             backend = open_backend(self.quantization_config, folder)
             weights = BaseWeights(self.quantization_config, folder)
@@ -170,6 +170,7 @@ class RemoteQuantizer(HfQuantizer):
         if mode == "counts" and not self.quantization_config.show_routes_while_decoding:
             refuse_decoding(model)
         check_stored(model, folder)
+        self.prepare(model, folder)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return model
 
@@ -177,6 +178,7 @@ class RemoteQuantizer(HfQuantizer):
         if _identity(self._folder) != self._identity:
             backend_of(model).close()
             raise CheckpointError(f"{self._folder} changed while it was being loaded; load it again")
+        self.fill(model)
         for name, parameter in model.named_parameters():
             if parameter.shape != self._shapes.get(name, parameter.shape):  # transformers 5.17 with a quantizer
                 backend_of(model).close()

@@ -29,12 +29,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.discovery.skeleton import architecture, load_config
+from symbiosis_priv.checkpoints.forms import stated
 from symbiosis_priv.checkpoints.vetting import on_this_machine, read_json, vet_adapter
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, UnsupportedModelError, one_line
 from symbiosis_priv.system.files import read_limited
 from tenant.model.adapter_limits import STARTS_FROM_WEIGHT, MemoryLimit, bounded_config
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.remote_linear import RemoteLayer
+from tenant.model.widened import WidenedConfig
 from tenant.preparation.own_tensors import tokenizer_files
 
 log = logging.getLogger(__name__)
@@ -83,6 +85,8 @@ def load_model(
     if remote is not None and remote.checkpoint is not None:
         resolve(remote.checkpoint)  # downloads a checkpoint on the hub
     given: dict[str, Any] = {} if remote is None else {"quantization_config": remote}
+    if remote is None and stated(read_json(folder / "config.json")):  # weights in 8 or 4 bits
+        given = {"quantization_config": WidenedConfig()}
     if blocks is not None:
         given["config"] = config = load_config(folder)
         decoder = config.get_text_config(decoder=True)

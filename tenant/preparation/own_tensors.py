@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from symbiosis_priv.arithmetic.quantise import quantise
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
@@ -116,14 +117,14 @@ def write_slim(store: WeightStore, manifest: Manifest, folder: Path, *, keep_exp
     check_unused(folder)
     served = {m for group in manifest.groups if not (keep_experts and group.experts > 1) for m in group.members}
     served -= tied_members(store)
-    kept, left_out = {}, 0
+    kept, left_out = dict[str, Tensor](), 0
     with Checkpoint(store.path) as checkpoint:
         for name in checkpoint.names():
-            tensor = checkpoint.tensor(name)
+            stored = checkpoint.stored(name)
             if is_offloaded(store.skeleton.names.parameter(name), served):
-                left_out += tensor.nbytes
+                left_out += sum(tensor.nbytes for tensor in stored.values())
             else:
-                kept[name] = tensor
+                kept |= stored
 
         def write(partial: Path) -> None:
             partial.mkdir()

@@ -36,7 +36,7 @@ from symbiosis_priv.checkpoints.discovery.linears import (
 from symbiosis_priv.checkpoints.discovery.residuals import with_composed
 from symbiosis_priv.checkpoints.discovery.tracing import trace_calls
 from symbiosis_priv.checkpoints.layers import DEFAULT_SCOPE, GroupSpec, Scope, is_offloaded
-from symbiosis_priv.checkpoints.vetting import on_this_machine, vet
+from symbiosis_priv.checkpoints.vetting import QUANT_METHOD, form_of, on_this_machine, vet
 from symbiosis_priv.errors import CheckpointError, UnsupportedModelError
 
 
@@ -56,10 +56,14 @@ class Source:
         first, *others = self.converter.target_patterns
         return [self.parameter, *(self.parameter.replace(first, other) for other in others)]
 
+    def is_widened(self, checkpoint: Checkpoint) -> bool:
+        """Returns True if one of the stored tensors is in 8 or 4 bits."""
+        return any(checkpoint.is_widened(name) for _, name in self.parts)
+
     def read(self, checkpoint: Checkpoint, parameter: str) -> Tensor:
         """The value of one of the parameters. The sizes of the stored tensors are checked before they are read. Raises
         `CheckpointError`: a stored tensor is missing or damaged, or the tensors do not fit together."""
-        if self.converter is None:
+        if self.converter is None and not self.is_widened(checkpoint):
             return checkpoint.tensor(self.parts[0][1])
         stored = sum(math.prod(checkpoint.shape(name)) for _, name in self.parts)
         if stored > sum(self.model.get_parameter_or_buffer(target).numel() for target in self.targets()):
@@ -67,6 +71,8 @@ class Source:
                 f"{parameter} would be made of {len(self.parts)} tensors with {stored:,} numbers, more than config.json"
                 f" says; fetch the checkpoint again"
             )
+        if self.converter is None:
+            return checkpoint.tensor(self.parts[0][1])
         converter: Any = copy.deepcopy(self.converter)
         for pattern, name in self.parts:
             converter.add_tensor(self.parameter, name, pattern, partial(checkpoint.tensor, name))
@@ -138,13 +144,25 @@ class StoredNames:
 def load_config(path: Path) -> PreTrainedConfig:
     """The configuration of the checkpoint in `path`, as transformers understands it. Raises `CheckpointError`: the
     folder overrides decisions of its user (`vetting.vet`); `UnsupportedModelError`: transformers does not know the
-    model type, or the weights are quantised already."""
+    model type, or the weights are stored in a form that is not read. The entry that states the form is left out."""
     vet(path)
     with on_this_machine():
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         except Exception as error:  # transformers may raise anything on a foreign file
             raise UnsupportedModelError(f"{path} has a model type that transformers does not know: {error}") from error
+    return without_form(config)
+
+
+def without_form(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Remove the entry that states in which form weights are stored (`forms`), so that transformers runs no other
+    quantizer. Returns the same object. Raises `UnsupportedModelError`: that form is not read; `CheckpointError`: the
+    entry is damaged."""
+    for part in (config, config.get_text_config(decoder=True)):
+        entry = getattr(part, "quantization_config", None)
+        if isinstance(entry, dict) and entry.get("quant_method") != QUANT_METHOD:
+            form_of(Path(config.name_or_path) / "config.json", {"quantization_config": entry})
+            del part.quantization_config
     return config
 
 
@@ -233,7 +251,7 @@ _kept: OrderedDict[tuple[str, Scope], Skeleton] = OrderedDict()
 def discover(path: Path, scope: Scope = DEFAULT_SCOPE) -> Skeleton:
     """Find the layer groups of the checkpoint in `path` that are in `scope`, from its config.json. Raises
     `UnsupportedModelError`: the architecture is unknown to transformers or cannot be split, or the weights are
-    quantised already."""
+    stored in a form that is not read."""
     config = load_config(path)
     settings = _settings(config)
     skeleton = _kept.pop((settings, scope), None) or traced(config, scope)

@@ -257,7 +257,7 @@ REFUSED: list[tuple[str, list[Any], str | None]] = [
     ("architectures", [["AutoTokenizer"], ["logging"], ["__version__"], ["LlamaConfig"], ["a.b"]], None),  # no models
     ("architectures", [5, "LlamaForCausalLM", [5], [None], [["LlamaForCausalLM"]], {}], None),
     ("model_type", ["time_travel"], None),
-    ("quantization_config", [{"quant_method": "fp8"}], r"quantised already \(fp8\); use one in float32"),
+    ("quantization_config", [{"quant_method": "hqq"}], r"quantised already \(hqq\).*use the unquantised model"),
     ("hidden_size", ["wide"], None),
     ("num_attention_heads", [0], None),
     ("hidden_act", ["magic"], None),

@@ -1,0 +1,121 @@
+"""Makes the numbers of a weight that is stored in 8 or 4 bits (`forms`).
+
+Nothing is rounded. A stored number less its zero point has at most 9 significant bits. So its product with a scale of
+bfloat16, of float16 or of a power of two is a float32, and its product with a scale of float32 is a float64.
+"""
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.passes import large_tensor
+from symbiosis_priv.arithmetic.ring import row_blocks
+from symbiosis_priv.checkpoints.forms import Form
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # the field of a word that holds its column 0, 1, ...
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_BYTES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
+_SCALES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e8m0fnu)
+
+
+def shape(form: Form, parts: dict[str, Tensor]) -> tuple[int, ...]:
+    """The shape of a weight. The tensors may be on the meta device, but for `shape`. Raises what `widen` raises."""
+    numbers = _numbers(form, parts)[0]
+    return tuple((numbers.mT if form.transposed else numbers).shape)
+
+
+def widen(form: Form, parts: dict[str, Tensor]) -> Tensor:
+    """A weight, float32 or float64, from its stored tensors by kind (`forms.Parts`). Raises `ValueError`, or what torch
+    raises: the tensors do not fit together, or the weight holds inf or nan."""
+    numbers, scales, zeros = _numbers(form, parts)
+    *stack, rows, columns = numbers.shape
+    grid, scales = _grid(scales, numbers, form.block, grouped="groups" in parts)
+    column = torch.arange(columns) // grid[1]
+    if "groups" in parts:
+        column = parts["groups"].to(torch.int64)
+        if column.shape != (columns,) or not 0 <= int(column.min()) <= int(column.max()) < scales.shape[-1]:
+            raise ValueError("a column's group is out of range")
+    dtype = torch.float64 if scales.dtype == torch.float32 else torch.float32
+    scales = scales.to(dtype).reshape(-1, *scales.shape[-2:])
+    if zeros is not None:
+        if zeros.numel() != scales.numel() or len(zeros) != scales.shape[1]:
+            raise ValueError(f"{list(zeros.shape)} zero points do not fit {list(scales.shape[1:])} scales")
+        zeros = zeros.to(dtype).reshape(scales.shape)
+    fp4 = torch.tensor(_FP4, dtype=dtype)
+    weight = large_tensor((*stack, rows, columns), dtype=dtype)
+    numbers, matrices = numbers.reshape(-1, rows, columns), weight.view(-1, rows, columns)
+    for index, matrix in enumerate(matrices):
+        for start, stop in row_blocks(rows, columns):
+            row = torch.arange(start, stop) // grid[0]
+            part = numbers[index, start:stop]
+            part = part.to(dtype) if part.dtype != torch.uint8 else fp4[part.long()]
+            if zeros is not None:
+                part = part - zeros[index, row][:, column]
+            torch.mul(part, scales[index, row][:, column], out=matrix[start:stop])
+            if not bool(matrix[start:stop].isfinite().all()):
+                raise ValueError("it holds inf or nan")
+    return weight.mT if form.transposed else weight
+
+
+def _numbers(form: Form, parts: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The numbers without their scales, `[..., rows, columns]`: integers, FP8, or codes of FP4 in uint8. The scales and
+    zero points: grids of fewer rows and columns."""
+    values, scales, zeros = parts["values"], parts["scales"], parts.get("zeros")
+    if scales.dtype == torch.uint8:  # exponents of two
+        scales = scales.view(torch.float8_e8m0fnu)
+    if scales.dtype not in _SCALES:
+        raise ValueError(f"scales of {scales.dtype} are not read")
+    if form.method in ("gptq", "awq"):
+        assert zeros is not None
+        bits, awq = form.bits[0], form.method == "awq"
+        numbers = _fields(values, bits, along=1 if awq else 0, order=_AWQ if awq else None)
+        zeros = _fields(zeros, bits, along=1, order=_AWQ if awq else None) + form.plus_one
+        return numbers.t(), scales.t(), zeros.t()
+    if "shape" in parts:
+        rows, columns = map(int, parts["shape"].tolist())
+        for bits in form.bits:
+            if values.shape == (rows, -(-columns * bits // 32)):
+                middle = 1 << bits - 1
+                if zeros is not None:
+                    zeros = _fields(zeros, bits, along=0)[:rows] - middle
+                return _fields(values, bits, along=1)[:, :columns] - middle, scales, zeros
+        raise ValueError(f"{list(values.shape)} words do not hold {rows} x {columns} numbers")
+    if form.method == "compressed-tensors":
+        if values.dtype not in (*_FP8, torch.int8):
+            raise ValueError(f"weights of {values.dtype} with scales are not read")
+        return values, scales, zeros
+    if values.dtype in _FP8:
+        return values, scales, None
+    if values.dtype not in _BYTES:
+        raise ValueError(f"weights of {values.dtype} with scales are not read")
+    values = values.view(torch.uint8)  # two FP4 numbers in a byte, the lower bits first
+    return torch.stack([values & 15, values >> 4], dim=-1).flatten(-3 if form.transposed else -2), scales, None
+
+
+def _fields(words: Tensor, bits: int, *, along: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Unpack the integers of `bits` bits in int32 `[a, b]`, lowest bits first, or in an `order`: int16, with `along`
+    32/bits times as long."""
+    if words.dtype != torch.int32 or words.ndim != 2:
+        raise ValueError(f"{words.dtype} {list(words.shape)} is not a matrix of packed integers")
+    fields = [(words >> bits * field & (1 << bits) - 1).to(torch.int16) for field in order or range(32 // bits)]
+    return torch.stack(fields, dim=along + 1).flatten(along, along + 1)
+
+
+def _grid(
+    scales: Tensor, numbers: Tensor, block: tuple[int, int] | None, *, grouped: bool
+) -> tuple[tuple[int, int], Tensor]:
+    """The rows and columns that share a scale, and the scales as `[..., grid rows, grid columns]`: a grid of blocks,
+    the columns in groups, or a scale for each row, or for all. If config.json states the size of a block, the last
+    blocks may be smaller."""
+    while scales.ndim < numbers.ndim:
+        scales = scales[..., None]
+    rows, columns = numbers.shape[-2:]
+    height, width = scales.shape[-2:]
+    if numbers.numel() and scales.shape[:-2] == numbers.shape[:-2] and scales.numel():
+        if block is not None and (height, width) == (-(-rows // block[0]), -(-columns // block[1])):
+            return block, scales
+        # FP4 has smaller blocks of its own beside the FP8 of a checkpoint (DeepSeek-V4)
+        free = block is None or numbers.dtype == torch.uint8 or (height, width) in ((rows, 1), (1, 1))
+        if free and rows % height == 0 and (columns % width == 0 or grouped):
+            return (rows // height, -(-columns // width)), scales
+    raise ValueError(f"{list(scales.shape)} scales do not fit {list(numbers.shape)} numbers")

@@ -1,0 +1,243 @@
+"""Writes checkpoints in the forms in which others publish them (8 and 4 bits). It shares no code with the reader: each
+packer draws the stored numbers, and says in float64 which weight they are.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Packed = tuple[dict[str, Tensor], Tensor]
+"""Stored tensors by the ending that takes the place of the weight's, and the weight: float64 `[rows, columns]`."""
+Packer = Callable[[int, int, np.random.Generator], Packed]
+
+FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+GROUP = 16
+
+
+def words(numbers: np.ndarray, bits: int, order: list[int] | None = None) -> Tensor:
+    """Pack unsigned integers along the last dimension into int32, padded with zeros. `order`: the column that each
+    field of a word holds."""
+    per = 32 // bits
+    padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % per))).astype(np.uint64)
+    out = np.zeros((len(padded), padded.shape[1] // per), dtype=np.uint64)
+    for word in range(out.shape[1]):
+        for field in range(per):
+            column = word * per + (order[field] if order else field)
+            out[:, word] |= padded[:, column] << np.uint64(bits * field)
+    return torch.from_numpy(out.astype(np.uint32).view(np.int32).copy())
+
+
+def spread(grid: np.ndarray, rows: int, columns: int, block: tuple[int, int]) -> np.ndarray:
+    return np.repeat(np.repeat(grid, block[0], 0)[:rows], block[1], 1)[:, :columns]
+
+
+def scales(shape: tuple[int, ...], rng: np.random.Generator, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(np.exp(rng.normal(size=shape) - 4)).to(dtype)
+
+
+def floats(ending: str, block: tuple[int, int] | None, dtype: torch.dtype) -> Packer:
+    """FP8 with a scale per block; without blocks, per row."""
+
+    def pack(rows: int, columns: int, rng: np.random.Generator) -> Packed:
+        height, width = block or (1, columns)
+        values = torch.from_numpy(rng.normal(size=(rows, columns)) * 40).to(torch.float8_e4m3fn)
+        drawn = scales((-(-rows // height), -(-columns // width)), rng, torch.float32)
+        if dtype == torch.float8_e8m0fnu:
+            drawn = drawn.log2().round().exp2()
+        grid = drawn.to(dtype)
+        wide = spread(grid.to(torch.float64).numpy(), rows, columns, (height, width))
+        return {".weight": values, f".weight{ending}": grid}, values.to(torch.float64) * torch.from_numpy(wide)
+
+    return pack
+
+
+def integers(bits: int, *, group: int | None = GROUP, zeros: bool = False, ordered: bool = False) -> Packer:
+    """compressed-tensors: int8 as it is (without a group), or packed integers, with zero points or groups of columns in
+    any order."""
+
+    def pack(rows: int, columns: int, rng: np.random.Generator) -> Packed:
+        low, high = -(1 << bits - 1), (1 << bits - 1) - 1
+        values = rng.integers(low, high, size=(rows, columns), endpoint=True)
+        width = group or columns
+        grid = scales((rows, columns // width), rng, torch.bfloat16)
+        which = np.arange(columns) // width
+        found = {".weight_scale": grid}
+        if ordered:
+            which = rng.permutation(which)
+            found[".weight_g_idx"] = torch.from_numpy(which).to(torch.int32)
+        wide = grid.to(torch.float64).numpy()[:, which]
+        zero = np.zeros_like(grid.float().numpy(), dtype=np.int64)
+        if zeros:
+            zero = rng.integers(low, high, size=zero.shape, endpoint=True)
+        if group is None:
+            found[".weight"] = torch.from_numpy(values).to(torch.int8)
+            if zeros:
+                found[".weight_zero_point"] = torch.from_numpy(zero).to(torch.int8)
+        else:
+            found[".weight_packed"] = words(values - low, bits)
+            found[".weight_shape"] = torch.tensor([rows, columns])
+            if zeros:
+                found[".weight_zero_point"] = words((zero - low).T, bits).T.contiguous()
+        return found, torch.from_numpy((values - zero[:, which]) * wide)
+
+    return pack
+
+
+def gptq(bits: int, *, ordered: bool = False, plus_one: int = 1) -> Packer:
+    def pack(rows: int, columns: int, rng: np.random.Generator) -> Packed:
+        groups = columns // GROUP
+        values = rng.integers(0, 1 << bits, size=(columns, rows))
+        zero = rng.integers(1, 1 << bits, size=(groups, rows))
+        grid = scales((groups, rows), rng, torch.float16)
+        which = np.arange(columns) // GROUP
+        if ordered:
+            which = rng.permutation(which)
+        found = {
+            ".qweight": words(values.T, bits).T.contiguous(),
+            ".qzeros": words(zero - plus_one, bits),
+            ".scales": grid,
+            ".g_idx": torch.from_numpy(which).to(torch.int32),
+        }
+        weight = grid.to(torch.float64).numpy()[which] * (values - zero[which])
+        return found, torch.from_numpy(weight.T.copy())
+
+    return pack
+
+
+def awq(rows: int, columns: int, rng: np.random.Generator) -> Packed:
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    groups = columns // GROUP
+    values = rng.integers(0, 16, size=(columns, rows))
+    zero = rng.integers(0, 16, size=(groups, rows))
+    grid = scales((groups, rows), rng, torch.float16)
+    which = np.arange(columns) // GROUP
+    found = {".qweight": words(values, 4, order), ".qzeros": words(zero, 4, order), ".scales": grid}
+    weight = grid.to(torch.float64).numpy()[which] * (values - zero[which])
+    return found, torch.from_numpy(weight.T.copy())
+
+
+def pairs(endings: tuple[str, str], width: int) -> Packer:
+    """Two FP4 numbers in a byte, and a power of two for `width` of them."""
+
+    def pack(rows: int, columns: int, rng: np.random.Generator) -> Packed:
+        codes = rng.integers(0, 16, size=(rows, columns))
+        exponents = rng.integers(118, 124, size=(rows, columns // width))
+        wide = spread(2.0 ** (exponents - 127), rows, columns, (1, width))
+        stored = torch.from_numpy((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8))
+        found = {endings[0]: stored, endings[1]: torch.from_numpy(exponents.astype(np.uint8))}
+        return found, torch.from_numpy(np.array(FP4)[codes] * wide)
+
+    return pack
+
+
+def compressed(kind: str, **weights: Any) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+FORMS: dict[str, tuple[dict[str, Any], Packer]] = {
+    "fp8 blocks": (
+        {"quant_method": "fp8", "weight_block_size": [20, 24], "activation_scheme": "dynamic"},
+        floats("_scale_inv", (20, 24), torch.bfloat16),
+    ),
+    "fp8 blocks, float32": (
+        {"quant_method": "fp8", "weight_block_size": [16, 16]},
+        floats("_scale_inv", (16, 16), torch.float32),
+    ),
+    "fp8 blocks, powers of two": (
+        {"quant_method": "fp8", "weight_block_size": [16, 16], "scale_fmt": "ue8m0"},
+        floats("_scale_inv", (16, 16), torch.float8_e8m0fnu),
+    ),
+    "fp8 channels": ({"quant_method": "fbgemm_fp8"}, floats("_scale", None, torch.float32)),
+    "fp4 pairs": ({"quant_method": "fp8", "expert_dtype": "fp4"}, pairs((".weight", ".scale"), GROUP)),
+    "compressed fp8": (
+        compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+        floats("_scale", None, torch.bfloat16),
+    ),
+    "compressed fp8 blocks": (
+        compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[20, 24]),
+        floats("_scale", (20, 24), torch.bfloat16),
+    ),
+    "compressed int8": (
+        compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+        integers(8, group=None, zeros=True),
+    ),
+    "compressed 4 bits": (compressed("pack-quantized", num_bits=4, type="int", strategy="group"), integers(4)),
+    "compressed 4 bits, ordered": (
+        compressed("pack-quantized", num_bits=4, type="int", strategy="group", actorder="group"),
+        integers(4, zeros=True, ordered=True),
+    ),
+    "compressed 8 bits": (compressed("pack-quantized", num_bits=8, type="int"), integers(8, zeros=True)),
+    "gptq 4 bits": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, gptq(4)),
+    "gptq 4 bits, ordered": ({"quant_method": "gptq", "bits": 4, "desc_act": True}, gptq(4, ordered=True)),
+    "gptq 8 bits": ({"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq"}, gptq(8)),
+    "gptq 4 bits, second format": (
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
+        gptq(4, plus_one=0),
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
+}
+"""The entry of config.json and the packer of each form of a single matrix."""
+
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.embed_tokens"]}
+
+
+def publish(source: Path, folder: Path, form: str, *, chosen: str = r"layers\.") -> Path:
+    """Write a checkpoint whose matrices are in a form if their names match `chosen`. Beside it, in `<folder>-wide`,
+    write the same model without the form, in float32 or, where a weight is not a float32, in float64. Returns that
+    folder."""
+    entry, pack = FORMS[form]
+    return _write(source, folder, entry, lambda tensors: _packed(tensors, pack, chosen))
+
+
+def publish_mxfp4(source: Path, folder: Path) -> Path:
+    """As `publish`, with the experts of gpt-oss in MXFP4: groups of 32 columns, and matrices stored transposed."""
+
+    def pack(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        stored, wide = dict(tensors), dict(tensors)
+        rng = np.random.default_rng(1)
+        for name, tensor in tensors.items():
+            if name.endswith(("gate_up_proj", "down_proj")):
+                experts, inputs, outputs = tensor.shape
+                made = [pairs(("_blocks", "_scales"), 32)(outputs, inputs, rng) for _ in range(experts)]
+                blocks = torch.stack([found["_blocks"] for found, _ in made])
+                del stored[name]
+                stored[f"{name}_blocks"] = blocks.unflatten(-1, (-1, 16)).contiguous()
+                stored[f"{name}_scales"] = torch.stack([found["_scales"] for found, _ in made])
+                wide[name] = torch.stack([weight.T for _, weight in made]).contiguous()
+        return stored, wide
+
+    return _write(source, folder, MXFP4, pack)
+
+
+def _packed(tensors: Mapping[str, Tensor], pack: Packer, chosen: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    stored, wide = dict(tensors), dict(tensors)
+    rng = np.random.default_rng(0)
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and name.endswith(".weight") and re.search(chosen, name):
+            found, wide[name] = pack(len(tensor), tensor.shape[1], rng)
+            del stored[name]
+            stored |= {name.removesuffix(".weight") + ending: part for ending, part in found.items()}
+    assert len(stored) > len(tensors)
+    return stored, wide
+
+
+def _write(source: Path, folder: Path, entry: dict[str, Any], pack: Callable[..., Any]) -> Path:
+    stored, wide = pack(load_file(source / "model.safetensors"))
+    exact = all(torch.equal(tensor.float().double(), tensor.double()) for tensor in wide.values())
+    wide_folder = folder.with_name(f"{folder.name}-wide")
+    for path, tensors in ((folder, stored), (wide_folder, wide)):
+        shutil.copytree(source, path)
+        made = {n: t.float() if exact and t.dtype == torch.float64 else t for n, t in tensors.items()}
+        save_file(made, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": entry}))
+    return wide_folder

@@ -1,0 +1,267 @@
+"""Weights in 8 and 4 bits: every number is what its packer says, and what a stranger may write is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from symbiosis_priv.checkpoints.checkpoint import Checkpoint, resolve
+from symbiosis_priv.checkpoints.forms import READ, Form
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.checkpoints.widening import shape, widen
+from symbiosis_priv.errors import CheckpointError, UnsupportedModelError
+from tests import experts, forms
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return experts.write("DeepseekV3", tmp_path_factory.mktemp("moe"))
+
+
+@pytest.mark.parametrize("form", forms.FORMS)
+def test_every_weight_is_the_packers_to_the_last_bit(form: str, llama_path: Path, tmp_path: Path) -> None:
+    wide = forms.publish(llama_path, tmp_path / "published", form)
+    assert resolve(tmp_path / "published") == tmp_path / "published"
+    with Checkpoint(tmp_path / "published") as checkpoint, Checkpoint(wide) as expected:
+        assert set(checkpoint.names()) == set(expected.names())
+        for name in expected.names():
+            assert name in checkpoint
+            tensor = checkpoint.tensor(name)
+            assert tensor.shape == checkpoint.shape(name) == expected.shape(name)
+            assert torch.equal(tensor.double(), expected.tensor(name).double()), name
+            assert checkpoint.is_widened(name) == (len(checkpoint.stored(name)) > 1)
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks, float32", "compressed 4 bits, ordered", "gptq 8 bits", "awq"])
+def test_the_manifest_is_that_of_the_same_weights_in_floats(form: str, llama_path: Path, tmp_path: Path) -> None:
+    wide = forms.publish(llama_path, tmp_path / "published", form)
+    assert WeightStore(tmp_path / "published").manifest() == WeightStore(wide).manifest()
+    assert WeightStore(tmp_path / "published").is_complete()
+
+
+def test_the_manifest_of_experts_is_that_of_the_same_weights_in_floats(moe: Path, tmp_path: Path) -> None:
+    """DeepSeek stores the experts' matrices one by one, gpt-oss in stacks."""
+    gpt_oss = experts.write("GptOss", tmp_path / "gpt-oss", intermediate_size=64)
+    wide = forms.publish_mxfp4(gpt_oss, tmp_path / "mxfp4")
+    assert WeightStore(tmp_path / "mxfp4").manifest() == WeightStore(wide).manifest()
+    for form in ("fp8 blocks, powers of two", "fp4 pairs"):
+        wide = forms.publish(moe, tmp_path / form, form, chosen=r"experts\.")
+        assert WeightStore(tmp_path / form).manifest() == WeightStore(wide).manifest()
+
+
+# Against the computations of transformers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+def test_fp8_is_what_transformers_makes_of_it(dtype: torch.dtype) -> None:
+    found, _ = forms.floats("_scale_inv", (16, 8), dtype)(48, 32, np.random.default_rng(3))
+    made = widen(Form("fp8"), {"values": found[".weight"], "scales": found[".weight_scale_inv"]})
+    theirs = Fp8Dequantize(None)._dequantize_one(found[".weight"], found[".weight_scale_inv"], torch.float32)
+    assert torch.equal(made.float(), theirs)
+
+
+def test_mxfp4_is_what_transformers_makes_of_it() -> None:
+    found, _ = forms.pairs(("_blocks", "_scales"), 32)(24, 64, np.random.default_rng(4))
+    blocks = found["_blocks"].view(1, 24, 2, 16)
+    made = widen(Form("mxfp4"), {"values": blocks, "scales": found["_scales"][None]})
+    assert torch.equal(made, convert_moe_packed_tensors(blocks, found["_scales"][None], dtype=torch.float32))
+
+
+# Properties
+
+
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 40),
+    block=st.tuples(st.integers(1, 50), st.integers(1, 50)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e8m0fnu]),
+    seed=st.integers(0, 99),
+)
+def test_blocks_of_any_size_at_any_edge(
+    rows: int, columns: int, block: tuple[int, int], dtype: torch.dtype, seed: int
+) -> None:
+    found, weight = forms.floats("_scale_inv", block, dtype)(rows, columns, np.random.default_rng(seed))
+    parts = {"values": found[".weight"], "scales": found[".weight_scale_inv"]}
+    made = widen(Form("fp8", block=block), parts)
+    assert torch.equal(made.double(), weight)
+    assert made.shape == shape(Form("fp8", block=block), {kind: part.to("meta") for kind, part in parts.items()})
+
+
+@given(
+    rows=st.integers(1, 20),
+    groups=st.integers(1, 4),
+    bits=st.sampled_from([4, 8]),
+    zeros=st.booleans(),
+    ordered=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_packed_integers_of_any_shape(rows: int, groups: int, bits: int, zeros: bool, ordered: bool, seed: int) -> None:
+    pack = forms.integers(bits, group=5, zeros=zeros, ordered=ordered)
+    found, weight = pack(rows, 5 * groups, np.random.default_rng(seed))
+    kinds = {"_packed": "values", "_scale": "scales", "_zero_point": "zeros", "_g_idx": "groups", "_shape": "shape"}
+    parts = {kinds[ending.removeprefix(".weight")]: part for ending, part in found.items()}
+    assert torch.equal(widen(Form("compressed-tensors", (bits,)), parts).double(), weight)
+
+
+@given(rows=st.integers(1, 5), groups=st.integers(1, 3), bits=st.sampled_from([4, 8]), seed=st.integers(0, 99))
+def test_gptq_of_any_shape(rows: int, groups: int, bits: int, seed: int) -> None:
+    found, weight = forms.gptq(bits, ordered=True)(8 * rows, forms.GROUP * groups, np.random.default_rng(seed))
+    parts = {
+        kind: found[ending]
+        for kind, ending in {"values": ".qweight", "zeros": ".qzeros", "scales": ".scales", "groups": ".g_idx"}.items()
+    }
+    assert torch.equal(widen(Form("gptq", (bits,), plus_one=True), parts).double(), weight)
+
+
+# What a stranger may write
+
+
+def damaged(folder: Path, **changes: Any) -> Path:
+    """Change or remove (None) tensors of a checkpoint. `_` stands for a dot."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for ending, change in changes.items():
+        name = f"{DOWN}.{ending}"
+        if change is None:
+            del tensors[name]
+        else:
+            tensors[name] = change(tensors.get(name))
+    save_file(tensors, path)
+    return folder
+
+
+def at(index: int, value: float) -> Any:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(-1)[index] = value
+        return tensor
+
+    return change
+
+
+HOSTILE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no scales": ("fp8 blocks", {"weight_scale_inv": None}, "without its scales"),
+    "infinite scales": ("fp8 blocks", {"weight_scale_inv": at(1, float("inf"))}, "inf or nan"),
+    "scales that overflow": ("fp8 blocks", {"weight_scale_inv": at(1, 3e38)}, "inf or nan"),
+    "no number": (
+        "fp8 blocks, powers of two",
+        {"weight": lambda t: at(5, 255)(t.view(torch.uint8)).view(t.dtype)},
+        "nan",
+    ),
+    "too few scales": ("fp8 blocks", {"weight_scale_inv": lambda t: t[:1].contiguous()}, "scales do not fit"),
+    "no scale at all": ("fp8 channels", {"weight_scale": lambda t: t[:0].contiguous()}, "scales do not fit"),
+    "scales of doubles": ("fp8 channels", {"weight_scale": lambda t: t.double()}, "float64"),
+    "integers for floats": ("fp8 channels", {"weight": lambda t: t.to(torch.int32)}, "int32"),
+    "no zero points": ("gptq 4 bits", {"qzeros": None}, "has no .*qzeros"),
+    "a group below 0": ("gptq 4 bits", {"g_idx": at(3, -1)}, "out of range"),
+    "a group that is not there": ("gptq 4 bits", {"g_idx": at(3, 1 << 30)}, "out of range"),
+    "too few groups": ("gptq 4 bits", {"g_idx": lambda t: t[:-1].contiguous()}, "out of range"),
+    "other words": ("gptq 4 bits", {"qweight": lambda t: t.to(torch.int64)}, "packed integers"),
+    "words of one dimension": ("awq", {"qweight": lambda t: t.flatten()}, "packed integers"),
+    "more rows": ("awq", {"qweight": lambda t: torch.cat([t, t])}, r"on disk|config\.json says"),
+    "a shape that does not fit": ("compressed 4 bits", {"weight_shape": at(1, 1 << 40)}, "words do not hold"),
+    "a negative shape": ("compressed 4 bits", {"weight_shape": at(0, -32)}, "words do not hold"),
+    "a shape of floats": ("compressed 4 bits", {"weight_shape": lambda t: t.float()}, "two integers"),
+    "a shape of many numbers": ("compressed 4 bits", {"weight_shape": lambda t: t.repeat(1000)}, "two integers"),
+    "no shape": ("compressed 4 bits", {"weight_shape": None}, "has no .*shape"),
+    "two weights": ("compressed 4 bits", {"weight": lambda _: torch.zeros(32, 48)}, "twice"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_damaged_weight_is_refused_by_name(case: str, llama_path: Path, tmp_path: Path) -> None:
+    form, changes, says = HOSTILE[case]
+    forms.publish(llama_path, tmp_path / "published", form)
+    damaged(tmp_path / "published", **changes)
+    with pytest.raises(CheckpointError, match=says) as error:
+        WeightStore(tmp_path / "published", cache=tmp_path / "cache").manifest()
+    assert "down_proj" in str(error.value)
+
+
+def test_a_scale_of_zero_or_a_denormal_one_is_a_number(llama_path: Path, tmp_path: Path) -> None:
+    forms.publish(llama_path, tmp_path / "published", "fp8 channels")
+    with Checkpoint(tmp_path / "published") as checkpoint:
+        before = checkpoint.tensor(f"{DOWN}.weight")
+    damaged(tmp_path / "published", weight_scale=lambda t: at(1, 1e-45)(at(0, 0.0)(t)))
+    with Checkpoint(tmp_path / "published") as checkpoint:
+        after = checkpoint.tensor(f"{DOWN}.weight")
+        stored = checkpoint.stored(f"{DOWN}.weight")[f"{DOWN}.weight"]
+    assert not after[0].any()
+    assert torch.equal(after[1], stored[1].double() * 2.0**-149)
+    assert torch.equal(after[2:], before[2:])
+
+
+def test_tensors_of_activations_are_not_part_of_a_weight(llama_path: Path, tmp_path: Path) -> None:
+    wide = forms.publish(llama_path, tmp_path / "published", "compressed fp8")
+    damaged(tmp_path / "published", input_scale=lambda _: torch.ones(1), weight_bits=lambda _: torch.ones(1))
+    assert WeightStore(tmp_path / "published").manifest() == WeightStore(wide).manifest()
+
+
+REFUSED: dict[str, tuple[dict[str, Any] | str, str]] = {
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"bitsandbytes.*model\.dequantize\(\)"),
+    "gguf": ({"quant_method": "gguf"}, "gguf.*gguf_file=name"),
+    "exl2": ({"quant_method": "exl2"}, "exl2.*unquantised model"),
+    "a text": ("hqq", "hqq.*unquantised model"),
+    "a list": ({"quant_method": ["fp8"]}, "not read"),
+    "nothing": ({"bits": 4}, "None"),
+    "auto-round": ({"quant_method": "auto-round"}, "format='auto_gptq'"),
+    "3 bits": ({"quant_method": "gptq", "bits": 3}, "bits = 3; read are 4 and 8"),
+    "True bits": ({"quant_method": "gptq", "bits": True}, "bits = True"),
+    "marlin": ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "marlin"),
+    "gemv": ({"quant_method": "awq", "bits": 4, "version": "GEMV"}, "awq in the version gemv"),
+    "nvfp4": (forms.compressed("nvfp4-pack-quantized", num_bits=4), "nvfp4-pack-quantized"),
+    "sparse": (
+        forms.compressed("dense", num_bits=4) | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        "sparse-24-bitmask",
+    ),
+    "rotated": (forms.compressed("dense", num_bits=4) | {"transform_config": {"config_groups": {"a": 1}}}, "rotated"),
+    "blocks of nothing": ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "two positive numbers"),
+    "huge blocks": ({"quant_method": "fp8", "weight_block_size": [1 << 60, 1]}, "two positive numbers"),
+    "many blocks": ({"quant_method": "fp8", "weight_block_size": [1] * 1000}, "two positive numbers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_forms_are_refused_by_name_with_what_to_do(case: str, llama_path: Path, tmp_path: Path) -> None:
+    entry, says = REFUSED[case]
+    config = json.loads((llama_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": entry}))
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=says) as error:
+        resolve(tmp_path)
+    assert str(tmp_path) in str(error.value)
+    assert len(str(error.value)) < 800
+
+
+_ENTRIES = (
+    *("quant_method", "bits", "w_bit", "version", "format", "checkpoint_format", "weight_block_size", "config_groups"),
+    *("weights", "num_bits", "block_structure", "sparsity_config", "transform_config", "group_0"),
+)
+
+
+@given(
+    entry=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(READ),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(_ENTRIES),
+                inner,
+                max_size=6,
+            )
+        ),
+    )
+)
+def test_any_entry_is_read_or_refused(entry: Any) -> None:
+    try:
+        form = Form.of({"quantization_config": entry})
+    except (CheckpointError, UnsupportedModelError):
+        return
+    assert form is None or form.method in READ

@@ -161,7 +161,7 @@ def without_form(config: PreTrainedConfig) -> PreTrainedConfig:
     for part in (config, config.get_text_config(decoder=True)):
         entry = getattr(part, "quantization_config", None)
         if isinstance(entry, dict) and entry.get("quant_method") != QUANT_METHOD:
-            form_of(Path(config.name_or_path) / "config.json", {"quantization_config": entry})
+            form_of(Path(config.name_or_path or "") / "config.json", {"quantization_config": entry})
             del part.quantization_config
     return config
 

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, cross_entropy
 
+from symbiosis_priv.arithmetic.ring import row_blocks
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, SymbiosisError, one_line
 
 _SHOWN = 200  # characters shown of an error of the model's own code
@@ -116,6 +118,24 @@ def compare_vectors(
             progress(done, len(inputs))
     found = torch.cat(cosines)
     return Similarity(vectors=len(found), min_cosine=float(found.min()), mean_cosine=float(found.mean()))
+
+
+def rounding(store: WeightStore) -> tuple[float, int]:
+    """Measure what rounding to `weight_bits` changes. Returns the norm of all differences from the checkpoint's weights
+    divided by the norm of the weights, and the number of layer groups that do not change at all. Reads one layer group
+    at a time."""
+    error = norm = 0.0
+    unchanged = 0
+    for index, entry in enumerate(store.manifest().groups):
+        group, before = store.group(index), error
+        rounded = zip(group.weight.split(entry.outputs), group.channel_scale.split(entry.outputs), strict=True)
+        for layer, (integers, scale) in zip(store.layers(index), rounded, strict=True):
+            for start, stop in row_blocks(*integers.shape):
+                exact = layer.weight[start:stop].to(torch.float64)
+                error += float((integers[start:stop] * scale[start:stop, None] - exact).square().sum())
+                norm += float(exact.square().sum())
+        unchanged += error == before
+    return math.sqrt(error / norm) if norm else 0.0, unchanged
 
 
 def read_inputs(file: Path) -> dict[str, Tensor]:

@@ -37,6 +37,7 @@ from tenant.training.generate import Conversation, generate, open_model
 from tenant.training.options import Decoding, FineTuning
 from tenant.training.output import last_checkpoint
 from tenant.training.trainer import Step
+from tests import forms
 from tests.compatibility.families import build
 from tests.warm import Popen
 
@@ -398,6 +399,14 @@ def test_check_reports_quality_without_a_provider(model: Path, text: Path) -> No
     shown = tenant("check", "--model", str(model), "--text", str(text), "--sequence-length", "32", "--blocks", "2")
     for figure in ("same first choice", "perplexity", "smallest cosine"):
         assert figure in shown
+
+
+def test_check_reports_what_rounding_adds_to_weights_in_4_bits(model: Path, text: Path, tmp_path: Path) -> None:
+    forms.publish(model, tmp_path / "published", "compressed 4 bits", chosen=r"self_attn")
+    shown = tenant("check", "--model", str(tmp_path / "published"), "--text", str(text), "--blocks", "1")
+    assert "Stored as compressed-tensors, and read without rounding. Rounding to 10 bits changes" in " ".join(
+        shown.split()
+    )
 
 
 def test_check_shows_its_progress(model: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,9 +28,10 @@ KINDS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "Mixtures of experts": (
         (*DECODERS, "SEQ_TO_SEQ_CAUSAL_LM"),
-        "afmoe aria_text cohere2_moe dbrx deepseek_v2 deepseek_v3 dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe"
-        " gpt_oss granitemoe granitemoeshared hunyuan_v1_moe jetmoe llama4_text longcat_flash minimax minimax_m2"
-        " mixtral nllb-moe olmoe phimoe qwen2_moe qwen3_moe solar_open switch_transformers",
+        "afmoe aria_text cohere2_moe dbrx deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1 ernie4_5_moe"
+        " exaone_moe flex_olmo glm4_moe gpt_oss granitemoe granitemoeshared hunyuan_v1_moe jetmoe llama4_text"
+        " longcat_flash minimax minimax_m2 mixtral nllb-moe olmoe phimoe qwen2_moe qwen3_moe solar_open"
+        " switch_transformers",
     ),
     "Hybrids": (
         DECODERS,
@@ -145,6 +146,7 @@ HINTS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {"num_key_value_heads": 4},
+    "deepseek_v32": {"num_key_value_heads": 4},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "esm": {"vocab_size": 96, "pad_token_id": 1, "mask_token_id": 64},
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},

@@ -155,7 +155,8 @@ def test_every_import_is_a_declared_dependency() -> None:
     lines = [*PROJECT["project"]["dependencies"], *extras["gpu"], *extras["serve"]]
     declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
     foreign = set().union(*map(imported, PACKAGES)) - set(PACKAGES) - sys.stdlib_module_names
-    assert {"pyzmq" if name == "zmq" else name for name in foreign} <= declared
+    packages = {"zmq": "pyzmq", "PIL": "pillow"}
+    assert {packages.get(name, name) for name in foreign} <= declared
 
 
 @pytest.mark.parametrize("package", PACKAGES)

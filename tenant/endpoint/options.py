@@ -68,6 +68,10 @@ class Serving:
             "ends.",
         ),
     ] = False
+    media: Annotated[
+        bool,
+        Option("--media", help="Take pictures and sounds in chats, with the model's processor; one request at a time."),
+    ] = False
     pooling: Annotated[Literal["mean", "last"], Option(help="Which hidden states of a text make its embedding.")] = (
         "mean"
     )

@@ -23,7 +23,7 @@ from tenant.endpoint.page.router import FILES, page_router
 from tenant.masking.registry import scheme_named
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of
-from tenant.model.loading import load_language_model, load_tokenizer, warn_of_other_template
+from tenant.model.loading import load_language_model, load_processor, load_tokenizer, warn_of_other_template
 from tenant.tasks import Tasks
 
 
@@ -49,7 +49,10 @@ def opened(
         SymbiosisError: the model or an adapter cannot be loaded.
     """
     tokenizer = load_tokenizer(model)
-    loaded = load_language_model(model, remote=remote, tokenizer=tokenizer)
+    processor = load_processor(model) if options.media else None
+    if processor is not None and tokenizer.chat_template is None:
+        tokenizer.chat_template = processor.chat_template  # of chat_template.json
+    loaded = load_language_model(model, remote=remote, tokenizer=tokenizer, media=options.media)
     try:
         tasks = Tasks(loaded, tag=name)
         for task, folder in adapters.items():
@@ -61,7 +64,7 @@ def opened(
             full = remote.checkpoint or model
             drafter = open_drafter(options.draft, tokenizer, model=full, ahead=options.draft_tokens)
         limits = EngineLimits(memory=options.memory_mib << 20, clients=clients)
-        engine = open_engine(loaded, tokenizer, tasks=tasks, limits=limits, drafter=drafter)
+        engine = open_engine(loaded, tokenizer, tasks=tasks, limits=limits, drafter=drafter, media=options.media)
         try:
             service = Service(
                 engine,
@@ -71,6 +74,7 @@ def opened(
                 tasks=tasks,
                 pooling=options.pooling,
                 fixed_length=options.fixed_length,
+                processor=processor,
             )
             try:
                 yield service

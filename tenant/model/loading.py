@@ -20,17 +20,21 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoProcessor,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.discovery.skeleton import architecture, load_config
 from symbiosis_priv.checkpoints.forms import stated
-from symbiosis_priv.checkpoints.vetting import on_this_machine, read_json, vet_adapter
+from symbiosis_priv.checkpoints.vetting import on_this_machine, read_json, vet_adapter, vet_processor
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, UnsupportedModelError, one_line
 from symbiosis_priv.system.files import read_limited
 from tenant.model.adapter_limits import STARTS_FROM_WEIGHT, MemoryLimit, bounded_config
@@ -58,6 +62,7 @@ _COMPARE_YOURSELF = (
     "'inputs.safetensors'), and pass --inputs inputs.safetensors in place of --text"
 )
 _NEXT_TOKEN = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+_WITH_MEDIA = frozenset(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values())
 
 
 def load_model(
@@ -129,6 +134,7 @@ def load_language_model(
     dtype: torch.dtype | str = "auto",
     blocks: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    media: bool = False,
 ) -> Any:
     """Load a model that predicts the next token, and set it to generate one token per forward pass. Arguments as for
     `load_model`.
@@ -136,6 +142,7 @@ def load_language_model(
     Args:
         tokenizer: the split model's tokenizer, from `load_tokenizer`. The preparation confirms the tokenizer's files
             while the model is loaded, so the files must be the same ones.
+        media: load a model that takes pictures or sounds besides text; others are refused.
 
     Raises:
         CheckpointError: the files of `tokenizer` have changed since it was loaded.
@@ -144,12 +151,16 @@ def load_language_model(
         SymbiosisError: `load_model` has failed.
     """
     kind = architecture(load_config(resolve(model)))
-    if not is_language_model(kind):
+    if media and (kind.__name__ not in _WITH_MEDIA or load_config(resolve(model)).is_encoder_decoder):
+        raise UnsupportedModelError(
+            f"{model} is a {kind.__name__}, which takes no pictures or sounds; serve texts only"
+        )
+    if not media and not is_language_model(kind):
         raise UnsupportedModelError(
             f"{model} is a {kind.__name__}, which does not predict the next token from text alone. Load it with "
             f"{kind.__name__}.from_pretrained(path, quantization_config=RemoteConfig(...)) and train that with PEFT"
         )
-    loaded = load_model(model, remote=remote, dtype=dtype, blocks=blocks)
+    loaded = load_model(model, remote=remote, dtype=dtype, blocks=blocks, kind=kind if media else AutoModelForCausalLM)
     if tokenizer is not None and _states(tokenizer_files(resolve(model))) != vars(tokenizer)[_READ_FROM]:
         backend_of(loaded).close()
         raise CheckpointError(f"the tokenizer of {model} changed while the model was being loaded; load both again")
@@ -214,6 +225,28 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
         raise CheckpointError(f"{folder} changed while its tokenizer was being loaded; run the command again")
     vars(tokenizer)[_READ_FROM] = {path: before[path] for path in files}
     return tokenizer
+
+
+def load_processor(model: str | Path) -> Any:
+    """Load the processor of a checkpoint, which makes a model's inputs of pictures or sounds and text.
+
+    Raises:
+        ConfigError: a package that the processor needs is not installed.
+        CheckpointError: there is no processor, it needs code of the checkpoint, or `vet_processor` refuses it.
+    """
+    folder = resolve(model)
+    vet_processor(folder)
+    missing = f"{model} has no processor that transformers can load without running its code"
+    with on_this_machine():
+        try:
+            processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except ImportError as error:
+            raise ConfigError(f"{missing} ({shortened(error)}); install the package that this names") from error
+        except Exception as error:  # transformers raises many types for malformed files
+            raise CheckpointError(f"{missing} ({shortened(error)})") from error
+    if isinstance(processor, PreTrainedTokenizerBase):  # what AutoProcessor returns for a model of texts
+        raise CheckpointError(f"{missing}; leave out --media, which is for models of pictures or sounds")
+    return processor
 
 
 def _states(paths: Iterable[Path]) -> dict[Path, tuple[int, ...]]:

@@ -29,7 +29,7 @@ from symbiosis_priv.system.files import check_unused, replace_atomically
 _TOKENIZER = (
     *("tokenizer*", "*vocab*", "merges*", "*tokens*.json", "*.model", "*.tiktoken", "*.spm", "*.bpe", "*.codes"),
     *("*.tokenizer", "word_*.json", "byte_maps.json"),
-    *("dict.txt", "tekken.json", "emoji.json", "normalizer.json", "processor_config.json"),
+    *("dict.txt", "tekken.json", "emoji.json", "normalizer.json", "*processor_config.json"),
     *("*.jinja", "*chat_template*", "additional_chat_templates/*"),
 )
 """File name patterns of the tokenizer and chat template files that transformers reads."""

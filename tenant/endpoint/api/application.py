@@ -234,14 +234,15 @@ async def _wrong_field(_: Request, error: Exception) -> Response:
     if inner["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON").response()
     where, *location = inner["loc"]
-    if where == "body" and inner["type"] != "missing":
+    if where == "body":
         # a location also names alternatives of a type (`str`), which are no fields
+        absent = [location.pop()] if inner["type"] == "missing" else []
         body, path = error.body, []
         for part in location:
             if part in body if isinstance(body, Mapping) else isinstance(body, list) and isinstance(part, int):
                 body = body[part]
                 path.append(part)
-        location = path
+        location = [*path, *absent]
     place = ".".join(map(str, location))
     must_be_empty = inner["type"] == "too_long" and not inner["ctx"]["max_length"]
     hint = _INSTEAD.get(place)

@@ -127,6 +127,33 @@ class TextPart(Strict):
     text: str
 
 
+class ImageUrl(Strict):
+    """A picture as a `data:` address. `detail` has no effect: the model's processor decides the size."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePart(Strict):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class InputAudio(Strict):
+    """A sound as base64."""
+
+    data: str
+    format: Literal["wav"]
+
+
+class AudioPart(Strict):
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+
+Part = Annotated[TextPart | ImagePart | AudioPart, Field(discriminator="type")]
+
+
 class FunctionCall(Strict):
     """A call by the model; `arguments` is JSON."""
 
@@ -144,7 +171,7 @@ class ToolCall(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], FAIL_FAST] | None = None
+    content: str | Annotated[list[Part], FAIL_FAST] | None = None
     name: str | None = None
     refusal: None = None
     tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=128), FAIL_FAST] | None = None

@@ -24,6 +24,7 @@ from tenant.endpoint.api.answers import Model, new_id
 from tenant.endpoint.api.bodies import CompletionFields
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.http_server import CONNECTIONS
+from tenant.endpoint.api.media import Processor
 from tenant.endpoint.api.vocabulary import Vocabulary
 from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Pooling, Sampling
 from tenant.tasks import Tasks
@@ -110,6 +111,7 @@ class Service:
         tasks: the adapters; None for none.
         pooling: how the hidden states of a text are combined to an embedding.
         fixed_length: compute every answer to its largest length, so that providers do not see its end.
+        processor: makes tensors of pictures and sounds (`load_processor`); None for texts only.
 
     Raises:
         ConfigError: an adapter has the base model's name.
@@ -125,6 +127,7 @@ class Service:
         tasks: Tasks | None = None,
         pooling: Pooling = "mean",
         fixed_length: bool = False,
+        processor: Any = None,
     ) -> None:
         config = model.config.get_text_config()
         ends = model.generation_config.eos_token_id
@@ -136,6 +139,7 @@ class Service:
         self.tasks = tasks
         self.pooling = pooling
         self.fixed_length = fixed_length
+        self.processor = None if processor is None else Processor(processor)
         self.created = int(time.time())
         self.context: int = getattr(config, "max_position_embeddings", None) or 1 << 20
         self.ends = frozenset(token for token in found if token is not None)
@@ -223,6 +227,7 @@ class Service:
         client: str,
         limit: int | None,
         default: int,
+        inputs: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> EngineRequest:
         """Return the request to the engine for one prompt, with at most `limit` new tokens (`default` if None).
@@ -275,6 +280,7 @@ class Service:
                 **sampling,
             ),
             fixed_length=self.fixed_length,
+            inputs=inputs or {},
         )
 
     def too_long(self, count: int, unit: str, *, param: str) -> ApiError:

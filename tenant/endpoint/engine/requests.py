@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from symbiosis_priv.errors import SymbiosisError
 
@@ -74,6 +74,7 @@ class EngineRequest:
         fixed_length: always compute `max_tokens` tokens, so that executors do not see the end of the answer. `Done`
             follows the last of them.
         pooling: compute an embedding of the prompt instead of an answer.
+        inputs: further tensors for the model's forward pass, of pictures or sounds, by name.
     """
 
     id: str
@@ -86,6 +87,7 @@ class EngineRequest:
     sampling: Sampling = field(default_factory=Sampling)
     fixed_length: bool = False
     pooling: Pooling | None = None
+    inputs: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def full_length(self) -> int:

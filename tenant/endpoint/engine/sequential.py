@@ -83,6 +83,9 @@ class SequentialEngine(QueuedEngine):
         )
         ids = torch.tensor([request.prompt], dtype=torch.long, device=self._model.device)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        for name, tensor in request.inputs.items():
+            dtype = self._model.dtype if tensor.is_floating_point() else tensor.dtype
+            given[name] = tensor.to(self._model.device, dtype)
         with batch, torch.no_grad():
             if request.pooling is not None:
                 hidden = self._model.base_model(**given).last_hidden_state[0]
@@ -140,6 +143,7 @@ def open_engine(
     tasks: Tasks | None = None,
     limits: EngineLimits | None = None,
     drafter: Drafter | None = None,
+    media: bool = False,
 ) -> Engine:
     """Open the engine that computes all requests together; or, for a model that this engine does not support, the
     engine that calls `generate()` for each request. The choice and its reason are logged.
@@ -148,6 +152,7 @@ def open_engine(
         model: a split or whole model that predicts the next token, in evaluation mode.
         tasks: the adapters; None for none.
         drafter: guesses tokens to save round trips (`speculation`).
+        media: requests may have pictures or sounds, which only the engine on `generate()` takes.
 
     Raises:
         ConfigError: there is a drafter, which the engine on `generate()` does not support.
@@ -155,6 +160,8 @@ def open_engine(
     """
     limits = limits or EngineLimits()
     try:
+        if media:
+            raise UnsupportedModelError("it takes pictures or sounds (--media)")
         packed = _probed(model, tasks)
     except UnsupportedModelError as error:
         if drafter is not None:

@@ -57,7 +57,7 @@ class _Prepared:
         n = body.n or 1
         if n * len(prompts) > _MOST:
             raise ApiError(400, f"{n} choices of {len(prompts)} prompts are more than {_MOST}", param="n")
-        logprobs = {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
+        logprobs: dict[str, Any] = {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
         requests = []
         for prompt in prompts:
             request = service.request(

@@ -237,7 +237,11 @@ def test_what_is_not_supported_is_named(client: Any, field: str, value: Any) -> 
 @pytest.mark.parametrize(
     ("field", "value", "place"),
     [
-        ("messages", [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}], "messages.0.content.0.type"),
+        (
+            "messages",
+            [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}],
+            "messages.0.content.0.image_url",
+        ),
         ("messages", [{"role": "user", "content": 5}], "messages.0.content"),
         ("messages", [{"content": "x"}], "messages.0.role"),
         ("stop", ["a", 5], "stop.1"),

@@ -159,6 +159,7 @@ def load_language_model(
         raise UnsupportedModelError(
             f"{model} is a {kind.__name__}, which does not predict the next token from text alone. Load it with "
             f"{kind.__name__}.from_pretrained(path, quantization_config=RemoteConfig(...)) and train that with PEFT"
+            + ("; `symbiosis-priv tenant serve --media` serves it" if kind.__name__ in _WITH_MEDIA else "")
         )
     loaded = load_model(model, remote=remote, dtype=dtype, blocks=blocks, kind=kind if media else AutoModelForCausalLM)
     if tokenizer is not None and _states(tokenizer_files(resolve(model))) != vars(tokenizer)[_READ_FROM]:

@@ -29,7 +29,7 @@ FAMILIES: dict[str, dict[str, int]] = {
 def write(family: str, folder: Path, **changes: Any) -> Path:
     """Write a checkpoint of a family, with biases, and weights that are large enough to make experts differ."""
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-    model = build(f"{family}ForCausalLM", **tokens | FAMILIES[family] | changes)
+    model = build(f"{family}ForCausalLM", **tokens | FAMILIES.get(family, {}) | changes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 or name.endswith("bias"):

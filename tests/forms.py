@@ -54,7 +54,7 @@ def floats(ending: str, block: tuple[int, int] | None, dtype: torch.dtype) -> Pa
             drawn = drawn.log2().round().exp2()
         grid = drawn.to(dtype)
         wide = spread(grid.to(torch.float64).numpy(), rows, columns, (height, width))
-        return {".weight": values, f".weight{ending}": grid}, values.to(torch.float64) * torch.from_numpy(wide)
+        return {".weight": values, ending: grid}, values.to(torch.float64) * torch.from_numpy(wide)
 
     return pack
 
@@ -146,25 +146,29 @@ def compressed(kind: str, **weights: Any) -> dict[str, Any]:
 FORMS: dict[str, tuple[dict[str, Any], Packer]] = {
     "fp8 blocks": (
         {"quant_method": "fp8", "weight_block_size": [20, 24], "activation_scheme": "dynamic"},
-        floats("_scale_inv", (20, 24), torch.bfloat16),
+        floats(".weight_scale_inv", (20, 24), torch.bfloat16),
     ),
     "fp8 blocks, float32": (
         {"quant_method": "fp8", "weight_block_size": [16, 16]},
-        floats("_scale_inv", (16, 16), torch.float32),
+        floats(".weight_scale_inv", (16, 16), torch.float32),
     ),
     "fp8 blocks, powers of two": (
         {"quant_method": "fp8", "weight_block_size": [16, 16], "scale_fmt": "ue8m0"},
-        floats("_scale_inv", (16, 16), torch.float8_e8m0fnu),
+        floats(".weight_scale_inv", (16, 16), torch.float8_e8m0fnu),
     ),
-    "fp8 channels": ({"quant_method": "fbgemm_fp8"}, floats("_scale", None, torch.float32)),
+    "fp8 of DeepSeek-V4": (
+        {"quant_method": "fp8", "weight_block_size": [16, 16], "scale_fmt": "ue8m0", "expert_dtype": "fp4"},
+        floats(".scale", (16, 16), torch.float8_e8m0fnu),
+    ),
+    "fp8 channels": ({"quant_method": "fbgemm_fp8"}, floats(".weight_scale", None, torch.float32)),
     "fp4 pairs": ({"quant_method": "fp8", "expert_dtype": "fp4"}, pairs((".weight", ".scale"), GROUP)),
     "compressed fp8": (
         compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
-        floats("_scale", None, torch.bfloat16),
+        floats(".weight_scale", None, torch.bfloat16),
     ),
     "compressed fp8 blocks": (
         compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[20, 24]),
-        floats("_scale", (20, 24), torch.bfloat16),
+        floats(".weight_scale", (20, 24), torch.bfloat16),
     ),
     "compressed int8": (
         compressed("int-quantized", num_bits=8, type="int", strategy="channel"),

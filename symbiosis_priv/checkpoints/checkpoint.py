@@ -35,6 +35,11 @@ def resolve(model: str | Path) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
+            if gguf := next((file.name for file in path.glob("*.gguf")), None):
+                raise CheckpointError(
+                    f"{path} holds GGUF, which is not read; convert it: AutoModelForCausalLM.from_pretrained(path, "
+                    f"gguf_file={one_line(gguf)!r}).save_pretrained(new)"
+                )
             raise CheckpointError(f"{path} has no config.json; name a Hugging Face checkpoint folder")
         vet(path)
         return path.resolve()

@@ -70,7 +70,7 @@ def _numbers(form: Form, parts: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tens
         bits, awq = form.bits[0], form.method == "awq"
         numbers = _fields(values, bits, along=1 if awq else 0, order=_AWQ if awq else None)
         zeros = _fields(zeros, bits, along=1, order=_AWQ if awq else None) + form.plus_one
-        return numbers.t(), scales.t(), zeros.t()
+        return numbers.t(), scales.t(), zeros[:, : scales.shape[-1]].t()  # the last word may be half empty
     if "shape" in parts:
         rows, columns = map(int, parts["shape"].tolist())
         for bits in form.bits:

@@ -59,7 +59,7 @@ class WidenedQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_missing = missing | set(model._keys_to_ignore_on_load_missing or ())
         model._keys_to_ignore_on_load_unexpected = {_HIDDEN} | set(model._keys_to_ignore_on_load_unexpected or ())
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], *_: Any) -> list[Any]:
         return [_Hidden(self._parts), *weight_conversions] if self._parts else weight_conversions
 
     @torch.no_grad()

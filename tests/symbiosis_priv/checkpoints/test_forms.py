@@ -63,7 +63,7 @@ def test_the_manifest_of_experts_is_that_of_the_same_weights_in_floats(moe: Path
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
 def test_fp8_is_what_transformers_makes_of_it(dtype: torch.dtype) -> None:
-    found, _ = forms.floats("_scale_inv", (16, 8), dtype)(48, 32, np.random.default_rng(3))
+    found, _ = forms.floats(".weight_scale_inv", (16, 8), dtype)(48, 32, np.random.default_rng(3))
     made = widen(Form("fp8"), {"values": found[".weight"], "scales": found[".weight_scale_inv"]})
     theirs = Fp8Dequantize(None)._dequantize_one(found[".weight"], found[".weight_scale_inv"], torch.float32)
     assert torch.equal(made.float(), theirs)
@@ -89,7 +89,7 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
 def test_blocks_of_any_size_at_any_edge(
     rows: int, columns: int, block: tuple[int, int], dtype: torch.dtype, seed: int
 ) -> None:
-    found, weight = forms.floats("_scale_inv", block, dtype)(rows, columns, np.random.default_rng(seed))
+    found, weight = forms.floats(".weight_scale_inv", block, dtype)(rows, columns, np.random.default_rng(seed))
     parts = {"values": found[".weight"], "scales": found[".weight_scale_inv"]}
     made = widen(Form("fp8", block=block), parts)
     assert torch.equal(made.double(), weight)
@@ -184,6 +184,12 @@ def test_a_damaged_weight_is_refused_by_name(case: str, llama_path: Path, tmp_pa
     with pytest.raises(CheckpointError, match=says) as error:
         WeightStore(tmp_path / "published", cache=tmp_path / "cache").manifest()
     assert "down_proj" in str(error.value)
+
+
+def test_a_folder_of_gguf_is_refused_with_its_converter(tmp_path: Path) -> None:
+    (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"GGUF, which is not read.*gguf_file='model-q4\.gguf'"):
+        resolve(tmp_path)
 
 
 def test_a_scale_of_zero_or_a_denormal_one_is_a_number(llama_path: Path, tmp_path: Path) -> None:

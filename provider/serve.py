@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import resource
 import signal
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import msgspec
+import torch.distributed as dist
 
 from provider import logs
 from provider.announce.announcer import Announcer
@@ -19,16 +21,21 @@ from provider.config.provider_toml import load
 from provider.config.reload import Reloader
 from provider.config.schema import AUTO, ProviderConfig
 from provider.executor import supervisor
+from provider.executor.client import ExecutorHandle
+from provider.executor.supervisor import ThreadExecutor
+from provider.gateway.accounts import Accounts, RemoteQuotas, RemoteRegister, RemoteUsage
 from provider.gateway.credentials import Credentials
 from provider.gateway.gateway import Gateway
 from provider.gateway.usage import UsageCounters
 from provider.operations.status import Status, take_status
 from provider.products.model import open_store
+from provider.shards.line import GatewayStatus, Member
 from symbiosis_priv.checkpoints.layers import LayerRange, whole_layers
 from symbiosis_priv.checkpoints.manifest import price_of_composing
 from symbiosis_priv.checkpoints.weights import Progress
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.system.files import write_atomically
+from symbiosis_priv.system.pacing import Periodic
 from symbiosis_priv.system.processes import when_stdin_closes
 
 if TYPE_CHECKING:  # set in `start`
@@ -37,6 +44,7 @@ if TYPE_CHECKING:  # set in `start`
 log = logs.EventLog(__name__)
 
 _SPARE_DESCRIPTORS = 128
+_TELL_S = 1.0
 
 
 class Provider:
@@ -48,6 +56,7 @@ class Provider:
     Args:
         source: the file of the configuration; it is read again when it changes.
         progress: called during the first quantisation of a checkpoint.
+        lines: the lines between the gateways of a group's ranks, of which this process is one (`gateways = "all"`).
         on_move: called in another thread when other layers need this executor more; then `move` changes them.
     """
 
@@ -58,7 +67,25 @@ class Provider:
         source: Path | None = None,
         progress: Progress | None = None,
         on_move: Callable[[], None] | None = None,
+        lines: "dist.ProcessGroup | None" = None,
     ) -> None:
+        self._lines = lines
+        self._member: Member | None = None
+        self._accounts: Accounts | None = None
+        if lines is not None:
+            if dist.get_rank():
+                self._member = Member(lines)
+                metrics = msgspec.structs.replace(config.metrics, listen=None)  # rank 0 shows all ranks
+                config = msgspec.structs.replace(config, metrics=metrics)
+            host, port = config.listen.rsplit(":", 1)
+            if int(port):
+                port = str(int(port) + int(os.environ["LOCAL_RANK"]))
+            config = msgspec.structs.replace(config, listen=f"{host}:{port}")
+        elif config.executor.gateways == "all":
+            raise ConfigError(
+                '[executor] gateways = "all": start the ranks with `python -m provider.processes.launch` '
+                "(docs/provider.md)"
+            )
         self.config = config
         self._unplaced = config
         self._next: ProviderConfig | None = None
@@ -83,7 +110,8 @@ class Provider:
 
     def status(self) -> Status:
         assert self._gateway is not None, "start it first"
-        return take_status(self._gateway, self.executor, self._announcer, self._reloader)
+        gateways = [] if self._accounts is None else [found for _, found in sorted(self._accounts.gateways.items())]
+        return take_status(self._gateway, self.executor, self._announcer, self._reloader, gateways)
 
     def start(self) -> Self:
         """Quantise the model if necessary, start the executor, and listen.
@@ -101,8 +129,15 @@ class Provider:
         manifest, served = store.manifest(progress=self._progress), store.served
         self.model_digest = manifest.digest
         check_plan(memory_plan(config, manifest, served))
-        self._usage = UsageCounters(config.usage.database)
-        self.executor = supervisor.make(config, model_digest=manifest.digest)
+        member = self._member
+        self.executor: ExecutorHandle
+        self._usage = UsageCounters(config.usage.database) if member is None else RemoteUsage(member)
+        if member is None:
+            self.executor = supervisor.make(config, model_digest=manifest.digest)
+        else:
+            from provider.executor.member import MemberExecutor  # imports FSDP
+
+            self.executor = MemberExecutor(config, model_digest=manifest.digest, member=member)
         try:
             self.executor.start()
             self._gateway = gateway = Gateway(
@@ -113,7 +148,16 @@ class Provider:
                 executor=self.executor,
                 usage=self._usage,
             )
+            if member is not None:
+                gateway.state.quotas = RemoteQuotas(member, gateway.state.quotas)
+                gateway.state.register = RemoteRegister(member)
+            elif self._lines is not None:
+                assert isinstance(self.executor, ThreadExecutor), "this process is rank 0 of the group"
+                self._accounts = Accounts(gateway.state, self.executor, self._lines, dist.get_world_size())
             gateway.listener.start()
+            if member is not None:
+                self._tells = Periodic(lambda: member.tell(self._gateway_status()), every_s=_TELL_S, name="status")
+                self._tells.start()
             self._reloader.start()
             if config.registry.announce:
                 self._announcer = Announcer(config, address=gateway.listener.address, manifest=manifest, served=served)
@@ -161,7 +205,11 @@ class Provider:
             self._announcer = None
         self._reloader.close(timeout)
         clean = self._gateway.stop(timeout)
+        if self._member is not None:
+            self._tells.close(timeout)
         requests = self._gateway.state.register.requests.total()
+        if self._accounts is not None:
+            clean = self._accounts.close(timeout) and clean
         self.executor.stop(timeout)
         if clean:  # otherwise a socket is still open, and closing the context would wait for it
             self.executor.close()
@@ -171,6 +219,13 @@ class Provider:
         self._gateway = None
         self._usage.close()
         log.info("stopped", provider=self.config.name, requests=requests, clean=clean)
+
+    def _gateway_status(self) -> GatewayStatus:
+        gateway = self._gateway
+        assert gateway is not None
+        requests = gateway.state.register.requests.total()
+        address, connections = gateway.listener.address, gateway.connections
+        return GatewayStatus(rank=dist.get_rank(), address=address, connections=connections, requests=requests)
 
     def _plan_move(self, config: ProviderConfig) -> None:
         assert self._on_move is not None, "`start` checks it"
@@ -211,6 +266,7 @@ class Provider:
             tenants=old.tenants,
             relay=replace(config.relay, to=old.relay.to, helpers=old.relay.helpers),
             model=chosen if config.model.layers == AUTO else config.model,
+            **({} if self._lines is None else {"listen": old.listen, "metrics": old.metrics}),  # a rank has its own
         )
         log.info("reloaded", needs_restart=None if fixed == self.config else "yes: other settings have changed too")
 
@@ -234,6 +290,7 @@ def serve(
     stop_with_stdin: bool = False,
     progress: Progress | None = None,
     on_ready: Callable[[], None] = lambda: None,
+    lines: "dist.ProcessGroup | None" = None,
 ) -> None:
     """Run a provider until SIGTERM or SIGINT. When ready, print one line of JSON to stdout; logs go to stderr.
 
@@ -247,7 +304,7 @@ def serve(
     logs.setup(config.log_level)
     _allow_descriptors(config)
     stop, started, wake = threading.Event(), threading.Event(), threading.Event()
-    provider = Provider(config, source=source, progress=progress, on_move=wake.set)
+    provider = Provider(config, source=source, progress=progress, on_move=wake.set, lines=lines)
 
     def on_signal(*_: object) -> None:
         stop.set()
@@ -269,6 +326,8 @@ def serve(
             if ready_file is not None:
                 write_atomically(ready_file, provider.address.encode())
             ready = {"event": "listening", "address": provider.address, "model_digest": provider.model_digest}
+            if lines is not None:
+                ready["rank"] = str(dist.get_rank())
             if provider.metrics_address is not None:
                 ready["metrics"] = provider.metrics_address
             on_ready()

@@ -20,6 +20,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar, get_args
 
 import msgspec
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from provider.fairness import RoundRobin
 from provider.scheduler.jobs import Stage
+from provider.shards.line import Line, Reply
 from symbiosis_priv.arithmetic.ring import FORWARD, Widths
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
@@ -252,6 +254,26 @@ class RequestChannel(ABC):
         """Close the channel. An answer that arrives later is dropped."""
 
 
+class LocalSender(ABC):
+    """A sender in this process."""
+
+    @abstractmethod
+    def put(self, answer: ExecutorAnswer) -> None:
+        """Take the answer, from any thread."""
+
+
+@dataclass(frozen=True)
+class RemoteSender(LocalSender):
+    """The sender of a request whose rows another rank has, by the number of its call."""
+
+    rank: int
+    number: int
+    line: Line = field(compare=False, repr=False)
+
+    def put(self, answer: ExecutorAnswer) -> None:
+        self.line.send(Reply(number=self.number, failure=answer.failure, rows=answer.rows))
+
+
 class LocalInbox(Inbox):
     """The inbox of an executor in this process."""
 
@@ -318,14 +340,17 @@ class LocalInbox(Inbox):
 
 def _deliver(answers: Sequence[AddressedAnswer]) -> None:
     for sender, answer in answers:
-        assert isinstance(sender, _LocalChannel)
-        sender.mailbox.put(answer)
+        assert isinstance(sender, LocalSender)
+        sender.put(answer)
 
 
-class _LocalChannel(RequestChannel):
+class _LocalChannel(RequestChannel, LocalSender):
     def __init__(self, inbox: LocalInbox) -> None:
         self._inbox = inbox
-        self.mailbox: queue.SimpleQueue[ExecutorAnswer] = queue.SimpleQueue()
+        self._mailbox: queue.SimpleQueue[ExecutorAnswer] = queue.SimpleQueue()
+
+    def put(self, answer: ExecutorAnswer) -> None:
+        self._mailbox.put(answer)
 
     def send(self, message: Envelope, payload: memoryview = NOTHING) -> None:
         self._inbox.deliver(InboxMessage(self, message, payload))
@@ -335,7 +360,7 @@ class _LocalChannel(RequestChannel):
 
     def receive(self, seconds: float) -> ExecutorAnswer | None:
         try:
-            return self.mailbox.get(timeout=seconds)
+            return self._mailbox.get(timeout=seconds)
         except queue.Empty:
             return None
 

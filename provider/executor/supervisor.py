@@ -63,8 +63,8 @@ class ThreadExecutor(ExecutorHandle):
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._inbox = LocalInbox()
-        self._executor = build(self.config, model_digest=self.model_digest, inbox=self._inbox)
+        self.inbox = LocalInbox()
+        self._executor = build(self.config, model_digest=self.model_digest, inbox=self.inbox)
         self._answered = self.generation
         self._thread = threading.Thread(target=self._run, name="executor", daemon=True)
         self._thread.start()
@@ -80,7 +80,7 @@ class ThreadExecutor(ExecutorHandle):
         self._guard.join()
 
     def open_channel(self) -> RequestChannel:
-        return self._inbox.open_channel()
+        return self.inbox.open_channel()
 
     def _run(self) -> None:
         if self.config.executor.threads:

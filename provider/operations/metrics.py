@@ -84,6 +84,11 @@ class _Collector:
         yield _gauge("last_reload_successful", refused, status.reloaded)
         yield _gauge("usage_unwritten_seconds", "time for which usage could not be written", status.usage_unwritten_s)
         yield _gauge("connections", "authenticated connections", status.connections)
+        ranks = {str(each.rank): each for each in status.gateways}
+        found = {rank: each.connections for rank, each in ranks.items()}
+        yield _gauge("rank_connections", "authenticated connections at the gateways of the other ranks", found, "rank")
+        answered = {rank: each.requests for rank, each in ranks.items()}
+        yield _counter("rank_requests", "products that the other ranks have sent to their tenants", answered, "rank")
         handshakes = status.handshakes
         yield _gauge("pending_handshakes", "connections that have not authenticated", handshakes.present)
         waiting = "pending handshakes that have sent data and wait for their turn"

@@ -15,6 +15,7 @@ from provider.gateway.usage import BilledRole, UsageCounts
 from provider.refusal import Refusal
 from provider.relay.blocks import BlockCounts
 from provider.relay.links import LinkCounts
+from provider.shards.line import GatewayStatus
 
 _ASK_S = 1.0
 
@@ -31,6 +32,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The current status of a provider.
 
     Args:
+        gateways: the gateways of the other ranks, whose tenants are among `tenants`.
         ready: the provider accepts requests and its executor answers.
         visits: number of connections that each tenant has opened since the start.
         over_quota: number of requests of each tenant that its quota made wait, or refused, since the start.
@@ -63,9 +65,16 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     blocks: BlockCounts = BlockCounts()
     reloaded: bool = True
     usage_unwritten_s: float = 0.0
+    gateways: list[GatewayStatus] = []
 
 
-def take_status(gateway: Gateway, executor: ExecutorHandle, announcer: Announcer | None, reloader: Reloader) -> Status:
+def take_status(
+    gateway: Gateway,
+    executor: ExecutorHandle,
+    announcer: Announcer | None,
+    reloader: Reloader,
+    gateways: list[GatewayStatus],
+) -> Status:
     """The current status of a provider. Thread-safe."""
     state, report = gateway.state, None
     with suppress(Refusal), ExecutorRequester(executor) as client:
@@ -75,7 +84,7 @@ def take_status(gateway: Gateway, executor: ExecutorHandle, announcer: Announcer
         model_digest=state.digest,
         uptime_s=time.monotonic() - state.started,
         ready=report is not None and not state.stopping.is_set() and state.can_bill,
-        connections=gateway.connections,
+        connections=gateway.connections + sum(each.connections for each in gateways),
         handshakes=gateway.listener.handshakes,
         visits={str(tenant): count for tenant, count in dict(state.register.visits).items()},
         over_quota={str(tenant): count for tenant, count in state.quotas.limited().items()},
@@ -93,4 +102,5 @@ def take_status(gateway: Gateway, executor: ExecutorHandle, announcer: Announcer
         relay_to=state.links.counts(),
         blocks=state.blocks.counts(),
         reloaded=reloader.succeeded,
+        gateways=gateways,
     )

@@ -113,6 +113,10 @@ def _headline(status: Status) -> Text:
         if status.blocks.deposits
         else "",
         *(
+            f"  rank {each.rank} at {one_line(each.address)}: {each.connections} connections, {each.requests} products"
+            for each in status.gateways
+        ),
+        *(
             (f"  relay to {one_line(link.address)}: {link.deposits:,} sent, {link.failed:,} failed", _LINK[link.up])
             for link in status.relay_to
         ),

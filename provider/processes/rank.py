@@ -1,4 +1,5 @@
-"""A process of a sharded executor (`shards`), as torchrun starts it: rank 0 serves, and the other ranks follow.
+"""A process of a sharded executor (`shards`), as torchrun starts it: rank 0 serves, and the other ranks follow. With
+`[executor] gateways = "all"` every rank serves.
 
 On one machine, the supervisor starts a group of ranks for the gateway (`[executor] ranks = 4`). With several machines,
 `launch` starts the ranks of each machine, and rank 0 is the whole provider. Between machines, torch.distributed neither
@@ -22,6 +23,7 @@ from provider.config.schema import RANKS_VARIABLE, ProviderConfig, from_json
 from provider.processes import executor_process
 from provider.products.model import open_store
 from provider.shards import rank_group
+from provider.shards.line import open_lines
 from provider.shards.sharded import ShardedOperands
 from symbiosis_priv.errors import SymbiosisError
 
@@ -38,17 +40,17 @@ def main() -> None:
     try:
         if path is not None:
             config = load(path)
-            _run(config, lead=lambda: server.serve(config))
+            _run(config, lead=lambda lines: server.serve(config, source=path, lines=lines))
         else:
             digest, _, text = os.environ[RANKS_VARIABLE].partition(" ")
             config = from_json(text.encode())
             # rank 0 inherits stdin from the gateway through torchrun
-            _run(config, lead=lambda: executor_process.serve(config, model_digest=digest))
+            _run(config, lead=lambda _: executor_process.serve(config, model_digest=digest))
     except SymbiosisError as error:
         sys.exit(f"error: rank {os.environ.get('RANK')}: {error}")
 
 
-def _run(config: ProviderConfig, *, lead: Callable[[], None]) -> None:
+def _run(config: ProviderConfig, *, lead: Callable[[dist.ProcessGroup | None], None]) -> None:
     logs.setup(config.log_level)
     settings = config.executor
     if settings.threads:
@@ -58,8 +60,9 @@ def _run(config: ProviderConfig, *, lead: Callable[[], None]) -> None:
     rank_group.join(
         "nccl" if settings.device.startswith("cuda") else "gloo", timeout=timedelta(seconds=settings.group_timeout_s)
     )
-    if dist.get_rank() == 0:
-        lead()
+    lines = open_lines() if settings.gateways == "all" else None
+    if dist.get_rank() == 0 or lines is not None:
+        lead(lines)
     else:
         with torch.no_grad():
             ShardedOperands(open_store(config, shardable=True), sharding=settings.sharding).follow()

@@ -13,6 +13,11 @@ plans would otherwise gather different layer groups. There are two ways to multi
 `columns` transfers rows and is faster for few rows; `gathered` transfers weights and is faster for many rows. `warm_up`
 measures both, and rank 0 chooses. Weights are sent as bytes, because gloo has no int16.
 
+Rows may come from several ranks, whose gateways have them (`gateways = "all"`). A plan names the rows of each rank.
+Rank 0 then sends each other rank its pieces, and every rank gets the products of its own rows: `columns` exchanges rows
+and products between the ranks, and with `gathered` no row leaves its rank. Rows that are all on one rank are divided
+among the ranks for `gathered`.
+
 Directions here are those of the packed weights, which may be a transposed stack of experts. A product with rows for
 single experts is computed in a third way, `experts`: every rank has all rows, and multiplies them with the rows of
 their experts' matrices in its shard. The sum of the ranks' results is the product.
@@ -27,12 +32,13 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
-from typing import NoReturn, Self
+from types import MappingProxyType
+from typing import NoReturn, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -43,6 +49,7 @@ from torch.distributed.tensor import DTensor
 
 from provider import logs
 from provider.products.model import Operands
+from provider.scheduler.jobs import RankPiece
 from provider.shards import rank_group
 from provider.shards.rank_group import Heartbeats
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, Widths, opposite
@@ -72,23 +79,46 @@ class Mode(IntEnum):
 
 @dataclass(frozen=True)
 class _Plan:
-    """The next step of every rank. `rows` are the rows of every rank; except in mode `GATHERED`, these are all rows."""
+    """The next step of every rank.
+
+    Args:
+        rows: the rows that each rank has.
+        pieces: the number of pieces that rank 0 sends to each rank.
+    """
 
     sequence: int
     mode: Mode
     group: int = 0
     direction: Direction = FORWARD
     rows: tuple[int, ...] = ()
+    pieces: tuple[int, ...] = ()
 
     def encode(self, world: int) -> Tensor:
-        """Encode the plan as int64 `[4 + world]`."""
+        """Encode the plan as int64 `[4 + 2 * world]`."""
         head = [self.sequence, self.mode, self.group, DIRECTIONS.index(self.direction)]
-        return torch.tensor([*head, *(self.rows or [0] * world)], dtype=torch.int64, device="cpu")
+        numbers = [*head, *(self.rows or [0] * world), *(self.pieces or [0] * world)]
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     @classmethod
     def decode(cls, plan: Tensor) -> Self:
-        sequence, mode, group, direction, *rows = plan.tolist()
-        return cls(sequence, Mode(mode), group, DIRECTIONS[direction], tuple(rows))
+        sequence, mode, group, direction, *rest = plan.tolist()
+        rows, pieces = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        return cls(sequence, Mode(mode), group, DIRECTIONS[direction], tuple(rows), tuple(pieces))
+
+    @property
+    def roots(self) -> list[int]:
+        """The ranks that have rows."""
+        return [rank for rank, rows in enumerate(self.rows) if rows]
+
+
+class RowKeeper(Protocol):
+    """Has the rows of a rank's requests."""
+
+    def rows(self, pieces: Sequence[RankPiece]) -> Tensor:
+        """The rows of pieces, int32 `[r, inputs]` on the CPU."""
+
+    def take(self, pieces: Sequence[RankPiece], product: Tensor) -> None:
+        """Take the product of all rows of the pieces, int32 `[r, outputs]` on the CPU."""
 
 
 class Unit(nn.Module):
@@ -235,16 +265,38 @@ class ShardedOperands(Operands):
     ) -> Tensor:
         """See `Operands.product`. Ranks multiply modulo 2^32, whatever the ring. Raises `RankLostError`: a rank did
         not take part. The group cannot be used any more."""
+        return self.product_of_ranks(rows, group=group, direction=direction, counts=counts)
+
+    def product_of_ranks(
+        self,
+        rows: Tensor,
+        *,
+        group: int,
+        direction: Direction,
+        counts: Counts | None = None,
+        order: Tensor | None = None,
+        pieces: Mapping[int, Sequence[RankPiece]] = MappingProxyType({}),
+    ) -> Tensor:
+        """Compute a product of rows of several ranks. Returns the products of rank 0's rows.
+
+        Args:
+            rows: rank 0's rows, as for `product`; perhaps none.
+            order: sorts the rows of all ranks, in the order of the ranks, by expert; None if they are sorted.
+            pieces: the pieces of each other rank, which its `RowKeeper` has.
+        """
         if self._entries[group].transposed:
             direction = opposite(direction)
+        total = len(rows) + sum(piece.rows for some in pieces.values() for piece in some)
         if counts is not None:
             mode = Mode.EXPERTS
         elif self._fixed is not None:
             mode = self._fixed
         else:
             crossover = self._crossover.get((*self._widths(group, direction), direction), _NEVER)
-            mode = Mode.GATHERED if len(rows) >= crossover else Mode.COLUMNS
-        return self._multiply(rows, group=group, direction=direction, mode=mode, counts=counts)
+            mode = Mode.GATHERED if total >= crossover else Mode.COLUMNS
+        return self._multiply(
+            rows, group=group, direction=direction, mode=mode, counts=counts, order=order, pieces=pieces
+        )
 
     def warm_up(self) -> Iterator[None]:
         """Measure both ways to multiply for every shape, on rank 0; one product per `next`."""
@@ -268,11 +320,11 @@ class ShardedOperands(Operands):
                 else:
                     self._crossover[shape] = _NEVER
 
-    def follow(self) -> None:
-        """Take part in products until rank 0 closes; for every rank but rank 0. Raises `RankLostError`: a rank did not
-        take part, or the plan of rank 0 is not the next plan."""
+    def follow(self, keeper: RowKeeper | None = None) -> None:
+        """Take part in products until rank 0 closes; for every rank but rank 0. `keeper` has the rows of this rank.
+        Raises `RankLostError`: a rank did not take part, or the plan of rank 0 is not the next plan."""
         while True:
-            message = torch.empty(_HEAD + self._world, dtype=torch.int64, device="cpu")
+            message = torch.empty(_HEAD + 2 * self._world, dtype=torch.int64, device="cpu")
             with self._ending_on_error("the next plan"):
                 dist.broadcast(message, _LEAD, group=self._plans)
             plan = _Plan.decode(message)
@@ -283,7 +335,17 @@ class ShardedOperands(Operands):
                 self._heartbeats.close()
                 return
             with self._ending_on_error(self._name_of(plan)):
-                self._compute(plan)
+                if not (count := plan.pieces[self._rank]):
+                    self._compute(plan)
+                    continue
+                assert keeper is not None, "rank 0 names only what this rank has sent"
+                numbers = torch.empty((count, len(RankPiece._fields)), dtype=torch.int64, device="cpu")
+                dist.recv(numbers, _LEAD, group=self._plans)
+                pieces = [RankPiece(*piece) for piece in numbers.tolist()]
+                _, outputs = self._widths(plan.group, plan.direction, by_expert=plan.mode is Mode.EXPERTS)
+                out = torch.empty((plan.rows[self._rank], outputs), dtype=torch.int32, device="cpu")
+                self._compute(plan, keeper.rows(pieces), out)
+                keeper.take(pieces, out)
 
     def close(self) -> None:
         """End the other ranks. Only rank 0 calls this."""
@@ -294,18 +356,29 @@ class ShardedOperands(Operands):
     # Together
 
     def _multiply(
-        self, rows: Tensor, *, group: int, direction: Direction, mode: Mode, counts: Counts | None = None
+        self,
+        rows: Tensor,
+        *,
+        group: int,
+        direction: Direction,
+        mode: Mode,
+        counts: Counts | None = None,
+        order: Tensor | None = None,
+        pieces: Mapping[int, Sequence[RankPiece]] = MappingProxyType({}),
     ) -> Tensor:
         _, outputs = self._widths(group, direction, by_expert=counts is not None)
         out = torch.empty((len(rows), outputs), dtype=torch.int32, device="cpu")
-        if not len(rows):
+        of_rank = [pieces.get(rank, ()) for rank in range(self._world)]
+        each = [len(rows), *(sum(piece.rows for piece in some) for some in of_rank[1:])]
+        if not sum(each):
             return out
-        shares = [len(chunk) for chunk in rows.tensor_split(self._world)]
-        each = shares if mode is Mode.GATHERED else [len(rows)] * self._world
-        plan = _Plan(self._sequence + 1, mode, group, direction, tuple(each))
+        plan = _Plan(self._sequence + 1, mode, group, direction, tuple(each), tuple(map(len, of_rank)))
         with self._ending_on_error(self._name_of(plan)):
             self._announce(plan)
-            self._compute(plan, rows.contiguous(), out, counts)
+            for rank, some in enumerate(of_rank):
+                if some:
+                    dist.send(torch.tensor(some, dtype=torch.int64, device="cpu"), rank, group=self._plans)
+            self._compute(plan, rows.contiguous(), out, counts, order)
         return out
 
     def _widths(self, group: int, direction: Direction, *, by_expert: bool = False) -> Widths:
@@ -318,76 +391,109 @@ class ShardedOperands(Operands):
         dist.broadcast(plan.encode(self._world), _LEAD, group=self._plans)
 
     def _compute(
-        self, plan: _Plan, rows: Tensor | None = None, out: Tensor | None = None, counts: Counts | None = None
+        self,
+        plan: _Plan,
+        rows: Tensor | None = None,
+        out: Tensor | None = None,
+        counts: Counts | None = None,
+        order: Tensor | None = None,
     ) -> None:
-        """Compute what one rank adds to a product. Rank 0 has the rows and the counts, and gets the result in `out`."""
-        unit, count = self._units[plan.group], plan.rows[self._rank]
+        """Compute what one rank adds to a product. A rank with rows passes them and gets their products in `out`.
+        Rank 0 has the counts and the order."""
+        unit, total = self._units[plan.group], sum(plan.rows)
         experts = self._entries[plan.group].experts if plan.mode is Mode.EXPERTS else 1
         inputs, outputs = unit.columns(plan.direction, experts=experts)
         shards = [unit.columns_of(rank, self._world) for rank in range(self._world)]
         columns = shards[self._rank]
         if plan.mode is Mode.EXPERTS:
-            numbers = torch.tensor(counts or [0] * experts, dtype=torch.int64, device="cpu")
+            numbers = torch.zeros(experts + total, dtype=torch.int64, device="cpu")
+            if counts is not None:
+                numbers[:experts] = torch.tensor(counts, dtype=torch.int64)
+                numbers[experts:] = torch.arange(total) if order is None else order
             dist.broadcast(numbers, _LEAD, group=self._plans)
-            shared = self._broadcast(rows, count, inputs)
-            product = self._matrix(count, outputs).zero_()
-            unit.multiply_experts(columns, tuple(numbers.tolist()), shared, plan.direction, product)
-            self._sum(product, out)
-        elif plan.mode is Mode.GATHERED:
-            mine = self._scattered(None if rows is None else rows.split(list(plan.rows)), count, inputs)
-            product = self._matrix(count, outputs)
+            sorted_by_expert = numbers[experts:].to(self._device)
+            shared = self._everywhere(plan, rows, inputs)[sorted_by_expert]
+            product = self._matrix(total, outputs).zero_()
+            unit.multiply_experts(columns, tuple(numbers[:experts].tolist()), shared, plan.direction, product)
+            self._sums(plan, torch.empty_like(product).index_copy_(0, sorted_by_expert, product), out)
+        elif plan.mode is Mode.GATHERED and len(plan.roots) > 1:
+            mine = self._matrix(0, inputs) if rows is None else rows.to(self._device)
+            product = self._matrix(len(mine), outputs)
             unit(mine, plan.direction, product)
-            self._collect(product, None if out is None else out.split(list(plan.rows)))
+            if out is not None:
+                out.copy_(product)
+        elif plan.mode is Mode.GATHERED:
+            (root,) = plan.roots
+            each = [len(part) for part in torch.empty(total, device="cpu").tensor_split(self._world)]
+            has_rows = root == self._rank and rows is not None and out is not None
+            mine = self._scattered(root, rows.split(each) if has_rows and rows is not None else None, each, inputs)
+            product = self._matrix(each[self._rank], outputs)
+            unit(mine, plan.direction, product)
+            self._collect(root, product, out.split(each) if has_rows and out is not None else None)
         elif plan.direction == FORWARD:
-            shared = self._broadcast(rows, count, inputs)
-            product = self._matrix(count, columns.stop - columns.start)
-            unit.multiply_shard(columns, shared, FORWARD, product)
-            chunks = None if out is None else [out.new_empty((count, shard.stop - shard.start)) for shard in shards]
-            self._collect(product, chunks)
-            if chunks is not None:
+            product = self._matrix(total, columns.stop - columns.start)
+            unit.multiply_shard(columns, self._everywhere(plan, rows, inputs), FORWARD, product)
+            for root, part in zip(plan.roots, product.split([plan.rows[r] for r in plan.roots]), strict=True):
+                if root != self._rank or out is None:
+                    self._collect(root, part, None)
+                    continue
+                chunks = [out.new_empty((len(out), shard.stop - shard.start)) for shard in shards]
+                self._collect(root, part, chunks)
                 torch.cat(chunks, dim=1, out=out)
         else:
-            parts = None if rows is None else [rows[:, shard].contiguous() for shard in shards]
-            mine = self._scattered(parts, count, columns.stop - columns.start)
-            product = self._matrix(count, outputs)
-            unit.multiply_shard(columns, mine, BACKWARD, product)
-            self._sum(product, out)
+            arrived = []
+            for root in plan.roots:
+                here = root == self._rank and rows is not None
+                parts = [rows[:, shard].contiguous() for shard in shards] if here and rows is not None else None
+                arrived.append(
+                    self._scattered(root, parts, [plan.rows[root]] * self._world, columns.stop - columns.start)
+                )
+            product = self._matrix(total, outputs)
+            unit.multiply_shard(columns, torch.cat(arrived), BACKWARD, product)
+            self._sums(plan, product, out)
 
-    # Matrices between rank 0, which passes tensors on the CPU, and the other ranks, which pass None
+    # Matrices between the root, which has them on the CPU, and the other ranks, which pass None
 
-    def _broadcast(self, rows: Tensor | None, count: int, width: int) -> Tensor:
-        """All rows, on this rank's device."""
-        shared = self._matrix(count, width) if rows is None else rows.to(self._device)
-        dist.broadcast(shared, _LEAD)
-        return shared
+    def _everywhere(self, plan: _Plan, rows: Tensor | None, width: int) -> Tensor:
+        """The rows of all ranks, on this rank's device."""
+        arrived = []
+        for root in plan.roots:
+            here = root == self._rank and rows is not None
+            part = rows.to(self._device) if here and rows is not None else self._matrix(plan.rows[root], width)
+            dist.broadcast(part, root)
+            arrived.append(part)
+        return torch.cat(arrived) if len(arrived) > 1 else arrived[0]
 
-    def _scattered(self, chunks: Sequence[Tensor] | None, count: int, width: int) -> Tensor:
-        """This rank's chunk, on its device."""
+    def _scattered(self, root: int, chunks: Sequence[Tensor] | None, each: Sequence[int], width: int) -> Tensor:
+        """This rank's chunk of the root's rows, on its device. `each`: the rows of every rank's chunk."""
         if chunks is not None:
-            _wait([dist.isend(c.to(self._device), rank) for rank, c in enumerate(chunks) if rank and c.numel()])
-            return chunks[_LEAD].to(self._device)
-        rows = self._matrix(count, width)
+            sent = [(rank, chunk.to(self._device)) for rank, chunk in enumerate(chunks) if rank != root]
+            _wait([dist.isend(chunk, rank) for rank, chunk in sent if chunk.numel()])
+            return chunks[root].to(self._device)
+        rows = self._matrix(each[self._rank], width)
         if rows.numel():
-            dist.recv(rows, _LEAD)
+            dist.recv(rows, root)
         return rows
 
-    def _collect(self, product: Tensor, results: Sequence[Tensor] | None) -> None:
-        """Write every rank's rows or columns of a result to rank 0's `results`."""
+    def _collect(self, root: int, product: Tensor, results: Sequence[Tensor] | None) -> None:
+        """Write every rank's rows or columns of a result to the root's `results`."""
         if results is None:
             if product.numel():
-                dist.send(product, _LEAD)
+                dist.send(product, root)
             return
-        results[_LEAD].copy_(product)
-        arriving = [(chunk, chunk.to(self._device)) for chunk in results]
-        _wait([dist.irecv(there, rank) for rank, (_, there) in enumerate(arriving) if rank and there.numel()])
-        for rank, (here, there) in enumerate(arriving):
-            if rank and here is not there:
+        results[root].copy_(product)
+        arriving = [(rank, chunk, chunk.to(self._device)) for rank, chunk in enumerate(results) if rank != root]
+        _wait([dist.irecv(there, rank) for rank, _, there in arriving if there.numel()])
+        for _, here, there in arriving:
+            if here is not there:
                 here.copy_(there)
 
-    def _sum(self, product: Tensor, out: Tensor | None) -> None:
-        dist.reduce(product, _LEAD, op=dist.ReduceOp.SUM)  # int32 sums wrap
-        if out is not None:
-            out.copy_(product)
+    def _sums(self, plan: _Plan, product: Tensor, out: Tensor | None) -> None:
+        """Write the sum of all ranks' results to `out` of each rank that has rows."""
+        for root, part in zip(plan.roots, product.split([plan.rows[root] for root in plan.roots]), strict=True):
+            dist.reduce(part, root, op=dist.ReduceOp.SUM)  # int32 sums wrap
+            if root == self._rank and out is not None:
+                out.copy_(part)
 
     def _matrix(self, rows: int, width: int) -> Tensor:
         return torch.empty((rows, width), dtype=torch.int32, device=self._device)

@@ -125,7 +125,7 @@ class Service:
 
     def __init__(self, config: ProviderConfig, folder: Path) -> None:
         self.config_file = folder / "provider.toml"
-        self.config_file.write_text(_toml(config), encoding="utf-8")
+        self.config_file.write_text(toml_of(config), encoding="utf-8")
         self.ready_file = folder / "address"
         self.log_file = folder / "log"
         python = [sys.executable, "-W", "error", "-m", "symbiosis_priv.cli"]
@@ -152,12 +152,15 @@ class Service:
         return status
 
 
-def _toml(config: ProviderConfig) -> str:
+def toml_of(config: ProviderConfig) -> str:
     """Write every value as JSON, which is valid TOML for these values."""
-    lines, tables = [], []
-    for key, value in json.loads(to_json(config)).items():
+    return "\n".join(_tables("", json.loads(to_json(config)))) + "\n"
+
+
+def _tables(name: str, values: dict[str, Any]) -> list[str]:
+    lines = [f"[{name}]"] if name else []
+    lines += [f"{key} = {json.dumps(v)}" for key, v in values.items() if v is not None and not isinstance(v, dict)]
+    for key, value in values.items():
         if isinstance(value, dict):
-            tables += [f"[{key}]", *(f"{k} = {json.dumps(v)}" for k, v in value.items() if v is not None)]
-        else:
-            lines.append(f"{key} = {json.dumps(value)}")
-    return "\n".join([*lines, *tables, ""])
+            lines += _tables(f"{name}.{key}" if name else key, value)
+    return lines

@@ -1,0 +1,84 @@
+"""A tenant of an executor whose ranks have a gateway each: the bits of the simulation, masked and not."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from provider.gateway.usage import read
+from provider.operations.top import ask
+from symbiosis_priv.harness.local import LocalFederation
+from tenant import RemoteConfig, backend_of
+from tests.experts import two_steps
+from tests.provider.groups import Group
+from tests.waiting import until
+
+IDS = torch.arange(3, 3 + 2 * 11).view(2, 11)
+
+
+class Ranks(NamedTuple):
+    """A group, and the federation.toml with the addresses of both ranks, and with that of rank 1."""
+
+    group: Group
+    both: Path
+    second: Path
+
+
+@pytest.fixture(scope="module", params=["columns", "gathered"])
+def ranks(llama: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """A helper, and an executor of two ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with LocalFederation(llama, folder, provider_options={"executor": {"threads": 1}}) as local:
+        local.kill("executor")
+        file = folder / "executor.toml"
+        settings = f'[executor]\ngateways = "all"\nwarm_up = false\nsharding = "{request.param}"'
+        settings = f'[metrics]\nlisten = "127.0.0.1:0"\n{settings}'
+        text = file.read_text(encoding="utf-8").replace("[executor]", settings)
+        file.write_text(text.replace(local.address("executor"), "127.0.0.1:0"), encoding="utf-8")
+        group = Group(file, 2)
+        try:
+            text, files = local.federation.read_text(encoding="utf-8"), []
+            for name, places in (("both", group.places), ("rank 1", group.places[1:])):
+                addresses = ", ".join(f'"{place.address}"' for place in places)
+                files.append(folder / f"{name}.toml")
+                files[-1].write_text(text.replace(f'"{local.address("executor")}"', f"[{addresses}]"), encoding="utf-8")
+            yield Ranks(group, *files)
+        finally:
+            group.close()
+
+
+def trained(path: Path, **options: Any) -> list[torch.Tensor]:
+    """The losses and every tensor of two steps of training, and tokens."""
+    config = RemoteConfig(**options)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config)
+    torch.manual_seed(1)
+    found = two_steps(model, IDS)
+    found.append(model.eval().generate(input_ids=IDS, max_new_tokens=3, do_sample=False, pad_token_id=0))
+    if "federation" in options:
+        backend_of(model).close()
+    return found
+
+
+@pytest.mark.parametrize("masking", ["pad", "none"])
+def test_training_and_tokens_have_the_bits_of_the_simulation(llama: Path, ranks: Ranks, masking: str) -> None:
+    """First at rank 1 only, and then at both ranks: nothing of a tenant of rank 1 passes the gateway of rank 0, and the
+    bill is one."""
+    expected = trained(llama, masking="simulate")
+    assert len(expected) > 3
+    opened = ask(ranks.group.metrics).visits
+    for federation in (ranks.second, ranks.both):
+        found = trained(llama, masking=masking, federation=federation)
+        assert all(map(torch.equal, found, expected))
+        if federation is ranks.second:
+            assert ask(ranks.group.metrics).visits == opened  # no connection was opened at rank 0
+
+    def settled() -> bool:
+        status = ask(ranks.group.metrics)
+        bills = [row for row in read(ranks.both.with_name("executor.usage.sqlite")) if row["role"] == "executor"]
+        assert len(bills) == 1
+        return 0 < status.gateways[0].requests <= int(bills[0]["requests"])
+
+    until(settled, within_s=20)

@@ -1,0 +1,187 @@
+"""Every rank of a group has a gateway: the products of one process, one account, and the group's end with any rank."""
+
+import contextlib
+import os
+import signal
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from rich.console import Console
+
+from provider.config.schema import (
+    AnnounceConfig,
+    ExecutorConfig,
+    MetricsConfig,
+    QuotaConfig,
+    RelayConfig,
+    UsageConfig,
+)
+from provider.gateway.usage import read
+from provider.operations.top import ask, render
+from provider.serve import Provider
+from symbiosis_priv.arithmetic.ring import DIRECTIONS
+from symbiosis_priv.certificates.revocation import revoke
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.kernels import probe_rows
+from symbiosis_priv.network import wire
+from tests.provider.clients import Client, execute, toml_of
+from tests.provider.conftest import Configure, Keys
+from tests.provider.groups import Group
+from tests.provider.processes import listening_ports
+from tests.waiting import until
+
+REQUESTS = 4  # of each kind, at each gateway
+
+
+NewGroup = Callable[..., Group]
+
+
+@pytest.fixture
+def new_group(configure: Configure, tmp_path: Path) -> Iterator[NewGroup]:
+    with contextlib.ExitStack() as running:
+
+        def make(ranks: int, *, hosts: int = 1, sharding: str = "auto", **options: Any) -> Group:
+            executor = ExecutorConfig(threads=1, warm_up=sharding == "auto", sharding=sharding, gateways="all")  # type: ignore[arg-type]
+            options.setdefault("usage", UsageConfig(database=tmp_path / "usage.sqlite"))
+            config = configure(executor=executor, roles=("executor",), **options)
+            path = tmp_path / "provider.toml"
+            path.write_text(toml_of(config), encoding="utf-8")
+            group = Group(path, ranks, hosts=hosts)
+            running.callback(group.close)
+            return group
+
+        yield make
+
+
+def all_products(client: Client, store: WeightStore, seed: int) -> list[torch.Tensor]:
+    found = []
+    for group in store.served:
+        for direction in DIRECTIONS:
+            inputs, _ = store.manifest().groups[group].columns(direction)
+            for rows in range(1, REQUESTS + 1):
+                words = (2 * seed + 1) * probe_rows(4, inputs)[:rows]
+                found.append(client.product(execute(group, rows, direction=direction), words))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "sharding"), [(2, 1, "columns"), (2, 1, "gathered"), (2, 2, "auto"), (4, 1, "auto")]
+)
+def test_every_gateway_gives_the_products_of_one_process_and_one_account_holds_for_all(
+    new_group: NewGroup,
+    connect: Callable[..., Client],
+    keys: Keys,
+    provider: Provider,
+    store: WeightStore,
+    tmp_path: Path,
+    ranks: int,
+    hosts: int,
+    sharding: str,
+) -> None:
+    """Requests at all gateways at once, which share products. Then one tenant's quota and bill over all gateways."""
+    tenants = {"bob": QuotaConfig(requests_per_s=0.1), "carol": QuotaConfig(max_rows_in_flight=2)}
+    group = new_group(ranks, hosts=hosts, sharding=sharding, tenants=tenants)
+    clients = [connect(to=place) for place in group.places]
+    with ThreadPoolExecutor(ranks) as threads:
+        found = list(threads.map(lambda n: all_products(clients[n], store, n), range(ranks)))
+    alone = connect(to=provider)
+    for seed, products in enumerate(found):
+        assert all(map(torch.equal, products, all_products(alone, store, seed)))
+    bob = [connect("bob", to=place) for place in (group.places[-1], *group.places)]
+    first, *others = bob
+    rows = probe_rows(2, 64)[:1]
+    first.product(execute(0, 1), rows)
+    for client in others:
+        client.send(execute(0, 1), wire.RING32.pack(rows))
+        refused, _ = client.receive()
+        assert isinstance(refused, wire.Failure)
+        assert refused.code == wire.ErrorCode.BUSY
+        assert refused.limit == wire.QuotaLimit(amount=0.1, unit="requests/s")
+    carol = connect("carol", to=group.places[-1])
+    carol.send(execute(0, 3), wire.RING32.pack(probe_rows(3, 64)))
+    assert carol.receive()[0].code == wire.ErrorCode.TOO_LARGE  # type: ignore[union-attr]
+    bills = {row["tenant"]: row for row in read(tmp_path / "usage.sqlite")}
+    assert bills["alice"]["requests"] == ranks * len(found[0])
+    assert bills["alice"]["rows"] == ranks * sum(len(product) for product in found[0])
+    assert (bills["bob"]["requests"], bills["bob"]["refused"]) == (1, ranks)
+
+
+def test_a_revoked_tenant_is_cut_off_at_every_gateway_and_all_ranks_are_shown(
+    new_group: NewGroup,
+    connect: Callable[..., Client],
+    configure: Configure,
+    keys: Keys,
+    store: WeightStore,
+    tmp_path: Path,
+) -> None:
+    """A tenant that trains at one rank has the priority of training at the others."""
+    listed = tmp_path / "revoked.txt"
+    tls = msgspec.structs.replace(configure().tls, revoked=listed)
+    revoke(listed, [keys.tenants["bob"].certificate])
+    group = new_group(2, tls=tls, metrics=MetricsConfig(listen="127.0.0.1:0"))
+    clients = [connect(to=place) for place in group.places]
+    for client in clients:
+        client.product(execute(0, 1), probe_rows(2, 64)[:1])
+    report = ask(group.metrics).executor
+    assert report is not None
+    assert sum(report.waits["fine_tuning"].counts) == 0
+    outputs = store.manifest().groups[0].columns("backward")[0]
+    clients[1].product(execute(0, 1, direction="backward"), probe_rows(2, outputs)[:1])
+    clients[0].product(execute(0, 1), probe_rows(2, 64)[:1])  # its tenant trains, at another rank
+    report = ask(group.metrics).executor
+    assert report is not None
+    assert sum(report.waits["fine_tuning"].counts) == 2
+
+    def shown() -> bool:
+        status = ask(group.metrics)
+        assert status.connections == 1 + sum(each.connections for each in status.gateways)
+        (other,) = status.gateways
+        return (other.rank, other.address, other.requests) == (1, group.places[1].address, 2)
+
+    until(lambda: bool(ask(group.metrics).gateways), within_s=20)
+    until(shown, within_s=20)
+    with (console := Console(width=400)).capture() as screen:
+        console.print(render(ask(group.metrics), None, 0.0))
+    assert f"rank 1 at {group.places[1].address}: 1 connections, 2 products" in screen.get()
+    with urllib.request.urlopen(f"http://{group.metrics}/metrics") as page:
+        assert 'symbiosis_provider_rank_requests_total{rank="1"} 2.0' in page.read().decode()
+    revoke(listed, [keys.tenants["alice"].certificate])
+    assert all(client.at_end() for client in clients)
+
+
+@pytest.mark.parametrize("how", ["rank 0 stops", "rank 1 is killed"])
+def test_the_group_ends_with_any_of_its_ranks(new_group: NewGroup, connect: Callable[..., Client], how: str) -> None:
+    """A stop is clean: every process ends with status 0. A loss is named in the log. Each rank has its own port."""
+    group = new_group(2)
+    pids = group.pids()
+    ports = {rank: int(place.address.rpartition(":")[2]) for rank, place in enumerate(group.places)}
+    assert all(ports[rank] in listening_ports([pids[rank]]) for rank in (0, 1))
+    assert ports[1] not in listening_ports([pids[0]])  # so no row of its tenants reaches the gateway of rank 0
+    client = connect(to=group.places[1])
+    client.product(execute(0, 1), probe_rows(2, 64)[:1])
+    os.kill(pids[how.endswith("killed")], signal.SIGKILL if how.endswith("killed") else signal.SIGTERM)
+    assert group.nodes[0].wait(60) == (-signal.SIGKILL if how.endswith("killed") else 0)
+    assert client.at_end()
+    assert ("not answering: rank 1" in group.log_file.read_text()) == how.endswith("killed")
+
+
+@pytest.mark.parametrize("table", ["relay", "registry", "helper", "float"])
+def test_what_other_gateways_cannot_account_for_is_refused_by_name(configure: Configure, table: str) -> None:
+    config = configure(executor=ExecutorConfig(gateways="all"), roles=("executor",))
+    changes: dict[str, Any] = {
+        "relay": {"relay": RelayConfig(helpers=(Path("helper.pem"),))},
+        "registry": {"registry": AnnounceConfig(announce=("127.0.0.1:1",), authority=Path("a.pem"))},
+        "helper": {"roles": ("executor", "helper")},
+        "float": {"executor": ExecutorConfig(gateways="all", float_path=True)},
+    }
+    with pytest.raises(ValueError, match=f'gateways = "all" does not work with .*{table}'):
+        msgspec.structs.replace(config, **changes[table])
+    with pytest.raises(ConfigError, match=r"provider\.processes\.launch"):
+        Provider(config)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.passes import large_tensor
-from symbiosis_priv.arithmetic.ring import row_blocks
 from symbiosis_priv.checkpoints.forms import Form
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # the field of a word that holds its column 0, 1, ...
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BYTES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
+_AT_ONCE = 1 << 20  # numbers that are widened at the same time
 _SCALES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e8m0fnu)
 
 
@@ -44,15 +44,22 @@ def widen(form: Form, parts: dict[str, Tensor]) -> Tensor:
     fp4 = torch.tensor(_FP4, dtype=dtype)
     weight = large_tensor((*stack, rows, columns), dtype=dtype)
     numbers, matrices = numbers.reshape(-1, rows, columns), weight.view(-1, rows, columns)
+
+    def spread(entries: Tensor) -> Tensor:
+        """Rows of the grid `[n, grid columns]`, with an entry for each column."""
+        if "groups" in parts or columns % grid[1]:
+            return entries[:, column]
+        return entries[:, :, None].expand(-1, -1, grid[1]).flatten(1)  # a copy in order is faster
+
     for index, matrix in enumerate(matrices):
-        for start, stop in row_blocks(rows, columns):
-            row = torch.arange(start, stop) // grid[0]
-            part = numbers[index, start:stop]
-            part = part.to(dtype) if part.dtype != torch.uint8 else fp4[part.long()]
+        for start in range(0, rows, step := max(1, _AT_ONCE // columns)):
+            out, part = matrix[start : start + step], numbers[index, start : start + step]
+            row = torch.arange(start, start + len(part)) // grid[0]
+            part = part.to(dtype) if part.dtype != torch.uint8 else fp4[part.int()]
             if zeros is not None:
-                part = part - zeros[index, row][:, column]
-            torch.mul(part, scales[index, row][:, column], out=matrix[start:stop])
-            if not bool(matrix[start:stop].isfinite().all()):
+                part = part - spread(zeros[index, row])
+            torch.mul(part, spread(scales[index, row]), out=out)
+            if not all(edge.isfinite() for edge in out.aminmax()):
                 raise ValueError("it holds inf or nan")
     return weight.mT if form.transposed else weight
 

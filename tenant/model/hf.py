@@ -258,9 +258,24 @@ def _vetted(files: list[str] | None, config: PreTrainedConfig) -> Path:
     if not files:
         raise CheckpointError("a split model is loaded from a folder or a hub name, not from a state_dict")
     folder = Path(files[0]).parent
-    # An index or config.json of another folder may point to the tensors here. transformers would read config.json,
-    # adapter and tokenizer from that folder, and only `folder` is checked. The caller's `subfolder=` is not refused,
-    # because transformers then reads all files from there.
+    _check_not_redirected(folder, config)
+    vet(folder)
+    with Checkpoint(folder) as checkpoint:
+        expected = {folder / name for name in checkpoint.files()}
+    if {Path(file) for file in files} != expected:
+        raise CheckpointError(
+            f"transformers loads {', '.join(sorted(Path(file).name for file in files))} from {folder}, but the "
+            f"checkpoint's files are {', '.join(sorted(path.name for path in expected))}; load it without `variant`"
+        )
+    return folder
+
+
+def _check_not_redirected(folder: Path, config: PreTrainedConfig) -> None:
+    """Raise `CheckpointError` if an index or config.json of another folder points to the tensors in `folder`.
+
+    transformers would read config.json, adapter and tokenizer from that folder, and only `folder` is checked. The
+    caller's `subfolder=` is not refused, because transformers then reads all files from there.
+    """
     if getattr(config, "transformers_weights", None):
         raise CheckpointError(
             f"the config.json of {config.name_or_path} points to other files (transformers_weights); delete that entry"
@@ -274,15 +289,6 @@ def _vetted(files: list[str] | None, config: PreTrainedConfig) -> Path:
         if outer.is_relative_to(named):
             for index in outer.glob("*.safetensors.index*.json"):
                 check_index(index)
-    vet(folder)
-    with Checkpoint(folder) as checkpoint:
-        expected = {folder / name for name in checkpoint.files()}
-    if {Path(file) for file in files} != expected:
-        raise CheckpointError(
-            f"transformers loads {', '.join(sorted(Path(file).name for file in files))} from {folder}, but the "
-            f"checkpoint's files are {', '.join(sorted(path.name for path in expected))}; load it without `variant`"
-        )
-    return folder
 
 
 def split(

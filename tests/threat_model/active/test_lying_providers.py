@@ -66,6 +66,8 @@ def test_hostile_folders_are_refused_by_the_checks_of_folders(
         "symbiosis_priv.checkpoints.discovery.skeleton",
     ):
         monkeypatch.setattr(f"{module}.vet", lambda folder: {})
+    for module in ("symbiosis_priv.checkpoints.checkpoint", "symbiosis_priv.checkpoints.discovery.skeleton"):
+        monkeypatch.setattr(f"{module}.form_of", lambda path, config: None)
     monkeypatch.setattr("tenant.model.hf._check_not_redirected", lambda folder, config: None)
     monkeypatch.setattr("tenant.preparation.keys._bind", lambda folder, prepared, model: None)
     monkeypatch.setattr(

@@ -156,20 +156,27 @@ def test_a_revoked_tenant_is_cut_off_at_every_gateway_and_all_ranks_are_shown(
     assert all(client.at_end() for client in clients)
 
 
-@pytest.mark.parametrize("how", ["rank 0 stops", "rank 1 is killed"])
-def test_the_group_ends_with_any_of_its_ranks(new_group: NewGroup, connect: Callable[..., Client], how: str) -> None:
+@pytest.mark.parametrize(
+    ("rank", "sent"),
+    [(0, signal.SIGTERM), (1, signal.SIGKILL), (1, signal.SIGSTOP)],
+    ids=["stops", "is killed", "hangs"],
+)
+def test_the_group_ends_with_any_of_its_ranks(
+    new_group: NewGroup, connect: Callable[..., Client], rank: int, sent: signal.Signals
+) -> None:
     """A stop is clean: every process ends with status 0. A loss is named in the log. Each rank has its own port."""
     group = new_group(2)
     pids = group.pids()
-    ports = {rank: int(place.address.rpartition(":")[2]) for rank, place in enumerate(group.places)}
-    assert all(ports[rank] in listening_ports([pids[rank]]) for rank in (0, 1))
+    ports = {own: int(place.address.rpartition(":")[2]) for own, place in enumerate(group.places)}
+    assert all(ports[own] in listening_ports([pids[own]]) for own in (0, 1))
     assert ports[1] not in listening_ports([pids[0]])  # so no row of its tenants reaches the gateway of rank 0
     client = connect(to=group.places[1])
     client.product(execute(0, 1), probe_rows(2, 64)[:1])
-    os.kill(pids[how.endswith("killed")], signal.SIGKILL if how.endswith("killed") else signal.SIGTERM)
-    assert group.nodes[0].wait(60) == (-signal.SIGKILL if how.endswith("killed") else 0)
+    os.kill(pids[rank], sent)
+    lost = sent != signal.SIGTERM
+    assert group.nodes[0].wait(60) == (-signal.SIGKILL if lost else 0)
     assert client.at_end()
-    assert ("not answering: rank 1" in group.log_file.read_text()) == how.endswith("killed")
+    assert ("not answering: rank 1" in group.log_file.read_text()) == lost
 
 
 @pytest.mark.parametrize("table", ["relay", "registry", "helper", "float"])

@@ -1,6 +1,7 @@
 """Every rank of a group has a gateway: the products of one process, one account, and the group's end with any rank."""
 
 import contextlib
+import itertools
 import os
 import signal
 import urllib.request
@@ -24,6 +25,7 @@ from provider.config.schema import (
 )
 from provider.gateway.usage import read
 from provider.operations.top import ask, render
+from provider.products.model import LocalOperands
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.certificates.revocation import revoke
@@ -31,6 +33,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import probe_rows
 from symbiosis_priv.network import wire
+from tests.experts import write
 from tests.provider.clients import Client, execute, toml_of
 from tests.provider.conftest import Configure, Keys
 from tests.provider.groups import Group
@@ -111,6 +114,39 @@ def test_every_gateway_gives_the_products_of_one_process_and_one_account_holds_f
     assert bills["alice"]["requests"] == ranks * len(found[0])
     assert bills["alice"]["rows"] == ranks * sum(len(product) for product in found[0])
     assert (bills["bob"]["requests"], bills["bob"]["refused"]) == (1, ranks)
+
+
+@pytest.mark.parametrize("sharding", ["columns", "gathered"])
+def test_rows_for_single_experts_of_tenants_of_several_ranks_share_products(
+    new_group: NewGroup, connect: Callable[..., Client], tmp_path: Path, cache: Path, sharding: str
+) -> None:
+    """In rings of 32 and 24 bits, until some requests have shared a product."""
+    path = write("Mixtral", tmp_path / "experts", num_local_experts=3, intermediate_size=96, num_hidden_layers=1)
+    store = WeightStore(path, cache=cache, shardable=True)
+    local = LocalOperands(store)
+    group = new_group(2, sharding=sharding, checkpoint=path, metrics=MetricsConfig(listen="127.0.0.1:0"))
+    stacks = [index for index in store.served if store.manifest().groups[index].experts > 1]
+    clients = [connect(to=place) for place in group.places for _ in range(3)]
+
+    def ask_all(number: int) -> None:
+        counts = ((number, 0, 2), (1, 2, 0), (0, 5, number))[number % 3]
+        for index, direction, ring_bits in itertools.product(stacks, DIRECTIONS, (32, 24)):
+            inputs, _ = store.manifest().entry(index, by_expert=True).columns(direction)
+            rows = (number + 1) * probe_rows(max(2, sum(counts)), inputs)[: sum(counts)]
+            request = msgspec.structs.replace(
+                execute(index, len(rows), direction=direction), counts=counts, ring_bits=ring_bits
+            )
+            want = local.product(rows, group=index, direction=direction, counts=counts)
+            got = clients[number].product(request, request.encoding.unpack(request.encoding.pack(rows), rows=len(rows)))
+            assert not ((got - want) & ((1 << ring_bits) - 1)).any()
+
+    def shared() -> bool:
+        with ThreadPoolExecutor(len(clients)) as threads:
+            list(threads.map(ask_all, range(len(clients))))
+        report = ask(group.metrics).executor
+        return report is not None and report.batch_requests.total > sum(report.batch_requests.counts)
+
+    until(shared, within_s=60)
 
 
 def test_a_revoked_tenant_is_cut_off_at_every_gateway_and_all_ranks_are_shown(

@@ -54,7 +54,10 @@ def test_a_fork_has_its_given_folder_environment_and_input(tmp_path: Path) -> No
 
 
 def test_a_fork_starts_providers_as_forks_and_all_else_as_processes() -> None:
-    start = "import sys, subprocess; print(type(subprocess.Popen([sys.executable, '-m', {!r}, '--help'])).__module__)"
+    start = (
+        "import sys, subprocess; words = [sys.executable, '-m', {!r}, '--help']; "
+        "print(type(subprocess.Popen(words, stdout=subprocess.DEVNULL)).__module__)"
+    )
     for module, kind in (("symbiosis_priv.cli", "__main__"), ("tests.sizes", "subprocess")):
         words = [sys.executable, "-c", start.format(module)]
         assert kind in run(words, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()

@@ -409,7 +409,7 @@ class Executor:
                 of_ranks.append((sender.rank, piece))
         entry = self._model.manifest.entry(key.group, by_expert=key.by_expert)
         count = sum(piece.rows for piece in own)
-        rows = torch.empty((0, entry.columns(key.direction)[0]), dtype=torch.int32)
+        rows = torch.empty((0, entry.columns(key.direction)[0]), dtype=torch.int32, device="cpu")
         if own:
             rows = wire.RING32.unpack(_joined([self._rows(piece) for piece in own]), rows=count)
         counts: Counts | None = None

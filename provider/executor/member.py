@@ -144,7 +144,7 @@ class MemberExecutor(ExecutorHandle):
                 if held is None:  # it has failed meanwhile: the tenant has left, or another piece failed
                     continue
                 if held.result is None:
-                    held.result = torch.empty((held.rows, product.shape[1]), dtype=torch.int32)
+                    held.result = torch.empty((held.rows, product.shape[1]), dtype=torch.int32, device="cpu")
                 held.result[start:stop] = product[first - (stop - start) : first]
                 held.multiplied += stop - start
                 self._deliver(number, held)

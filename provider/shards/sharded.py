@@ -408,8 +408,8 @@ class ShardedOperands(Operands):
         if plan.mode is Mode.EXPERTS:
             numbers = torch.zeros(experts + total, dtype=torch.int64, device="cpu")
             if counts is not None:
-                numbers[:experts] = torch.tensor(counts, dtype=torch.int64)
-                numbers[experts:] = torch.arange(total) if order is None else order
+                numbers[:experts] = torch.tensor(counts, dtype=torch.int64, device="cpu")
+                numbers[experts:] = torch.arange(total, dtype=torch.int64, device="cpu") if order is None else order
             dist.broadcast(numbers, _LEAD, group=self._plans)
             sorted_by_expert = numbers[experts:].to(self._device)
             shared = self._everywhere(plan, rows, inputs)[sorted_by_expert]
@@ -424,7 +424,7 @@ class ShardedOperands(Operands):
                 out.copy_(product)
         elif plan.mode is Mode.GATHERED:
             (root,) = plan.roots
-            each = [len(part) for part in torch.empty(total, device="cpu").tensor_split(self._world)]
+            each = [len(part) for part in torch.empty(total, dtype=torch.int64, device="cpu").tensor_split(self._world)]
             has_rows = root == self._rank and rows is not None and out is not None
             mine = self._scattered(root, rows.split(each) if has_rows and rows is not None else None, each, inputs)
             product = self._matrix(each[self._rank], outputs)

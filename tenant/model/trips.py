@@ -65,7 +65,7 @@ class Trip:
         self, index: int, first: LayerGroup, second: LayerGroup, *, before: str, after: str, owner: nn.Module, leaf: str
     ) -> None:
         self.index, self.second, self.before, self.after = index, second, before, after
-        self.weight = self.gain = torch.empty(0)
+        self.weight = self.gain = torch.empty(0, dtype=torch.float32, device="cpu")
         self._first, self._owner, self._leaf = weakref.ref(first), weakref.ref(owner), leaf  # `first` holds this object
         self._rests = 0
         bias = second.backend.facts[second.index].bias

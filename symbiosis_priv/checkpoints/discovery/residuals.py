@@ -132,7 +132,10 @@ def _gain(module: nn.Module) -> bool | None:
         return None
     generator = torch.Generator().manual_seed(0)
     width = parameters["weight"].shape[0]
-    weight, x = (torch.rand(*shape, device="cpu", generator=generator) + 0.5 for shape in ((width,), (2, width)))
+    weight, x = (
+        torch.rand(*shape, dtype=torch.float32, device="cpu", generator=generator) + 0.5
+        for shape in ((width,), (2, width))
+    )
     small = copy.copy(module)
     small.__dict__["_parameters"] = {"weight": weight}
     try:

@@ -155,7 +155,7 @@ class Sampler:
             allowed[: len(bits)] = torch.from_numpy(bits[: len(scores)]).bool()
             scores = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
         if self._new < options.min_tokens and self._ends:
-            scores = scores.index_fill(0, torch.tensor(self._ends, device=scores.device), -torch.inf)
+            scores = scores.index_fill(0, torch.tensor(self._ends, dtype=torch.int64, device=scores.device), -torch.inf)
         token = int(scores.argmax()) if options.temperature == 0 else self._drawn(scores.cpu())
         self._new += 1
         if self._seen is not None:

@@ -819,6 +819,8 @@ def test_rule_10_a_folder_does_not_turn_masking_off(
     monkeypatch.setattr("tenant.model.hf.vet", lambda folder: {})
     monkeypatch.setattr("symbiosis_priv.checkpoints.checkpoint.vet", lambda folder: {})
     monkeypatch.setattr("symbiosis_priv.checkpoints.discovery.skeleton.vet", lambda folder: {})
+    monkeypatch.setattr("symbiosis_priv.checkpoints.checkpoint.form_of", lambda path, config: None)
+    monkeypatch.setattr("symbiosis_priv.checkpoints.discovery.skeleton.form_of", lambda path, config: None)
     assert not masked_rows_reach(executor, folder, remote)
 
 

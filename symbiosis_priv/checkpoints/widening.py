@@ -30,7 +30,7 @@ def widen(form: Form, parts: dict[str, Tensor]) -> Tensor:
     numbers, scales, zeros = _numbers(form, parts)
     *stack, rows, columns = numbers.shape
     grid, scales = _grid(scales, numbers, form.block, grouped="groups" in parts)
-    column = torch.arange(columns) // grid[1]
+    column = torch.arange(columns, dtype=torch.int64, device="cpu") // grid[1]
     if "groups" in parts:
         column = parts["groups"].to(torch.int64)
         if column.shape != (columns,) or not 0 <= int(column.min()) <= int(column.max()) < scales.shape[-1]:
@@ -41,7 +41,7 @@ def widen(form: Form, parts: dict[str, Tensor]) -> Tensor:
         if zeros.numel() != scales.numel() or len(zeros) != scales.shape[1]:
             raise ValueError(f"{list(zeros.shape)} zero points do not fit {list(scales.shape[1:])} scales")
         zeros = zeros.to(dtype).reshape(scales.shape)
-    fp4 = torch.tensor(_FP4, dtype=dtype)
+    fp4 = torch.tensor(_FP4, dtype=dtype, device="cpu")
     weight = large_tensor((*stack, rows, columns), dtype=dtype)
     numbers, matrices = numbers.reshape(-1, rows, columns), weight.view(-1, rows, columns)
 
@@ -54,7 +54,7 @@ def widen(form: Form, parts: dict[str, Tensor]) -> Tensor:
     for index, matrix in enumerate(matrices):
         for start in range(0, rows, step := max(1, _AT_ONCE // columns)):
             out, part = matrix[start : start + step], numbers[index, start : start + step]
-            row = torch.arange(start, start + len(part)) // grid[0]
+            row = torch.arange(start, start + len(part), dtype=torch.int64, device="cpu") // grid[0]
             part = part.to(dtype) if part.dtype != torch.uint8 else fp4[part.int()]
             if zeros is not None:
                 part = part - spread(zeros[index, row])

@@ -1,7 +1,9 @@
 """A suite's figures: tables in a terminal, JSON, the README's security table, and one HTML page with pictures."""
 
+import itertools
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -383,7 +385,7 @@ th{background:#f4f4f5}.party{background:#f4f4f5;font-weight:600}.cells td+td{whi
 .absent{color:#777}.alarm{outline:3px solid #b91c1c}.wide{overflow-x:auto}
 .legend span{padding:2px 8px;margin-right:.5rem;font-size:13px}.state{padding:.6rem 1rem;border-radius:6px}
 .pictures{display:grid;grid-template-columns:repeat(auto-fill,minmax(460px,1fr))}figure{margin:.5rem 0}
-svg{max-width:100%;height:auto}small{color:#555}
+svg{max-width:100%;height:auto}small{color:#555}nav ol{columns:2;font-size:14px}
 """
 
 
@@ -433,9 +435,13 @@ def to_html(suite: Suite) -> str:
         "<h2>Attacks and their sources</h2>",
         _html_table(Section("", ("attack", "by", "sees", "metric", "chance", "source"), attacks)),
     ]
+    titles = re.findall("<h2>(.*?)</h2>", "".join(sections))
+    numbers = itertools.count()
+    body = re.sub("<h2>", lambda _: f'<h2 id="s{next(numbers)}">', "".join(sections[2:]))
+    contents = "".join(f'<li><a href="#s{number}">{title}</a></li>' for number, title in enumerate(titles))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>symbiosis-priv threat model</title>'
-        f"<style>{_CSS}</style></head><body>{''.join(sections)}</body></html>"
+        f"<style>{_CSS}</style></head><body>{''.join(sections[:2])}<nav><ol>{contents}</ol></nav>{body}</body></html>"
     )
 
 

@@ -87,7 +87,8 @@ class Provider:
                 "(docs/provider.md)"
             )
         self.config = config
-        self._unplaced = config
+        self._unplaced = self._reloaded = config
+        self._credentials: Credentials | None = None
         self._next: ProviderConfig | None = None
         self._on_move = on_move
         self._rebalancer: Rebalancer | None = None
@@ -124,7 +125,8 @@ class Provider:
         self._tls, self._relay = self.config.tls, self.config.relay
         self._reloader = Reloader(self._watched_files, self._reload)  # later changes are reloaded
         config = self.config = placed(self.config, progress=self._progress)
-        self._credentials = credentials = Credentials.load(config.tls, helpers=config.relay.helpers)
+        helpers = config.relay.helpers
+        self._credentials = credentials = Credentials.load(config.tls, helpers=helpers, before=self._credentials)
         store = open_store(config)
         manifest, served = store.manifest(progress=self._progress), store.served
         self.model_digest = manifest.digest
@@ -234,12 +236,13 @@ class Provider:
 
     def move(self) -> None:
         """Serve other layers, after `on_move`: leave the registries, answer requests in flight, and start again.
-        Tenants take other executors meanwhile. Raises as `start` does."""
+        Tenants take other executors meanwhile. What was reloaded and revoked stays so. Raises as `start` does."""
         if self._next is None:
             return
         log.info("moving", layers=self.config.model.layers, to=self._next.model.layers)
         self.stop()
-        self.config, self._next = self._next, None
+        reloaded = {name: getattr(self._reloaded, name) for name in ("tls", "quota", "tenants", "relay", "limits")}
+        self.config, self._next = msgspec.structs.replace(self._next, **reloaded), None
         self.start()
 
     def reload(self) -> None:
@@ -253,7 +256,7 @@ class Provider:
         credentials = Credentials.load(config.tls, helpers=config.relay.helpers, before=self._credentials)
         assert self._gateway is not None
         self._gateway.renew(config, credentials)
-        self._tls, self._relay, self._credentials = config.tls, config.relay, credentials
+        self._tls, self._relay, self._credentials, self._reloaded = config.tls, config.relay, credentials, config
         if self._announcer is not None:
             self._announcer.renew()
         replace, old = msgspec.structs.replace, self.config

@@ -80,14 +80,14 @@ with backend_of(model):
 
 def unable() -> str | None:
     """Why this machine cannot run the tests."""
-    os.environ["PATH"] += ":/usr/sbin:/sbin"
     for tool in ("ip", "sshd", "ssh-keygen", "haproxy"):
-        if shutil.which(tool) is None:
+        if shutil.which(tool, path=PATH) is None:
             return f"no {tool}"
     may = subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, check=False).returncode == 0
     return None if may and os.geteuid() == 0 else "only root may make network namespaces here"
 
 
+PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"
 WHY_NOT = unable()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
@@ -151,7 +151,8 @@ class Networks:
 
 
 @pytest.fixture
-def networks(tmp_path: Path) -> Iterator[Networks]:
+def networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Networks]:
+    monkeypatch.setenv("PATH", PATH)
     networks = Networks(tmp_path)
     try:
         yield networks

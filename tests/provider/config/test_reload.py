@@ -5,12 +5,14 @@ import shutil
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
+from provider.announce.placement import with_layers
 from provider.config.provider_toml import load, template
 from provider.config.reload import Reloader
-from provider.config.schema import MetricsConfig, ProviderConfig, TlsConfig
+from provider.config.schema import MetricsConfig, ProviderConfig, QuotaConfig, TlsConfig
 from provider.gateway.credentials import Credentials
 from provider.products.model import open_store
 from provider.serve import Provider
@@ -130,6 +132,26 @@ def test_a_revoked_tenant_stays_revoked_until_a_restart(configure: Configure, co
         assert isinstance(connect("bob", role=None, to=provider).ask(wire.FetchHealth()), wire.HealthReport)
         tls.revoked.write_text(whole)
         provider.reload()
+
+
+def test_a_move_to_other_layers_keeps_what_was_reloaded_and_revoked(
+    configure: Configure, connect: Connect, tls: TlsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A provider that starts again with other layers has the reloaded quotas, and no revocation is withdrawn."""
+    config, source = configure(tls=tls), tmp_path / "provider.toml"
+    source.touch()
+    changed = msgspec.structs.replace(config, quota=QuotaConfig(weight=3.0))
+    monkeypatch.setattr("provider.serve.load", lambda path, whole: changed)
+    with Provider(config, source=source, on_move=lambda: None) as provider:
+        provider.reload()
+        until(lambda: provider._reloaded is changed)
+        assert tls.revoked is not None
+        tls.revoked.write_text("")
+        provider._plan_move(with_layers(config, "1"))
+        provider.move()
+        assert (provider.config.model.layers, provider.config.quota) == ("1", changed.quota)
+        assert failure(connect("bob", role=None, to=provider).receive()[0]) == wire.ErrorCode.REVOKED
+        assert isinstance(connect("alice", role=None, to=provider).ask(wire.FetchHealth()), wire.HealthReport)
 
 
 def test_a_revocation_while_a_provider_starts_counts(

@@ -7,9 +7,10 @@ const TITLE = 60;
 // Newest first: { id, title, messages: [{ role, content }] }.
 export function all() {
   try {
-    return JSON.parse(localStorage.getItem(KEY)) ?? [];
+    const found = JSON.parse(localStorage.getItem(KEY));
+    return Array.isArray(found) ? found : [];
   } catch {
-    return []; // not ours, or damaged
+    return []; // damaged
   }
 }
 

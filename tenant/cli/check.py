@@ -122,7 +122,7 @@ def check(
     if text is not None:
         limit = getattr(reference.config.get_text_config(), "max_position_embeddings", sequence_length)
         examples, _ = corpus.load_examples(text, tokenizer, length=min(sequence_length, limit))
-        measured = [example.input_ids for example in examples[:blocks]]
+        measured = [row.input_ids for row in corpus.rows_of(examples)[:blocks]]
         check_runs_on_text(reference, measured[0])
     models: dict[str, Any] = {}
     for label, split in splits.items():

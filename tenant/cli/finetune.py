@@ -63,7 +63,8 @@ def finetune(
     table = table_of("fine-tuned", "")
     table.add_row("adapter", str(result.adapter))
     table.add_row(f"loss on {where}", f"{result.loss_before:.4f} -> {result.loss_after:.4f}")
-    table.add_row("perplexity", f"{math.exp(result.loss_before):.3f} -> {math.exp(result.loss_after):.3f}")
+    if not result.preferences:
+        table.add_row("perplexity", f"{math.exp(result.loss_before):.3f} -> {math.exp(result.loss_after):.3f}")
     if result.shortened:
         table.add_row(f"cut to {options.sequence_length} tokens", f"{result.shortened:,}")
     table.add_row("steps", f"{len(result.losses):,}")

@@ -33,7 +33,7 @@ Text = Annotated[
         "--data",
         "-t",
         help="Plain text: documents separated by blank lines, or one per line. Or FILE.jsonl with text, prompt and "
-        "completion, or messages (a chat) on every line.",
+        "completion, messages (a chat), or input, preferred_output and non_preferred_output on every line.",
     ),
 ]
 

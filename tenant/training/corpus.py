@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from jinja2 import TemplateError
@@ -30,7 +30,11 @@ NOT_LEARNED = -100
 _JSON_LINES = (".jsonl", ".ndjson")
 _MAX_HELD_OUT = 16  # held-out examples are evaluated before and after training, which costs round trips
 _OBJECT = re.compile(rb"\[?\s*\{")
-_FORMS = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
+_FORMS = (
+    '{"text": ...}, {"prompt": ..., "completion": ...}, {"messages": [{"role": ..., "content": ...}, ...]} or '
+    '{"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}'
+)
+_PREFERENCES = "input+non_preferred_output+preferred_output"
 
 
 _NO_TEMPLATE = "this model's tokenizer has no chat template; write plain prompts (and completions) instead"
@@ -45,25 +49,49 @@ class Example:
     labels: list[int]
 
 
+class Preference(NamedTuple):
+    """Two answers to one chat. The model learns to prefer the first one."""
+
+    preferred: Example
+    other: Example
+
+
 class JsonMessage(msgspec.Struct):
     role: str
     content: str
 
 
+class JsonReply(JsonMessage):
+    role: Literal["assistant"]
+
+
+class JsonInput(msgspec.Struct):
+    """The chat before the two answers of a preference. Tools are refused, because they would be left out."""
+
+    messages: list[JsonMessage]
+    tools: Annotated[list[Any], msgspec.Meta(max_length=0)] = msgspec.field(default_factory=list)
+
+
+OneReply = Annotated[list[JsonReply], msgspec.Meta(min_length=1, max_length=1)]
+
+
 class JsonLine(msgspec.Struct):
-    """One line of a JSONL file, in exactly one of three forms. Unknown fields are ignored."""
+    """One line of a JSONL file, in exactly one of four forms. Unknown fields are ignored."""
 
     text: str | None = None
     prompt: str | None = None
     completion: str | None = None
     messages: list[JsonMessage] | None = None
+    input: JsonInput | None = None
+    preferred_output: OneReply | None = None
+    non_preferred_output: OneReply | None = None
 
     @property
     def form(self) -> str | None:
         """The fields of the line's form, joined by `+`; None if the line has no form or more than one."""
         given = {name for name in self.__struct_fields__ if getattr(self, name) is not None}
-        forms = ({"text"}, {"prompt", "completion"}, {"messages"})
-        return "+".join(sorted(given)) if given in forms else None
+        form = "+".join(sorted(given))
+        return form if form in ("text", "completion+prompt", "messages", _PREFERENCES) else None
 
 
 def render_chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
@@ -92,19 +120,20 @@ def check_context(context: int | None, *, prompt: int, new: int) -> None:
         )
 
 
-def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int) -> tuple[list[Example], int]:
+def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int) -> tuple[list[Any], int]:
     """Read a file and encode it as training examples.
 
     A `*.jsonl` or `*.ndjson` file holds one JSON object per line. All lines have the same fields: `text`, which is
-    packed like plain text; `prompt` and `completion`, of which the model learns the completion; or `messages`, which
-    the chat template renders and of which the model learns the assistant's. Any other file is plain text; see
+    packed like plain text; `prompt` and `completion`, of which the model learns the completion; `messages`, which the
+    chat template renders and of which the model learns the assistant's; or `input`, `preferred_output` and
+    `non_preferred_output`, as in OpenAI's API, which become preferences. Any other file is plain text; see
     `read_documents`.
 
     Args:
         length: maximum number of tokens of an example.
 
     Returns:
-        The examples, and the number of examples that were cut to `length`.
+        The examples or preferences, and the number of those that were cut to `length`.
 
     Raises:
         ConfigError: the file is unreadable, empty or malformed. The message names the line.
@@ -113,28 +142,38 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int
     if not lines or lines[0][1].form == "text":
         documents = [str(line.text) for _, line in lines] or read_documents(path)
         return [Example(block, block) for block in to_blocks(documents, tokenizer, length=length)], 0
-    encode = _encode_chat if lines[0][1].form == "messages" else _encode_pair
     examples, shortened = [], 0
     for number, line in lines:
         try:
-            whole = encode(line, tokenizer)
+            wholes = _encode(line, tokenizer)
         except ConfigError as error:
             raise ConfigError(f"{path}, line {number}: {error}") from error
-        cut = Example(whole.input_ids[:length], whole.labels[:length])
-        shortened += len(cut.input_ids) < len(whole.input_ids)
-        if any(label != NOT_LEARNED for label in cut.labels[1:]):
-            examples.append(cut)
+        cuts = [Example(whole.input_ids[:length], whole.labels[:length]) for whole in wholes]
+        shortened += any(len(whole.input_ids) > length for whole in wholes)
+        if all(any(label != NOT_LEARNED for label in cut.labels[1:]) for cut in cuts):
+            examples.append(cuts)
     if not examples:
         raise ConfigError(f"{path}: no line has a token to learn within {length} tokens; raise --sequence-length")
-    return examples, shortened
+    if lines[0][1].form == _PREFERENCES:
+        return [Preference(*cuts) for cuts in examples], shortened
+    return [cut for (cut,) in examples], shortened
 
 
-def check(path: Path, *, model: Path | None = None) -> None:
+def rows_of(examples: Sequence[Example | Preference]) -> list[Example]:
+    """Return examples, with both answers of each preference."""
+    return [row for one in examples for row in (one if isinstance(one, Preference) else (one,))]
+
+
+def check(path: Path, *, model: Path | None = None, preferences: bool | None = None) -> None:
     """Check a file without encoding it, in no more memory than the file's size. Raises `ConfigError`, which names the
-    line, if the file is unreadable, empty or malformed, or if it has chats and the folder `model` has no template."""
-    if path.suffix.lower() in _JSON_LINES:
-        forms = {line.form for _, line in _read_lines(path)}
-        if forms == {"messages"} and model is not None:
+    line, if the file is unreadable, empty or malformed, or if it has chats and the folder `model` has no template.
+    `preferences`: whether the file must have preferences, or must not."""
+    forms = {line.form for _, line in _read_lines(path)} if path.suffix.lower() in _JSON_LINES else {None}
+    if preferences is not None and preferences != (_PREFERENCES in forms):
+        needed = "the method dpo needs" if preferences else "only the method dpo takes"
+        raise ConfigError(f'{path}: {needed} lines of {{"input", "preferred_output", "non_preferred_output"}}')
+    if forms != {None}:
+        if forms & {"messages", _PREFERENCES} and model is not None:
             check_template(model)
         return
     if not any(line.strip() for line in _lines(path)):
@@ -217,8 +256,17 @@ def _encode_pair(line: JsonLine, tokenizer: PreTrainedTokenizerBase) -> Example:
     return Example(whole, [NOT_LEARNED] * len(given) + whole[len(given) :])
 
 
-def _encode_chat(line: JsonLine, tokenizer: PreTrainedTokenizerBase) -> Example:
-    messages = [{"role": message.role, "content": message.content} for message in line.messages or ()]
+def _encode(line: JsonLine, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    """Return the example of a line, or its two examples."""
+    if line.input is not None:
+        chat, replies = line.input.messages, (line.preferred_output or (), line.non_preferred_output or ())
+        return [_encode_chat([*chat, *reply], tokenizer, first=len(chat)) for reply in replies]
+    return [_encode_pair(line, tokenizer) if line.messages is None else _encode_chat(line.messages, tokenizer)]
+
+
+def _encode_chat(given: Sequence[JsonMessage], tokenizer: PreTrainedTokenizerBase, *, first: int = 0) -> Example:
+    """Encode a chat, of which the model learns the assistant's messages from number `first` on."""
+    messages = [{"role": message.role, "content": message.content} for message in given]
     if not tokenizer.is_fast:
         raise ConfigError(
             "chats need a fast tokenizer (tokenizer.json), which returns the offset of each token in the text"
@@ -226,7 +274,7 @@ def _encode_chat(line: JsonLine, tokenizer: PreTrainedTokenizerBase) -> Example:
     text = render_chat(messages, tokenizer)
     replies = []  # (start, end) in the text of each assistant message: the text that follows the generation prompt
     for i, message in enumerate(messages):
-        if message["role"] == "assistant":
+        if message["role"] == "assistant" and i >= first:
             before = render_chat(messages[:i], tokenizer, add_generation_prompt=True)
             after = render_chat(messages[: i + 1], tokenizer)
             # some templates render a message differently if others follow; such a message is not learned

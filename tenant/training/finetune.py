@@ -25,10 +25,10 @@ from symbiosis_priv.system.interrupts import Interrupts
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.loading import load_language_model, load_tokenizer
 from tenant.session.tally import Ledger
-from tenant.training.corpus import NOT_LEARNED, Example, context_of, hold_out, load_examples
-from tenant.training.options import ALL_LINEAR, FineTuning
+from tenant.training.corpus import NOT_LEARNED, Example, Preference, context_of, hold_out, load_examples, rows_of
+from tenant.training.options import ALL_LINEAR, DEFAULT_BETA, FineTuning
 from tenant.training.output import RunRecord, check_output, check_space, claimed, last_checkpoint, read_record
-from tenant.training.trainer import Progress, ResumableTrainer, TrainingMeter
+from tenant.training.trainer import PreferenceTrainer, Progress, ResumableTrainer, TrainingMeter
 
 _DEFAULTS = FineTuning()
 
@@ -40,6 +40,7 @@ class FineTuned:
     Args:
         losses: loss of each step, in nats per token.
         loss_before, loss_after: loss on the held-out examples, or on all examples if none are held out.
+        preferences: True if the losses are of preferences, not of tokens.
         held_out: True if `loss_before` and `loss_after` are of held-out examples.
         shortened: number of examples that were cut to the sequence length.
         tokens, seconds: training tokens and time, without evaluation.
@@ -50,6 +51,7 @@ class FineTuned:
     losses: tuple[float, ...]
     loss_before: float
     loss_after: float
+    preferences: bool
     held_out: bool
     shortened: int
     tokens: int
@@ -87,7 +89,12 @@ def finetune(
         )
     tokenizer = load_tokenizer(folder)
     examples, shortened = load_examples(data, tokenizer, length=options.sequence_length)
-    tokens = msgspec.json.encode([(example.input_ids, example.labels) for example in examples])
+    preferences = isinstance(examples[0], Preference)
+    if preferences and (options.dropout or options.overlap > 1):
+        raise ConfigError("preferences are learned without --dropout and --overlap; leave them out")
+    if not preferences and options.beta is not None:
+        raise ConfigError("--beta needs preferences: input, preferred_output and non_preferred_output on every line")
+    tokens = msgspec.json.encode([(row.input_ids, row.labels) for row in rows_of(examples)])
     settings = {name: getattr(options, name) for name in RunRecord.__struct_fields__ if hasattr(options, name)}
     record = RunRecord(
         model=None if remote.federation is None else load_federation(Path(remote.federation)).model_digest,
@@ -126,7 +133,8 @@ def finetune(
             # a checkpoint holds the adapter and AdamW's two averages; the adapter is also written beside it
             check_space(output, 4 * sum(one.nbytes for one in peft_model.parameters() if one.requires_grad))
             meter = TrainingMeter(peft_model, on_progress)
-            trainer = ResumableTrainer(
+            beta = DEFAULT_BETA if options.beta is None else options.beta
+            trainer = (partial(PreferenceTrainer, beta=beta) if preferences else ResumableTrainer)(
                 output=output,
                 record=record,
                 interrupts=interrupts,
@@ -166,6 +174,7 @@ def finetune(
                 losses=tuple(meter.losses),
                 loss_before=before,
                 loss_after=after,
+                preferences=preferences,
                 held_out=bool(held_out),
                 shortened=shortened,
                 tokens=meter.tokens,
@@ -176,25 +185,26 @@ def finetune(
             backend.close()
 
 
-def collate(examples: Sequence[Example], *, multiple: int = 1) -> dict[str, Tensor]:
-    """Make a batch of examples, each padded at the end to the length of the longest.
+def collate(examples: Sequence[Example | Preference], *, multiple: int = 1) -> dict[str, Tensor]:
+    """Make a batch of examples, each padded at the end to the length of the longest. A preference is two rows.
 
     Args:
         multiple: the length is rounded up to a multiple of this number of tokens. Providers see only the rounded
             length.
 
     Returns:
-        input_ids, labels and, if an example is padded, attention_mask; each is int64 `[examples, tokens]`.
+        input_ids, labels and, if an example is padded, attention_mask; each is int64 `[rows, tokens]`.
     """
-    lengths = [len(example.input_ids) for example in examples]
+    each = rows_of(examples)
+    lengths = [len(row.input_ids) for row in each]
     longest = -(-max(lengths) // multiple) * multiple
 
     def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
         return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows], dtype=torch.long, device="cpu")
 
     batch = {
-        "input_ids": padded([example.input_ids for example in examples], 0),
-        "labels": padded([example.labels for example in examples], NOT_LEARNED),
+        "input_ids": padded([row.input_ids for row in each], 0),
+        "labels": padded([row.labels for row in each], NOT_LEARNED),
     }
     if min(lengths) < longest:
         batch["attention_mask"] = padded([[1] * length for length in lengths], 0)

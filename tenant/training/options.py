@@ -10,6 +10,7 @@ from typing import Annotated
 from typer import Option
 
 ALL_LINEAR = "all-linear"
+DEFAULT_BETA = 0.1
 
 Length = Annotated[int, Option(min=2, help="Tokens per block; longer examples are cut.")]
 Seed = Annotated[int, Option(min=0, max=2**32 - 1, help="Seed of training or sampling. Masks do not depend on it.")]
@@ -30,6 +31,10 @@ class FineTuning:
         str, Option(help="Linears that get LoRA, by name: q_proj,v_proj. all-linear: all but the LM head.")
     ] = ALL_LINEAR
     learning_rate: Annotated[float, Option(min=0.0, help="Learning rate of AdamW; decays linearly to 0.")] = 2e-4
+    beta: Annotated[
+        float | None,
+        Option(min=0.0, help=f"Of preferences: the larger, the closer to the base model. Default: {DEFAULT_BETA}."),
+    ] = None
     batch_size: Annotated[int, Option(min=1, help="Blocks or examples per forward pass.")] = 4
     sequence_length: Length = 256
     pad_to_multiple_of: Annotated[

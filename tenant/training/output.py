@@ -48,6 +48,7 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int
     pad_to_multiple_of: int = 1
     overlap: int = 1
+    beta: float | None = None
 
     def check_continues(self, before: Self) -> None:
         """Refuse to continue from a run with other settings. Raises `ConfigError`, which names every difference."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -28,6 +29,7 @@ from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_adapter_tensors
 from tenant.model.overlap import overlapped
 from tenant.session.tally import Ledger
+from tenant.training.corpus import NOT_LEARNED
 from tenant.training.output import RunRecord, is_whole, last_checkpoint, save_adapter, write_record
 
 _STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
@@ -183,6 +185,42 @@ class ResumableTrainer(Trainer):
             except ConfigError:
                 return "nothing is saved: no checkpoint could be written"
             return f"saved before: {last}; free some disk space, then the same command with --resume continues from it"
+
+
+class PreferenceTrainer(ResumableTrainer):
+    """Direct preference optimisation (DPO, arXiv 2305.18290): the model learns to prefer the first row of each pair.
+    The reference is the model with its adapter turned off. As in TRL, there is no dropout.
+
+    Args:
+        beta: the larger, the closer the model stays to the reference.
+    """
+
+    def __init__(self, *, beta: float, **options: Any) -> None:
+        super().__init__(**options)
+        self._beta = beta
+        self.model_accepts_loss_kwargs = False  # the loss is a mean over pairs
+        assert self.model is not None
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the mean loss of the pairs, in nats."""
+        given = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+
+        def learned() -> Tensor:
+            """The log probability of the learned tokens of each row: `[rows]`."""
+            logits = model(**given, use_cache=False).logits[:, :-1].float()
+            labels = inputs["labels"][:, 1:]
+            return -cross_entropy(logits.mT, labels, ignore_index=NOT_LEARNED, reduction="none").sum(dim=1)
+
+        with torch.no_grad(), self.accelerator.unwrap_model(model).disable_adapter():
+            reference = learned()
+        preferred, other = (learned() - reference).view(-1, 2).unbind(dim=1)
+        loss = -logsigmoid(self._beta * (preferred - other)).mean()
+        return (loss, {}) if return_outputs else loss
 
 
 @contextlib.contextmanager

@@ -59,6 +59,7 @@ _INSTEAD = {
     "format": "use response_format",
     "options": "send temperature, top_k and so on as fields of the body",
     "audio": "answers are texts",
+    "method.type": "use supervised or dpo; for reinforcement, use TRL's GRPOTrainer (docs/training.md)",
     "web_search_options": "the endpoint sends nothing to other servers; use tools",
 }
 """What to do in place of fields that clients of OpenAI, vLLM and Ollama send."""

@@ -1,5 +1,5 @@
-"""The process of one job: `python -m tenant.endpoint.jobs.child`. With the argument `check`, it only checks the
-training file that stdin names, which may take long.
+"""The process of one job: `python -m tenant.endpoint.jobs.child`. With the arguments `check METHOD`, it only
+checks the training file that stdin names, which may take long.
 
 The process reads its work from the first line of stdin, so that no name of the tenant is on a command line. It writes
 its progress to stdout, one JSON object per line. If the endpoint ends, stdin closes: the process sends itself SIGTERM
@@ -50,9 +50,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def main() -> None:
     """Run the work that stdin describes, or check a training file."""
-    if sys.argv[1:] == ["check"]:
+    if sys.argv[1:2] == ["check"]:
         try:
-            check(Path(os.fsdecode(sys.stdin.buffer.read())))
+            check(Path(os.fsdecode(sys.stdin.buffer.read())), preferences=sys.argv[2] == "dpo")
         except ConfigError as error:
             _report(Report(error=one_line(str(error))))
         return

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from symbiosis_priv.system.files import UNDECODABLE, write_atomically
 from tenant.endpoint.api.bodies import INTEGER, Strict
 from tenant.endpoint.api.errors import ApiError
-from tenant.training.options import FineTuning
+from tenant.training.options import DEFAULT_BETA, FineTuning
 
 _DEFAULTS = FineTuning()
 Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
@@ -30,7 +30,7 @@ ENDED: tuple[Status, ...] = ("succeeded", "failed", "cancelled")
 
 
 class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """A client's request for a job. The hyperparameters are those of `FineTuning`."""
+    """A client's request for a job. The hyperparameters are those of `FineTuning`; `beta` is of the method dpo."""
 
     training_file: str
     suffix: str | None
@@ -40,6 +40,11 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float
     rank: int
     sequence_length: int
+    beta: float | None = None
+
+    @property
+    def method(self) -> Literal["supervised", "dpo"]:
+        return "supervised" if self.beta is None else "dpo"
 
 
 class FineTuningJob(msgspec.Struct, kw_only=True):
@@ -158,13 +163,24 @@ class Hyperparameters(Strict):
     sequence_length: Annotated[int, Field(ge=2, le=65536), INTEGER] | None = None
 
 
+class DpoHyperparameters(Hyperparameters):
+    """`beta`: the larger, the closer the model stays to the base model."""
+
+    beta: Literal["auto"] | Annotated[float, Field(gt=0, le=2)] | None = None
+
+
 class Supervised(Strict):
     hyperparameters: Hyperparameters | None = None
 
 
+class Dpo(Strict):
+    hyperparameters: DpoHyperparameters | None = None
+
+
 class Method(Strict):
-    type: Literal["supervised"]
+    type: Literal["supervised", "dpo"]
     supervised: Supervised | None = None
+    dpo: Dpo | None = None
 
 
 class JobRequest(Strict):
@@ -182,7 +198,9 @@ class JobRequest(Strict):
 
     def asked(self) -> JobSettings:
         """Return the job with a number for each "auto"."""
-        chosen = self.method.supervised.hyperparameters if self.method and self.method.supervised else None
+        kind = self.method.type if self.method else "supervised"
+        of_method = getattr(self.method, kind, None)
+        chosen = of_method.hyperparameters if of_method else None
         given = {
             name: value
             for name, value in (chosen or self.hyperparameters or Hyperparameters()).model_dump().items()
@@ -197,6 +215,7 @@ class JobRequest(Strict):
             learning_rate=_DEFAULTS.learning_rate * given.get("learning_rate_multiplier", 1.0),
             rank=given.get("rank", _DEFAULTS.rank),
             sequence_length=given.get("sequence_length", _DEFAULTS.sequence_length),
+            beta=given.get("beta", DEFAULT_BETA) if kind == "dpo" else None,
         )
 
 
@@ -206,6 +225,7 @@ class UsedHyperparameters(BaseModel):
     learning_rate_multiplier: float
     rank: int
     sequence_length: int
+    beta: float | None = None
 
 
 class JobError(BaseModel):
@@ -224,6 +244,7 @@ class JobAnswer(BaseModel):
     organization_id: str = "tenant"
     status: Literal["queued", "running", "succeeded", "failed", "cancelled"]
     hyperparameters: UsedHyperparameters
+    method: dict[str, Any]
     training_file: str
     validation_file: None = None
     result_files: list[str] = Field(default_factory=list)
@@ -240,7 +261,8 @@ class JobAnswer(BaseModel):
             **given, n_epochs=asked.epochs, learning_rate_multiplier=asked.learning_rate / _DEFAULTS.learning_rate
         )
         error = None if job.error is None else JobError(code="failed", message=job.error)
-        return cls(**given | {"hyperparameters": used, "error": error})
+        method = {"type": asked.method, asked.method: {"hyperparameters": used.model_dump(exclude_none=True)}}
+        return cls(**given | {"hyperparameters": used, "method": method, "error": error})
 
 
 class Metrics(BaseModel):

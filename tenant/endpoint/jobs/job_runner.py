@@ -91,9 +91,10 @@ class Jobs:
         self._thread = threading.Thread(target=self._run_all, name="fine-tuning", daemon=True)
         self._thread.start()
 
-    async def check(self, file: str, *, client: str) -> None:
-        """Check a training file in a process of its own, which ends with this call. Each client has one at a time.
-        Raises `ApiError` if the file is missing or malformed, or the client's last file is still being checked."""
+    async def check(self, file: str, *, client: str, method: str) -> None:
+        """Check a training file for a method in a process of its own, which ends with this call. Each client has one at
+        a time. Raises `ApiError` if the file is missing or malformed, or the client's last file is still being
+        checked."""
         path = self.files.path(file, param="training_file")
         if client in self._checking:
             raise ApiError(429, "a training file of this key is being checked; try again later", code="overloaded")
@@ -101,7 +102,7 @@ class Jobs:
         try:
             async with self._checks:
                 process = await asyncio.create_subprocess_exec(
-                    *command("tenant.endpoint.jobs.child", "check"),
+                    *command("tenant.endpoint.jobs.child", "check", method),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.DEVNULL,

@@ -76,8 +76,9 @@ def jobs_router(jobs: Jobs) -> APIRouter:
             message = f"only the base model, {jobs.name}, can be fine-tuned"
             raise ApiError(404, message, code="model_not_found", param="model")
         client = endpoint_of(http).client(http)
-        await while_connected(http, jobs.check(asked.training_file, client=client))
-        return formats.JobAnswer.of(jobs.create(asked.asked()))
+        settings = asked.asked()
+        await while_connected(http, jobs.check(asked.training_file, client=client, method=settings.method))
+        return formats.JobAnswer.of(jobs.create(settings))
 
     @router.get("/v1/fine_tuning/jobs")
     def list_jobs(after: After = None, limit: Limit = 20) -> formats.Page[formats.JobAnswer]:

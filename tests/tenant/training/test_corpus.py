@@ -98,6 +98,28 @@ def test_long_examples_are_cut_and_counted(tmp_path: Path, tokenizer: PreTrained
         load_examples(lines, tokenizer, length=1)
 
 
+PREFERENCE: dict[str, Any] = {
+    "input": {
+        "messages": [{"role": role, "content": words} for role, words in (("assistant", "Hi"), ("user", "2+2?"))]
+    },
+    "preferred_output": [{"role": "assistant", "content": "4"}],
+    "non_preferred_output": [{"role": "assistant", "content": "Well, 4"}],
+}
+
+
+def test_both_answers_of_a_preference_are_learned_and_nothing_before(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    lines = write(tmp_path / "p.jsonl", PREFERENCE, PREFERENCE)
+    pairs, shortened = load_examples(lines, tokenizer, length=100)
+    assert [[learned(one, tokenizer) for one in pair] for pair in pairs] == [["4<|end|>", "Well, 4<|end|>"]] * 2
+    assert shortened == 0
+    length = len(pairs[0].preferred.input_ids)
+    assert load_examples(lines, tokenizer, length=length)[1] == 2  # the other answer is longer
+    with pytest.raises(ConfigError, match="--sequence-length"):
+        load_examples(lines, tokenizer, length=length - 2)  # nothing is left of either answer
+
+
 WRONG: dict[str, tuple[list[Any], str]] = {
     "no JSON": (["{"], "line 1 is not one whole JSON object"),
     "an object on several lines": (["{", '"text": "a"}'], "line 1 is not one whole JSON object"),
@@ -107,6 +129,16 @@ WRONG: dict[str, tuple[list[Any], str]] = {
     "mixed forms": ([{"text": "a"}, {"prompt": "b", "completion": "c"}], "line 2: "),
     "nothing": ([""], "holds no lines"),
     "nobody answers": ([{"messages": [{"role": "user", "content": "a"}]}], "line 1: .*assistant"),
+    "a preference without a second answer": (
+        [{key: PREFERENCE[key] for key in ("input", "preferred_output")}],
+        "line 1: .*non_preferred_output",
+    ),
+    "an answer of a user": (
+        [PREFERENCE | {"preferred_output": [{"role": "user", "content": "4"}]}],
+        "line 1: .*preferred_output",
+    ),
+    "two answers": ([PREFERENCE, PREFERENCE | {"preferred_output": PREFERENCE["preferred_output"] * 2}], "line 2: .*1"),
+    "tools": ([PREFERENCE | {"input": {"messages": [], "tools": [{}]}}], r"line 1: .*\.tools"),
     "parts that are no text": ([{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], "line 1: .*content"),
 }
 

@@ -46,6 +46,15 @@ def chats() -> bytes:
 
 
 @pytest.fixture(scope="session")
+def preferences() -> bytes:
+    """Eight times two answers, of which the first one is better."""
+    asked = {"input": {"messages": [{"role": "user", "content": "Where is the key?"}], "tools": []}}
+    answers = {"preferred_output": SECRET, "non_preferred_output": "I do not know."}
+    said = {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
+    return b"\n".join(json.dumps(asked | said).encode() for _ in range(8))
+
+
+@pytest.fixture(scope="session")
 def tasks(chat_model: Path) -> Tasks:
     return Tasks(load_language_model(chat_model, remote=RemoteConfig(masking="simulate")), tag="tiny")
 

@@ -30,8 +30,8 @@ The promises, and the tests that would refute them (`tests/tenant/core/` unless 
   `threat_model.planted.blind_to_companies`.
 * **Every answer is checked before it is used.** A wrong product passes with probability 2^-60 at most (2^-59 for the
   dense product of a stack of experts, and in a narrow ring), for every error.
-  `test_masked.py::test_an_unchecked_answer_is_found`, `test_verifier.py::test_a_wrong_entry_never_passes`,
-  `test_rules.py::test_rule_6_no_lie_is_used`, `tests/symbiosis_priv/arithmetic/test_wraps.py`.
+  `test_rules.py::test_rule_6_no_lie_is_used`, `test_verifier.py::test_a_wrong_entry_never_passes`,
+  `tests/symbiosis_priv/arithmetic/test_wraps.py`.
 * **A wrong result is attributed before the next request leaves, and no honest provider is convicted for damage
   to the tenant's own weights.** `tests/tenant/session/test_session.py::test_only_liars_are_named`,
   `::test_damage_to_the_tenants_own_weights_convicts_no_honest_provider`.

@@ -5,7 +5,9 @@ its memory and processor time can be measured. At the same time an honest tenant
 """
 
 import contextlib
+import itertools
 import os
+import random
 import secrets
 import socket
 import ssl
@@ -367,6 +369,77 @@ def test_a_thousand_closed_connections_leave_no_memory_files_or_threads(
         assert longest_wait(honest, seconds=1.0) <= PATIENCE_S
     until(lambda: all(now <= then + 2 for now, then in zip(held(victim.process.pid), before, strict=True)))
     assert watch.grown_mib <= 32
+
+
+def malformed(rng: random.Random) -> tuple[bytes, bool]:
+    """A malformed frame of many kinds, and whether its sender leaves within it. Kinds that break the framing cost a
+    handshake each, so they are rare."""
+    rows, big = rng.randrange(4), rng.randrange(1 << 24, 1 << 32)
+    request = rng.choice([execute(0, rows), wire.FetchHealth(), effect(0, rows, seed=bytes(32))])
+    good = wire.encode(request, payload_bytes=4 * rows * WIDTH) + bytes(4 * rows * WIDTH)
+    flipped = bytearray(good)
+    flipped[wire.PREFIX.size + rng.randrange(wire.PREFIX.unpack(good[: wire.PREFIX.size])[1])] ^= rng.randrange(1, 256)
+    welcome = wire.Welcome(version=1, model_digest="x", first_group=0, end_group=1, max_rows=1, max_payload=4)
+    header = rng.choice([b"\x80", b"\xc1", b"\x93\x01\x02\x03", b"\x81\xa4type\xa7execute", b"\x81\xa4type\x01"])
+    helpers = effect(0, 1, seed=bytes(32))
+    size = rng.choice([size for size in (0, 1, 255, 256, 4096) if size != 4 * rows * WIDTH])
+    if rng.random() < 0.05:
+        kinds = [
+            bytes(flipped),
+            wire.PREFIX.pack(wire.MAGIC, *rng.choice([(big, 0), (100, big), (big, big)])) + rng.randbytes(50),
+            rng.randbytes(rng.randrange(wire.PREFIX.size, 200)),
+            rng.choice([wire.encode(welcome), wire.PREFIX.pack(wire.MAGIC, len(header), 0) + header]),
+        ]
+        leaves = rng.random() < 0.2
+        return (good[: rng.randrange(1, len(good))] if leaves else rng.choice(kinds)), leaves
+    kinds = [
+        wire.encode(execute(0, rng.choice([rows, 1000, wire.MAX_ROWS])), payload_bytes=size) + bytes(size),
+        wire.encode(execute(rng.randrange(9, 1 << 20), 1), payload_bytes=4 * WIDTH) + bytes(4 * WIDTH),
+        wire.encode(wire.Hello(version=1, role="helper", model_digest="x")),
+        wire.encode(helpers) if rng.random() < 0.5 else wire.encode(helpers, payload_bytes=8) + bytes(8),
+    ]
+    return rng.choice(kinds), False
+
+
+def test_ten_thousand_malformed_frames(configure: Configure, launch: Launch, wide: Path, connect: Connect) -> None:
+    """Each gets an error or ends its connection. Another tenant's answers keep their bits, and no memory is kept."""
+    # thousands of handshakes would have a small share while products are computed; `test_listener.py` tests that
+    shares = {"handshake_share": 1.0, "handshake_share_serving": 1.0}
+    service = launch(configure(checkpoint=wide, frame_timeout_s=5, **shares))
+    honest, over, served = connect("bob", to=service), threading.Event(), itertools.count()
+    row, rng, failures = torch.arange(WIDTH, dtype=torch.int32).reshape(1, WIDTH), random.Random(2), 0
+    want = honest.product(execute(GATE_UP, 1), row)
+
+    def keep_asking() -> None:
+        while not over.wait(0.01):  # with pauses, because both cores are needed for the malformed frames
+            assert torch.equal(honest.product(execute(GATE_UP, 1), row), want)
+            next(served)
+
+    def provoke(frames: int) -> None:
+        nonlocal failures
+        client = connect("alice", to=service)
+        for _ in range(frames):
+            frame, leaves = malformed(rng)
+            try:
+                client.socket.sendall(frame)
+                reply = None if leaves else client.receive()[0]
+            except OSError:
+                reply = None
+            failures += isinstance(reply, wire.Failure)
+            ends = (wire.ErrorCode.BAD_FRAME, wire.ErrorCode.TOO_LARGE)
+            if reply is None or (isinstance(reply, wire.Failure) and reply.code in ends):
+                client.close()
+                client = connect("alice", to=service)
+
+    with beside(keep_asking, over=over):
+        provoke(1000)
+        with watching(service) as watch:
+            provoke(9000)
+    assert next(served) > 100
+    assert failures > 5000
+    assert watch.grown_mib < 32
+    assert service.stop() == 0
+    assert not any(line["event"] == "connection_failed" for line in service.logged())
 
 
 def test_memory_is_flat_in_the_number_of_tenants(victim: Service, connect: Connect) -> None:

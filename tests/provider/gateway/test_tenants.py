@@ -131,16 +131,6 @@ def test_a_quota_that_no_tenant_has_is_refused(name: str, configure: Configure) 
         configure(tenants={name: QuotaConfig(rows_per_s=1.0)})
 
 
-def test_the_gateway_enforces_a_quota(configure: Configure, connect: Connect) -> None:
-    config = configure(tenants={"alice": QuotaConfig(rows_per_s=1.0)})
-    with Provider(config) as provider:
-        alice, bob = connect("alice", to=provider), connect("bob", to=provider)
-        alice.product(execute(0, 100), ones(100))
-        assert failure(alice.ask(execute(0, 1), bytes(4 * WIDTH))) == wire.ErrorCode.BUSY
-        for _ in range(3):
-            bob.product(execute(0, 100), ones(100))
-
-
 def test_a_tenant_over_its_quota_is_told_which_one(
     configure: Configure, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -27,17 +27,13 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, ProviderError
-from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import TenantIdentity
-from tenant.masking.paper_pool import PaperPoolBackend, PaperPoolOptions
-from tenant.preparation.keys import prepare
 from tests import drawn
 from tests.provider.clients import Client, Service, effect, execute, failure
-from tests.provider.conftest import Configure, Connect, Keys, Launch
+from tests.provider.conftest import Configure, Connect, Launch
 from tests.stacks import expert_counts
 from tests.waiting import until
 
@@ -458,30 +454,6 @@ def test_floats_are_off_by_default(connect: Connect, store: WeightStore) -> None
             assert "masking = 'pad'" in message
 
 
-def test_the_refusal_of_floats_names_the_setting(
-    provider: Provider, keys: Keys, store: WeightStore, tmp_path: Path
-) -> None:
-    host, port = parse_address(provider.address)
-    alice = keys.tenants["alice"]
-    federation = Federation(
-        model_digest=provider.model_digest,
-        weight_bits=store.weight_bits,
-        tenant_certificate=alice.certificate,
-        tenant_key=alice.key,
-        peers=(Peer("alpha", "A", "executor", host, port, keys.provider.certificate),),
-    )
-    prepared = prepare(store, digest=provider.model_digest, columns=8, cache=tmp_path)
-    with pytest.warns(UserWarning, match="masking = 'pad'"):
-        backend = PaperPoolBackend(
-            federation, prepared, PaperPoolOptions(pool_size=2, noise_scale=1.0), deadline_s=20.0
-        )
-    with pytest.raises(
-        ProviderError, match=r"masking = 'pad', or ask its operator to set float = true under \[executor\]"
-    ):
-        backend.linear(0, "forward", torch.ones(1, store.manifest().groups[0].inputs))
-    backend.close()
-
-
 def test_a_model_without_a_float_path_refuses_floats(store: WeightStore) -> None:
     rows = torch.zeros((1, store.manifest().groups[0].inputs))
     with pytest.raises(ConfigError, match="float = true"):
@@ -560,13 +532,3 @@ def test_one_row_requests_do_not_keep_the_model_in_memory(
     grown = ask_every_group(service, client, store)
     # while a group is loaded, its copy in the checkpoint's dtype exists, too
     assert grown < (2 * bound if on else 2) * MIB
-
-
-def test_the_memory_limit_is_read_from_the_file(configure: Configure, connect: Connect) -> None:
-    config = configure(executor=ExecutorConfig(threads=1, float_path=True, float_memory_mib=7))
-    assert config.executor.float_memory == 7 * MIB
-    assert b'"float":true' in msgspec.json.encode(config.executor)
-    assert ExecutorConfig().float_memory is None
-    with Provider(config) as provider:
-        client = connect(to=provider)
-        assert client.product(execute(0, 1, arithmetic="float"), torch.zeros(1, 64)).shape[0] == 1

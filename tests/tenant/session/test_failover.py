@@ -276,17 +276,6 @@ def test_a_wrong_certificate_does_not_stop_a_session_with_another_provider(
         all_right(session)
 
 
-def test_two_liars_of_three(new_provider: NewProvider, new_session: NewSession) -> None:
-    """Each of them is caught at its first lie."""
-    providers = [new_provider() for _ in range(3)]
-    for provider in providers[:2]:
-        provider.behaviour = fails("lie", provider)
-    session = new_session("pad", providers, [new_provider()])
-    assert all_right(session)
-    assert [len(provider.executed) for provider in providers[:2]] == [1, 1]
-    assert session.ledger().answers_rejected == 2
-
-
 @pytest.mark.parametrize("role", ["executor", "helper"])
 def test_a_rare_liar_is_caught_at_its_first_lie(
     new_provider: NewProvider, new_session: NewSession, caplog: pytest.LogCaptureFixture, role: str
@@ -388,16 +377,6 @@ def test_unserved_layers_are_an_error_before_anything_is_sent(scripted: Scripted
 
 
 # Coming and going
-
-
-def test_an_executor_joins_with_the_layers_that_were_missing(scripted: Scripted) -> None:
-    low, high = scripted.new_provider(layers="0"), scripted.new_provider(layers="1")
-    session = scripted.new_session("pad", [low], [scripted.new_provider()])
-    with pytest.raises(errors.UncoveredError, match="no executor serves layers 1"):
-        is_right(session, QKV, FORWARD, 1, 0)
-    session.routes.update([high.peer("executor")])
-    assert all_right(session)
-    assert high.executed
 
 
 def test_another_executor_joins_while_the_last_one_of_some_layers_is_waited_for(

@@ -84,16 +84,6 @@ def test_every_scheme_is_exact(new_provider: NewProvider, new_session: NewSessio
     assert (ledger.rows_relayed > 0) == (masking == "relay")
 
 
-def test_several_threads_may_share_a_session(session: Session) -> None:
-
-    def ask(seed: int) -> bool:
-        index, direction = GroupIndex(seed % 9), DIRECTIONS[seed % 2]
-        return is_right(session, index, direction, 1 + seed % 7, seed)
-
-    with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(ask, range(40)))
-
-
 def test_products_of_several_threads_are_in_flight_at_once(executor: ScriptedProvider, session: Session) -> None:
     """No answer comes before all four requests have arrived. A lock held during network waits would block for ever."""
     executor.behaviour = together(4)
@@ -339,34 +329,7 @@ def test_all_of_1000_tampered_effects_are_caught(helper: ScriptedProvider, new_s
     assert len(blamed) >= len(caught) - 4
 
 
-def test_a_lie_below_tls_is_caught_as_well(new_session: NewSession) -> None:
-    class Tamper:
-        def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None: ...
-
-        def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-            if peer.role == "executor" and payload is not None:
-                payload[0, 0] ^= 1
-
-    session = new_session("pad", wiretap=Tamper())
-    with pytest.raises(
-        errors.VerificationError, match=r"an answer of provider 'executor .* for model.layers.0.*forward"
-    ):
-        session.product(QKV, FORWARD, ring_rows(session.preparation, QKV, FORWARD, 2))
-
-
 # After a lie
-
-
-def test_a_liar_is_quarantined_and_gets_no_more_requests(scripted: Scripted) -> None:
-    scripted.executor.behaviour = spoil
-    session = scripted.new_session("pad", pool_memory=0)
-    rows = ring_rows(session.preparation, OUT, FORWARD, 3)
-    with pytest.raises(errors.VerificationError) as error:
-        session.product(OUT, FORWARD, rows)
-    assert error.value.provider == f"executor {scripted.executor.port}"
-    with pytest.raises(errors.QuarantinedError, match="nothing more is sent"):
-        session.product(OUT, FORWARD, rows)
-    assert len(scripted.executor.executed) == len(scripted.helper.effects) == 1
 
 
 def half_the_ring(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
@@ -455,18 +418,6 @@ def test_no_request_leaves_until_a_fault_is_attributed(scripted: Scripted, monke
     session.close()  # all orders have been sent by now, or never will be
     assert heard == [1, 1]
     assert [h.request.group for h in scripted.helper.effects if h.request.group == QKV] == []
-
-
-def test_a_lying_helper_is_quarantined_and_no_row_is_sent_under_its_pads(scripted: Scripted) -> None:
-    scripted.helper.behaviour = spoil
-    session = scripted.new_session("pad", helpers=[scripted.new_provider(), scripted.helper])
-    rows = ring_rows(session.preparation, OUT, FORWARD, 3)
-    with pytest.raises(errors.VerificationError, match="an effect of provider"):
-        session.product(OUT, FORWARD, rows)
-    before = len(scripted.executor.executed)
-    with pytest.raises(errors.QuarantinedError, match=f"helper 'helper {scripted.helper.port}' is quarantined"):
-        session.product(OUT, FORWARD, rows)
-    assert len(scripted.executor.executed) == before
 
 
 def test_no_pads_ordered_ahead_are_requested_from_a_lying_helper(helper: ScriptedProvider, session: Session) -> None:
@@ -697,15 +648,6 @@ def test_pads_of_two_products_are_requested_at_once(helper: ScriptedProvider, ne
         products = list(threads.map(functools.partial(session.product, QKV, FORWARD), rows))
     for one, product in zip(rows, products, strict=True):
         assert torch.equal(product, product_of(store_of(session), QKV, FORWARD, one))
-
-
-def test_two_parts_go_to_two_executors(new_provider: NewProvider, new_session: NewSession) -> None:
-    """Neither executor answers before both have received a part."""
-    providers = [new_provider(), new_provider()]
-    providers[0].behaviour = providers[1].behaviour = together(2)
-    session = new_session("none", providers, part_bytes=30_000)
-    assert is_right(session, MLP, FORWARD, 60)
-    assert [len(provider.executed) for provider in providers] == [1, 1]
 
 
 @pytest.mark.parametrize("lies", [False, True])

@@ -23,7 +23,7 @@ from tenant.endpoint.engine.row_blocks import RowBlocks
 from tenant.model.hf import backend_of
 from tenant.model.loading import load_language_model
 from tests.builds import switched
-from tests.tenant.endpoint.long_context import small_model
+from tests.compatibility.families import build
 
 LENGTHS = st.one_of(st.integers(1, 40), st.integers(BLOCK - 1, BLOCK + 2), st.integers(2 * BLOCK, 2 * BLOCK + 20))
 
@@ -158,7 +158,10 @@ def test_a_prompt_read_in_chunks_has_the_bits_of_one_pass() -> None:
     """And the logits of transformers' own pass, in float64. There, fewer than 10^4 roundings of 2^-53 stand one after
     another behind a logit; norms and softmax enlarge an error less than a thousandfold."""
     length = 2 * BLOCK + 60
-    model = small_model(length).double()
+    sizes = {"vocab_size": 320, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32}
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    more = {"max_position_embeddings": length, "rope_parameters": rope, "initializer_range": 0.2}
+    model = build("LlamaForCausalLM", **sizes, **more).double()
     tokens = torch.randint(3, 320, (length,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.no_grad():
         own = model(input_ids=torch.tensor([tokens])).logits[0]

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants
-from safetensors import SafetensorError, safe_open
 
 from symbiosis_priv.checkpoints.forms import Form, stated
 from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError, one_line
@@ -35,13 +34,13 @@ _LAYERS = re.compile(r"(?:layers?|blocks|stages|depths?|attention_types|dense_re
 _COUNTS = re.compile(r"(?:experts|labels)$")
 _MAX_COUNT = 1 << 14  # limit of experts, labels and sizes, because Python builds a module for each
 _MAX_SIDE = 1 << 12  # pixels of what a processor makes of a picture, or seconds of a sound
-_MAX_LAYERS = 1 << 10  # limit of layers, each of many modules; also for an adapter that repeats a model's layers
+_MAX_LAYERS = 1 << 10  # limit of layers, each of many modules
 # Without a group and with two repetitions at most, a match takes a polynomial of low degree in a name's length. Entries
 # like `target_modules` may be any pattern: `tenant.model.adapter_limits` matches them with a time limit.
 _SIMPLE_PATTERN, _MAX_REPEATS = re.compile(r"[\w.^$\\*+/-]{1,256}"), 2
 _MAX_NAMES = 1 << 12  # of an adapter's lists; PEFT compares each name with all others and with each module
 _MAX_PATTERNS = {"save": 1 << 6, "pattern": 1 << 10}  # of modules_to_save and rank_pattern: compiled for each module
-_TOKENS = ("token_indices", "trainable_token_indices")
+_TOKENS, _MAX_TOKENS = ("token_indices", "trainable_token_indices"), 1 << 14
 _METHOD = re.compile(r"[A-Za-z0-9_]{1,64}")
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
@@ -115,9 +114,9 @@ def form_of(path: Path, config: dict[str, Any]) -> Form | None:
 
 
 def vet_adapter(folder: Path) -> dict[str, Any]:
-    """Refuse a PEFT folder that would run code, be unpickled, load other files, or allocate more memory than its
-    tensors need. Returns its adapter_config.json. Raises `ConfigError`: not a PEFT folder; `CheckpointError`: the
-    folder is refused, or one of its files is damaged."""
+    """Refuse a PEFT folder that would run code, be unpickled, load other files, or take very long to build. (The
+    tenant's `MemoryLimit` bounds the memory of the sizes that it states.) Returns its adapter_config.json. Raises
+    `ConfigError`: not a PEFT folder; `CheckpointError`: the folder is refused, or adapter_config.json is damaged."""
     path = folder / "adapter_config.json"
     if not path.is_file():
         raise ConfigError(
@@ -133,8 +132,8 @@ def vet_adapter(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} names a file to load beside it ({key}); delete that entry")
         if key == "shadow_model" and value != "mirror":
             raise CheckpointError(f"{path} names another model to load ({key}); use an adapter with 'mirror'")
-        if isinstance(value, list | dict) and key not in _TOKENS:
-            most = _MAX_PATTERNS.get(key.rpartition("_")[2], _MAX_NAMES)
+        if isinstance(value, list | dict):
+            most = _MAX_TOKENS if key in _TOKENS else _MAX_PATTERNS.get(key.rpartition("_")[2], _MAX_NAMES)
             if len(value) > most:
                 raise CheckpointError(f"{path} has {len(value)} entries in {key}, and at most {most} are allowed")
     for key, value in config.items():
@@ -159,9 +158,6 @@ def vet_adapter(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} states n_skills and n_splits = {str(parts)[:40]}; use at most {_MAX_LAYERS} pairs"
         )
-    for key, (asked, held) in _sizes(config, folder / "adapter_model.safetensors").items():
-        if not isinstance(asked, int) or asked > held:
-            raise CheckpointError(f"{path} states {key} = {str(asked)[:40]}, but its tensors allow {held} at most")
     for key, value in _entries(config):
         _check_numbers(path, key, value)
     return config
@@ -177,46 +173,6 @@ def vet_processor(folder: Path) -> None:
                 raise CheckpointError(f"{path} names another model to load ({key}); delete that entry")
             if key in ("height", "width", "chunk_length") and isinstance(value, int | float) and value > _MAX_SIDE:
                 raise CheckpointError(f"{path} says {key} = {value}, and at most {_MAX_SIDE} is read; fetch it again")
-
-
-def _sizes(config: dict[str, Any], tensors: Path) -> dict[str, tuple[Any, int]]:
-    """The sizes that PEFT allocates because of the configuration alone, before it reads the tensors. Returns (size,
-    limit) for each."""
-    repeated = config.get("layer_replication")
-    tokens = config.get("num_virtual_tokens")
-    entries = config.get("theta_d_length")  # length of a vector that Uni-LoRA creates with numpy
-    listed = [config[key] for key in _TOKENS if config.get(key)]
-    if not repeated and not tokens and not entries and not listed:
-        return {}
-    try:
-        with safe_open(tensors, framework="pt") as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is not a dict
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{tensors} is damaged ({error}); fetch it again") from error
-    found: dict[str, tuple[Any, int]] = {}
-    if entries:
-        found["theta_d_length"] = entries, max((n for shape in shapes.values() for n in shape), default=0)
-    for indices in listed:  # a row of a tensor for each index
-        lists = indices.values() if isinstance(indices, dict) else [indices]
-        longest = max((len(each) for each in lists if isinstance(each, list)), default=None)
-        found["token_indices"] = longest, max((shape[0] for shape in shapes.values() if shape), default=0)
-    if tokens:
-        rows, width = (*shapes.get("prompt_embeddings", ()), 0, 0)[:2]
-        limits = {"num_virtual_tokens": rows if width else 0, "token_dim": width}
-        limits |= dict.fromkeys(("num_layers", "num_attention_heads", "num_transformer_submodules"), _MAX_LAYERS)
-        limits |= dict.fromkeys(("encoder_hidden_size", "num_tasks", "num_ranks"), _MAX_COUNT)
-        found |= {key: (config[key], limit) for key, limit in limits.items() if config.get(key) is not None}
-    if repeated:
-        rank = max((shape[0] for name, shape in shapes.items() if ".lora_A." in name and 0 not in shape), default=0)
-        patterns = config.get("rank_pattern") or {}
-        ranks = {"r": config.get("r"), **(patterns if isinstance(patterns, dict) else {"rank_pattern": patterns})}
-        found |= {key: (value, rank) for key, value in ranks.items()}
-        try:
-            layers = sum(len(range(start, end)) for start, end in repeated)
-        except (TypeError, ValueError, OverflowError):
-            layers = None
-        found["layer_replication"] = layers, _MAX_LAYERS
-    return found
 
 
 def _check_numbers(path: Path, key: str, value: Any) -> None:

@@ -14,7 +14,7 @@ from tests.compatibility import families, sweep
 # PEFT and transformers give many warnings that do not matter here.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
-SAMPLE = ("qwen3", "gpt2", "mixtral", "bamba", "nomic_bert", "t5", "vit", "whisper", "llava")
+SAMPLE = ("qwen3", "gpt2", "mixtral", "bamba", "nomic_bert", "t5", "vit", "clip", "whisper", "llava")
 ENOUGH = 200
 
 

@@ -66,26 +66,6 @@ def test_logits_and_gradients(
     assert all(equal(expected[0], other) for other in (*expected[1:], *seen(scheme)))
 
 
-@pytest.mark.parametrize("scheme", ["pad-2", "none"])
-def test_a_narrow_ring_has_the_bits_of_its_simulation(
-    llama: Path,
-    llama_federation: LocalFederation,
-    scheme: str,
-    open_model: Open,
-    simulated: dict[tuple[Any, ...], dict[str, Tensor]],
-) -> None:
-    def seen(config: RemoteConfig) -> dict[str, Tensor]:
-        model = open_model(llama, config)
-        out = model(input_ids=IDS, labels=IDS)
-        out.loss.backward()
-        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None} | {"logits": out.logits}
-
-    if ("ring", 24) not in simulated:
-        simulated["ring", 24] = seen(RemoteConfig(masking="simulate", ring_bits=24))
-        assert not equal(seen(RemoteConfig(masking="simulate")), simulated["ring", 24])
-    assert equal(seen(config_for(llama_federation, scheme, ring_bits=24)), simulated["ring", 24])
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_20_steps_of_training(
     base: Base,
@@ -179,31 +159,6 @@ def test_64_tokens(
     assert made.keys() == (expected.keys() if scheme == "pad-1" else {"greedy"})
 
 
-# a warning of plain PEFT for LoRA on GPT-2
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but the target module is `Conv1D`:UserWarning")
-def test_plain_peft_loads_the_adapter(base: Base, open_model: Open, train: Train, tmp_path: Path) -> None:
-    """Train with masking, save, and load into plain PEFT on the full float model."""
-    path, federation = base
-    model = open_model(path, config_for(federation, "pad-1"))
-    train(model, steps=2)
-    model.save_pretrained(tmp_path / "adapter")
-    assert {p.name for p in (tmp_path / "adapter").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
-    full = AutoModelForCausalLM.from_pretrained(path)
-    plain: Any = peft.PeftModel.from_pretrained(full, tmp_path / "adapter", is_trainable=True)
-    assert equal(adapter_of(plain), adapter_of(model))
-    with torch.no_grad():
-        plain.eval(), model.eval()
-        similarity = torch.nn.functional.cosine_similarity(
-            plain(input_ids=IDS).logits, model(input_ids=IDS).logits, dim=-1
-        )
-    assert float(similarity.min()) > 0.999
-    again: Any = peft.PeftModel.from_pretrained(
-        open_model(path, config_for(federation, "pad-1"), adapter=False), tmp_path / "adapter"
-    )
-    with torch.no_grad():
-        assert torch.equal(again.eval()(input_ids=IDS).logits, model(input_ids=IDS).logits)
-
-
 VARIANTS: dict[str, dict[str, Any]] = {
     "one pass": {},
     "gradient accumulation": {"gradient_accumulation_steps": 3},
@@ -280,10 +235,11 @@ def test_quality_against_the_unquantised_model(trained: Path, open_model: Open) 
     assert abs(math.exp(losses[1] - losses[0]) - 1) < 0.01
 
 
-# Methods besides LoRA
+# Methods
 
 SMALL: dict[str, Any] = {"target_modules": "all-linear", "r": 4}
 METHODS: dict[str, tuple[str, Callable[[], peft.PeftConfig]]] = {
+    "lora": ("llama", lambda: peft.LoraConfig(init_lora_weights=False, **SMALL)),
     "bottleneck": ("llama", lambda: BottleneckConfig(bottleneck_dim=8, target_modules="all-linear")),
     "bitfit": ("gpt2", BitFitConfig),
     "all biases": ("gpt2", lambda: peft.LoraConfig(bias="all", fan_in_fan_out=True, **SMALL)),

@@ -16,8 +16,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from provider.announce.placement import Placed, Served, better, coverage, has_turn, most_needed, placed, unplaced
-from provider.config.provider_toml import load, template
-from provider.config.schema import AnnounceConfig, ModelConfig, ProviderConfig, TlsConfig
+from provider.config.schema import AnnounceConfig, ProviderConfig, TlsConfig
 from provider.products.model import open_store
 from provider.registry.server import RegistryServer
 from provider.serve import Provider
@@ -171,32 +170,6 @@ def test_a_lying_registry_can_only_cause_a_bad_choice_of_layers(
 def test_choosing_layers_needs_a_registry(announcing: Announcing) -> None:
     with pytest.raises(ConfigError, match="none can be reached"):
         placed(announcing("gamma", layers="auto", capacity_layers=1, announce=("127.0.0.1:1",)))
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('[registry]\nannounce = ["r.example:1"]', "announce needs authority"),
-        ('[registry]\nannounce = ["r.example"]\nauthority = "a.pem"', "not host:port"),
-        ('[registry]\nannounce = ["r.example:1"]\nauthority = "a.pem"\naddress = "here"', "not host:port"),
-        ("[registry]\ncapacity = 0.0", "capacity"),
-    ],
-)
-def test_mistakes_are_named(tmp_path: Path, text: str, words: str) -> None:
-    path = tmp_path / "provider.toml"
-    whole = template()
-    path.write_text(whole[: whole.index("[registry]")] + text)
-    with pytest.raises(ConfigError, match=words):
-        load(path)
-
-
-def test_only_executors_are_listed(configure: Configure, vouching: Vouching) -> None:
-    registry = AnnounceConfig(announce=("r.example:1",), authority=vouching.authority.certificate)
-    config = configure(roles=("helper",))
-    with pytest.raises(ValueError, match="tenants choose their helpers by hand"):
-        msgspec.structs.replace(config, registry=registry)
-    with pytest.raises(ValueError, match="capacity_layers"):
-        configure(model=ModelConfig(checkpoint="model", layers="auto"))
 
 
 def test_a_provider_process_announces_its_end_on_sigterm(

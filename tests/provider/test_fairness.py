@@ -38,18 +38,6 @@ def test_removed_items_are_not_returned() -> None:
     assert not queue
 
 
-@given(st.lists(st.tuples(st.floats(0, 0.1), st.floats(1e-5, 0.01)), max_size=300), st.floats(0.01, 1.0))
-def test_the_average_rate_is_limited(steps: list[tuple[float, float]], rate: float) -> None:
-    """The bucket gives at most its rate, one burst, and the debt of the last step."""
-    bucket, now, taken = TokenBucket(per_s=rate, burst=rate, now=0.0), 0.0, 0.0
-    for pause, amount in steps:
-        now += pause
-        now += bucket.delay(now)
-        bucket.take(amount)
-        taken += amount
-        assert taken <= rate * (now + 1.0) + max(step for _, step in steps) + 1e-6
-
-
 def test_a_bucket_holds_one_burst_at_most() -> None:
     bucket = TokenBucket(per_s=0.25, burst=0.25, now=0.0)
     bucket.take(0.251)

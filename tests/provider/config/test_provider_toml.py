@@ -122,6 +122,15 @@ def test_paths_of_relays_are_relative_to_the_file(tmp_path: Path) -> None:
             "host:port",
         ),
         (MINIMAL + "[relay]\nhelpers = []", "known are to, from, memory_mib"),
+        (MINIMAL + '[registry]\nannounce = ["r.example:1"]', "announce needs authority"),
+        (MINIMAL + '[registry]\nannounce = ["r.example"]\nauthority = "a.pem"', "not host:port"),
+        (MINIMAL + '[registry]\nannounce = ["r.example:1"]\nauthority = "a.pem"\naddress = "here"', "not host:port"),
+        (MINIMAL + "[registry]\ncapacity = 0.0", "capacity"),
+        (
+            'roles = ["helper"]\n' + MINIMAL + '[registry]\nannounce = ["r.example:1"]\nauthority = "a.pem"',
+            "tenants choose their helpers by hand",
+        ),
+        (MINIMAL.replace("[tls]", 'layers = "auto"\n[tls]'), "capacity_layers"),
         ("name =", "provider.toml"),
     ],
 )

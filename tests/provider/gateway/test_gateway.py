@@ -73,20 +73,6 @@ def test_clients_without_a_certificate_of_the_authority(provider: Provider, conn
     assert works(connect())
 
 
-def test_old_tls_and_no_tls(provider: Provider, connect: Connect, keys: Keys) -> None:
-    with open_tcp(provider) as plain:
-        plain.sendall(wire.encode(wire.FetchHealth()))
-        with contextlib.suppress(ConnectionError):
-            while plain.recv(100):  # a TLS alert at most
-                pass
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.load_verify_locations(keys.provider.certificate)
-    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
-    with open_tcp(provider) as old, pytest.raises(ssl.SSLError):
-        context.wrap_socket(old, server_hostname="127.0.0.1")
-    assert works(connect())
-
-
 # Requests
 
 

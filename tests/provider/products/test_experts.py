@@ -8,11 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import Tensor
 
 from provider.serve import Provider
-from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.manifest import GroupEntry
@@ -23,7 +21,7 @@ from tests.provider.clients import Client, execute
 from tests.provider.conftest import Configure, Connect
 from tests.provider.executor.test_executor import Watched, running
 from tests.provider.products.test_products import ring_rows, work
-from tests.stacks import expert_counts, expert_product, stacks_of
+from tests.stacks import expert_product, stacks_of
 
 TIMEOUT_S = 20.0
 
@@ -54,55 +52,6 @@ def rows_for(entry: GroupEntry, direction: Direction, counts: Counts) -> Tensor:
 
 def test_the_model_has_stacks_joined_along_outputs_and_along_inputs(store: WeightStore) -> None:
     assert {entry.joined for entry in stacks_of(store).values()} == {"outputs", "inputs"}
-
-
-def test_products_by_expert_are_exact(connect: Connect, provider: Provider, store: WeightStore) -> None:
-    client = connect(to=provider)
-
-    @settings(max_examples=15)
-    @given(counts=expert_counts())
-    def check(counts: Counts) -> None:
-        for group, entry in list(stacks_of(store).items())[:2]:
-            for direction in DIRECTIONS:
-                rows = rows_for(entry, direction, counts)
-                request = by_expert(execute(group, len(rows), direction=direction), counts)
-                got = client.product(request, rows)
-                assert torch.equal(got.flatten(), oracle(store, group, direction, counts, rows).flatten())
-
-    check()
-
-
-def test_dense_products_of_a_stack_are_exact(connect: Connect, provider: Provider, store: WeightStore) -> None:
-    client = connect(to=provider)
-    for group, entry in stacks_of(store).items():
-        for direction in DIRECTIONS:
-            rows = ring_rows(3, entry.columns(direction)[0])
-            weight = store.group(group).weight
-            got = client.product(execute(group, 3, direction=direction), rows)
-            assert torch.equal(got, expert_product(weight, (3,), rows, direction, entry.joined))
-
-
-def test_effects_by_expert_are_products_of_a_keystream_of_their_own(
-    connect: Connect, provider: Provider, store: WeightStore
-) -> None:
-    """Dense masks and masks of one expert have different widths, so they come from different keys."""
-    client = connect(to=provider, role="helper")
-    seed, counts = Seed(secrets.token_bytes(32)), (2, 0, 1, 3)
-    for group, entry in list(stacks_of(store).items())[:2]:
-        keys = [mask_key(seed, group_name=e.name, direction="forward") for e in (entry, entry.by_expert)]
-        assert keys[0] != keys[1]
-        masks = expand(keys[1], first_row=5, rows=6, width=entry.by_expert.inputs)
-        request = wire.Effect(
-            nonce=secrets.token_bytes(wire.NONCE_BYTES),
-            group=group,
-            direction="forward",
-            arithmetic="ring",
-            rows=6,
-            counts=counts,
-            seed=seed,
-            first_row=5,
-        )
-        assert torch.equal(client.product(request), oracle(store, group, "forward", counts, masks))
 
 
 WRONG: dict[str, tuple[Callable[[wire.Execute], wire.Execute], str]] = {

@@ -1,4 +1,5 @@
-"""Every product that a provider serves, compared with an oracle; products with copies to a device and back."""
+"""Which requests share a product, what stays in memory, and copies to a device and back. The conformance suite
+(`tests/threat_model/test_verify.py`) compares every product of an honest provider with an oracle."""
 
 import contextlib
 import secrets
@@ -32,14 +33,12 @@ from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from tests import drawn
-from tests.provider.clients import Client, Service, effect, execute, failure
+from tests.provider.clients import Client, Service, effect, execute
 from tests.provider.conftest import Configure, Connect, Launch
 from tests.stacks import expert_counts
 from tests.waiting import until
 
-ROWS = (0, 1, 7, 33)
 FLOATS = ExecutorConfig(threads=1, float_path=True)
-ARITHMETICS: tuple[wire.Arithmetic, ...] = ("float", "float_bias_free")
 
 
 def ring_rows(rows: int, width: int, *, seed: int = 0) -> Tensor:
@@ -52,73 +51,6 @@ def oracle(store: WeightStore, group: int, direction: Direction, rows: Tensor) -
     """The int64 product wraps mod 2^64, so its low 32 bits are the ring's."""
     weight = store.group(group).weight.to(torch.int64)
     return (rows.to(torch.int64) @ (weight.t() if direction == "forward" else weight)).to(torch.int32)
-
-
-def check_ring(client: Client, store: WeightStore) -> None:
-    for group, entry in enumerate(store.manifest().groups):
-        for direction in DIRECTIONS:
-            for rows in ROWS:
-                x = ring_rows(rows, entry.columns(direction)[0], seed=rows)
-                got = client.product(execute(group, rows, direction=direction), x)
-                assert torch.equal(
-                    got.reshape(rows, -1 if rows else 0), oracle(store, group, direction, x)[:, : got.shape[1]]
-                )
-
-
-def check_float(client: Client, store: WeightStore) -> None:
-    """A float32 inner product of n terms, in any order, is off by at most gamma_n |x|.|w| (Higham, section 3.1)."""
-    for group, entry in enumerate(store.manifest().groups):
-        layers = store.layers(group)
-        w = torch.cat([layer.weight for layer in layers]).double()
-        bias = torch.cat([torch.zeros(len(m.weight)) if m.bias is None else m.bias for m in layers]).double()
-        for direction in DIRECTIONS:
-            matrix = w.t() if direction == "forward" else w
-            for arithmetic in ARITHMETICS:
-                add = bias if (direction, arithmetic) == ("forward", "float") else torch.zeros(matrix.shape[1])
-                for rows in ROWS:
-                    generator = torch.Generator().manual_seed(rows)
-                    x = torch.randn(rows, matrix.shape[0], generator=generator)
-                    got = client.product(execute(group, rows, direction=direction, arithmetic=arithmetic), x)
-                    n = matrix.shape[0] + 2  # the terms of the product, the bias, and the oracle's own rounding
-                    gamma = n * 2.0**-24 / (1 - n * 2.0**-24)
-                    bound = gamma * (x.double().abs() @ matrix.abs() + add.abs())
-                    error = (
-                        got.double().reshape(rows, -1 if rows else matrix.shape[1]) - (x.double() @ matrix + add)
-                    ).abs()
-                    assert bool((error <= bound).all()), (entry.name, direction, arithmetic, rows)
-
-
-def test_ring_products_are_exact(connect: Connect, store: WeightStore) -> None:
-    check_ring(connect(), store)
-
-
-def test_float_products_are_within_the_rounding_bound(
-    configure: Configure, connect: Connect, store: WeightStore
-) -> None:
-    with Provider(configure(executor=FLOATS)) as provider:
-        check_float(connect(to=provider), store)
-
-
-def test_transposed_weights_and_biases(configure: Configure, connect: Connect, gpt2_store: WeightStore) -> None:
-    assert any(layer.bias is not None for layer in gpt2_store.layers(0))
-    with Provider(configure(checkpoint=gpt2_store.path, executor=FLOATS)) as provider:
-        client = connect(to=provider)
-        check_ring(client, gpt2_store)
-        check_float(client, gpt2_store)
-
-
-def test_effects_are_products_of_the_keystream(connect: Connect, store: WeightStore) -> None:
-    client = connect(role="helper")
-    seed = Seed(secrets.token_bytes(32))
-    for group, entry in enumerate(store.manifest().groups):
-        for direction in DIRECTIONS:
-            width, _ = entry.columns(direction)
-            key = mask_key(seed, group_name=entry.name, direction=direction)
-            for rows, first_row in ((0, 0), (1, 0), (5, 3), (16, 1 << 40)):
-                masks = expand(key, first_row=first_row, rows=rows, width=width)
-                request = effect(group, rows, seed=seed, first_row=first_row, direction=direction)
-                got = client.product(request)
-                assert torch.equal(got.flatten(), oracle(store, group, direction, masks).flatten())
 
 
 @pytest.mark.parametrize("max_batch_rows", [16_384, 3])
@@ -246,23 +178,6 @@ def test_a_product_is_as_wide_as_its_widest_request(
     for bits, answer in zip(rings, answers_of(model, asked), strict=True):
         assert torch.equal(rows_in(answer, 2) << 32 - bits, want << 32 - bits)
     assert model.rings == [ring]
-
-
-def test_requests_of_narrow_rings_get_the_low_bits(connect: Connect, store: WeightStore) -> None:
-    """Beside wide ones, in one product; an effect as well."""
-    client, helper = connect(), connect(role="helper")
-    for rows in (1, 70):
-        x = ring_rows(rows, store.manifest().groups[0].inputs)
-        wide, narrow = execute(0, rows), msgspec.structs.replace(execute(0, rows), ring_bits=24)
-        want = oracle(store, 0, "forward", x)
-        assert torch.equal(client.product(wide, x), want)
-        assert torch.equal(client.product(narrow, x), want << 8 >> 8)
-        seeded = effect(0, rows, seed=bytes(32), first_row=5)
-        low = msgspec.structs.replace(seeded, ring_bits=24, nonce=secrets.token_bytes(16))
-        assert torch.equal(helper.product(low), helper.product(seeded) << 8 >> 8)
-    floats = msgspec.structs.replace(execute(0, 1, arithmetic="float"), ring_bits=24)
-    packed = wire.FLOAT32.pack(torch.ones(1, store.manifest().groups[0].inputs))
-    assert failure(client.ask(floats, packed)) == wire.ErrorCode.BAD_REQUEST
 
 
 def test_a_failing_product_is_answered_and_forgotten(

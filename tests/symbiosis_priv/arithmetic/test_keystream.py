@@ -4,9 +4,7 @@ import hashlib
 import hmac
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from itertools import combinations
 
-import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -20,7 +18,6 @@ from symbiosis_priv.arithmetic.keystream import (
     derive,
     expand,
     mask_key,
-    random_key,
 )
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.harness import strategies as testing
@@ -181,23 +178,3 @@ def test_impossible_requests_take_no_memory(arguments: dict[str, object]) -> Non
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
-
-
-def test_masks_look_uniform() -> None:
-    """Pearson's chi-square of each byte position and of neighbouring bits: sound masks fail below 1e-9."""
-    words = expand(random_key(), first_row=0, rows=256, width=4096).numpy().view(np.uint8)
-    for position in range(4):
-        counts = np.bincount(words.reshape(-1, 4)[:, position], minlength=256)
-        expected = counts.sum() / 256
-        statistic = float(((counts - expected) ** 2).sum() / expected)
-        # 255 degrees of freedom; Laurent and Massart (2000): P(X > k + 2 sqrt(k t) + 2 t) <= e^-t, with t = 24
-        assert statistic < 255 + 2 * (255 * 24) ** 0.5 + 2 * 24
-
-
-def test_streams_are_uncorrelated() -> None:
-    """Hoeffding bounds the share of equal bits between streams, and between a stream and itself moved."""
-    keys = [StreamKey(derive(KEY, str(i))) for i in range(6)]
-    streams = [expand(key, first_row=0, rows=64, width=1024).numpy() for key in keys]
-    for a, b in combinations([*streams, streams[0][::-1], np.roll(streams[0], 1)], 2):
-        equal = 1 - np.bitwise_count((a ^ b).view(np.uint32)).mean() / 32
-        assert abs(equal - 0.5) < (32 / a.size / 32) ** 0.5  # 2 e^-64 for sound masks

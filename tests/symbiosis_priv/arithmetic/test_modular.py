@@ -98,12 +98,3 @@ def test_a_uniform_column_is_keystream_cut_to_61_bits(monkeypatch: pytest.Monkey
     ones = torch.full((1, 6), -1, dtype=torch.int32)
     monkeypatch.setattr(modular, "expand", lambda key, **where: ones)
     assert modular.uniform(key, 3).values.tolist() == [0, 0, 0]  # p itself is not a residue
-
-
-def test_uniform_residues_are_fair_in_every_bit() -> None:
-    """Small or sparse residues could be learned by probing. The false-alarm rate is below 1e-12 for each bit."""
-    values = modular.uniform(StreamKey(bytes(range(32))), 1 << 16).values
-    assert int(values.min()) >= 0
-    assert int(values.max()) < PRIME
-    for bit in range(61):
-        assert abs(int((values >> bit & 1).sum()) - (1 << 15)) < 7.2 * (1 << 7)

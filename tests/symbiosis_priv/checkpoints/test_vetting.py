@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from huggingface_hub import constants
-from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
@@ -137,6 +135,7 @@ ADAPTER = {"peft_type": "LORA", "r": 4}
         {"peft_type": "POLY", "n_skills": 64, "n_splits": 64},
         {"peft_type": "LORA" * 17},  # a task's name is made of it
         {"peft_type": ["LORA"]},
+        {"trainable_token_indices": [0] * (1 << 15)},
     ],
 )
 def test_an_adapter_that_would_load_or_run_more_is_refused(tmp_path: Path, entries: dict[str, Any]) -> None:
@@ -145,40 +144,6 @@ def test_an_adapter_that_would_load_or_run_more_is_refused(tmp_path: Path, entri
     vet_adapter(tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER | entries))
     with pytest.raises(CheckpointError, match=str(tmp_path)):
-        vet_adapter(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "entries",
-    [
-        {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 9, "token_dim": 16},
-        {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": "many", "token_dim": 16},
-        {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 8, "token_dim": 10**12},
-        {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 8, "token_dim": 16, "num_layers": 10**7},
-        {"peft_type": "P_TUNING", "num_virtual_tokens": 8, "token_dim": 16, "encoder_hidden_size": 10**9},
-        {"layer_replication": [[0, 2], [0, 2]], "r": 10**6},
-        {"layer_replication": [[0, 2], [0, 2]], "r": 4, "rank_pattern": {"q_proj": 10**6}},
-        {"layer_replication": [[0, 2]] * 2000, "r": 4},
-        {"layer_replication": [1], "r": 4},
-        {"layer_replication": [[0, 2]] * 2000 + [[4000, 0]], "r": 4},
-        {"peft_type": "TRAINABLE_TOKENS", "token_indices": [0] * 17},
-        {"trainable_token_indices": {"embed_tokens": [0] * 17}},
-        {"trainable_token_indices": [0] * (1 << 15)},
-        {"trainable_token_indices": 10**9},
-    ],
-)
-def test_an_adapter_takes_no_memory_for_more_than_it_holds(tmp_path: Path, entries: dict[str, Any]) -> None:
-    tensors = {"prompt_embeddings": torch.zeros(8, 16), "model.q_proj.lora_A.weight": torch.zeros(4, 16)}
-    tensors["model.embed_tokens.token_adapter.trainable_tokens_delta"] = torch.zeros(16, 4)
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
-    honest = {"num_virtual_tokens": 8, "token_dim": 16, "layer_replication": [[0, 2]] * 2, "token_indices": [0] * 16}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER | honest))
-    assert vet_adapter(tmp_path)["r"] == 4
-    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER | entries))
-    with pytest.raises(CheckpointError, match="its tensors allow"):
-        vet_adapter(tmp_path)
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match="damaged"):
         vet_adapter(tmp_path)
 
 

@@ -120,3 +120,17 @@ def test_no_warnings_of_libraries_are_between_the_figures() -> None:
     """transformers warns about names that peft still uses; benchmarks hide these warnings, as commands do."""
     with measuring():
         warnings.warn_explicit("old name", FutureWarning, "modeling_utils.py", 1, module="transformers.modeling_utils")
+
+
+@given(measured=st.floats(allow_nan=True), limit=st.floats(0.01, 100))
+def test_at_most_and_at_least_are_symmetric(measured: float, limit: float) -> None:
+    most = Goal(what="it", measured=measured, at_most=limit)
+    least = Goal(what="it", measured=measured, at_least=limit)
+    if math.isnan(measured):
+        assert not most.reached
+        assert not least.reached
+    else:
+        assert most.reached or least.reached
+        assert (most.reached and least.reached) == (measured == limit)
+    assert most.wanted.startswith("at most")
+    assert least.wanted.startswith("at least")

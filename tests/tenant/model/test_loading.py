@@ -397,6 +397,8 @@ OVERSTATED: dict[str, tuple[peft.PeftConfig, dict[str, Any]]] = {
     "bottleneck": (BottleneckConfig(bottleneck_dim=4, target_modules=T), {"bottleneck_dim": 1 << 24}),
     "Uni-LoRA": (peft.UniLoraConfig(r=4, theta_d_length=64, target_modules=T), {"theta_d_length": 1 << 30}),
     "prompts": (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), {"num_virtual_tokens": 1 << 22}),
+    "wide prompts": (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), {"token_dim": 10**12}),
+    "repeated layers": (peft.LoraConfig(r=4, target_modules=T), {"layer_replication": [[0, 2]] * 2, "r": 10**6}),
 }
 
 

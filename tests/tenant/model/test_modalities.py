@@ -1,4 +1,4 @@
-"""Models that take images or sound, split: the plain model with rounded weights is the judge."""
+"""Models that take images or sound. `tests/compatibility` compares their split models with plain ones."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -15,14 +14,11 @@ from typer.testing import CliRunner
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, UnsupportedModelError
 from symbiosis_priv.federation import Federation
-from tenant import RemoteConfig, backend_of, rounded_model
+from tenant import RemoteConfig, backend_of
 from tenant.cli import app as cli
 from tenant.model.loading import check_runs_on_text
 from tests.compatibility.families import build, inputs_of
 from tests.tenant.conftest import Scripted
-
-CLOSE = 1e-4
-"""Relative; the two models differ by the rounding of activations."""
 
 
 def output(model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -31,63 +27,8 @@ def output(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     return tensor
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
-
-
-def with_lora(model: Any) -> Any:
-    """A LoRA on each linear, none of whose effects is zero."""
-    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", r=2, lora_alpha=2))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 20)
-    return adapted.eval()
-
-
 def load(kind: Any, folder: Path, **options: Any) -> Any:
     return kind.from_pretrained(folder, quantization_config=RemoteConfig(**options), dtype=torch.float32).eval()
-
-
-@pytest.mark.parametrize(
-    ("name", "auto"),
-    [
-        ("CLIPModel", "AutoModelForZeroShotImageClassification"),
-        ("LlavaForConditionalGeneration", "AutoModelForImageTextToText"),
-        ("WhisperForConditionalGeneration", "AutoModelForSpeechSeq2Seq"),
-    ],
-)
-def test_a_split_model_answers_and_learns_as_the_plain_one_with_rounded_weights(
-    name: str, auto: str, tmp_path: Path
-) -> None:
-    checkpoint = tmp_path / "checkpoint"
-    build(name).save_pretrained(checkpoint)
-    kind: Any = getattr(transformers, auto)
-    base = load(kind, checkpoint, masking="simulate")
-    plain_base = rounded_model(checkpoint, kind=kind)
-    inputs = inputs_of(plain_base)
-    with torch.no_grad():
-        assert distance(output(base, inputs), output(plain_base, inputs)) < CLOSE
-
-    split, plain = with_lora(base), with_lora(plain_base)
-    gradients = []
-    for model in (split, plain):
-        logits = output(model, inputs)
-        (logits * torch.linspace(-1, 1, logits.numel()).view(logits.shape)).sum().backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    assert gradients[0].keys() == gradients[1].keys()
-    assert distance(*(torch.cat([g.flatten() for g in grads.values()]) for grads in gradients)) < CLOSE
-
-    split.save_pretrained(str(tmp_path / "adapter"))
-    home = PeftModel.from_pretrained(rounded_model(checkpoint, kind=kind), str(tmp_path / "adapter")).eval()
-    with torch.no_grad():
-        assert distance(output(split, inputs), output(home, inputs)) < CLOSE
-        if name.startswith("Llava"):
-            prompt = {key: value for key, value in inputs.items() if key != "decoder_input_ids"}
-            tokens = [model.generate(**prompt, max_new_tokens=4, do_sample=False) for model in (split, home)]
-            assert torch.equal(*tokens)
-    backend_of(split).close()
 
 
 def test_a_masked_tower_gives_the_same_bits(

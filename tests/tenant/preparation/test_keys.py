@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import stat
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -133,12 +132,6 @@ def test_existing_keys_need_no_lock(store: WeightStore, tmp_path: Path) -> None:
     assert tensors_of(found.keys).keys() == tensors_of(made.keys).keys()
 
 
-def test_only_the_owner_may_read_the_keys(store: WeightStore, tmp_path: Path) -> None:
-    prepared(store, store.manifest().digest, tmp_path)
-    for name in KEYS:
-        assert stat.S_IMODE((folder_of(tmp_path) / name).stat().st_mode) == 0o600
-
-
 def test_a_preparation_holds_no_weights(store: WeightStore, tmp_path: Path) -> None:
     """Facts are O(o) and keys O(m (o + d)) per layer group."""
     prepared(store, store.manifest().digest, tmp_path, columns=8)
@@ -198,17 +191,6 @@ def test_a_damaged_cache_is_made_again(store: WeightStore, cache: Path, name: st
         path.write_bytes({"empty": b"", "cut": whole[: len(whole) // 2], "garbage": bytes(100)}[damage])
     assert len(prepared(store, digest, cache).facts) == 9
     assert len(prepared(None, digest, cache).facts) == 9
-
-
-@pytest.mark.parametrize("name", KEYS)
-def test_keys_without_some_layer_are_made_again(store: WeightStore, cache: Path, name: str) -> None:
-    digest = store.manifest().digest
-    path = folder_of(cache) / name
-    tensors = load_file(path)
-    tensors.pop("3.forward")
-    save_file(tensors, path)
-    prepared(store, digest, cache)
-    assert len(load_file(path)) == 1 + 2 * 9
 
 
 def test_faults_can_be_attributed_after_the_keys_are_deleted(store: WeightStore, cache: Path) -> None:

@@ -1,7 +1,6 @@
 """Executors from registries: for any listings, in any order, a registry can only deny service."""
 
 import itertools
-import json
 import logging
 import os
 import socket
@@ -9,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,13 +15,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from symbiosis_priv.certificates import issuing
-from symbiosis_priv.certificates.reading import Kind, load_certificates
-from symbiosis_priv.certificates.revocation import revoke
-from symbiosis_priv.errors import CertificateError, ConfigError
+from symbiosis_priv.certificates.reading import Kind
+from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.federation import Company, Federation, Peer, Registries
 from symbiosis_priv.registry.descriptor import CLOCK_TOLERANCE_S, MAX_LIFETIME_S, MS, newest, verify
-from tenant import RemoteConfig
-from tenant.model.connect import open_backend
 from tenant.routing.discovery import MAX_FOUND, Discovery, admitted
 from tests.registries import LyingRegistry, registry_config
 from tests.vouching import DIGEST, Vouching
@@ -189,15 +184,6 @@ def test_a_provider_of_the_file_that_announces_itself_keeps_its_entry(
         found = admitted(file, [said], now=vouching.began / MS)
         assert found.executors == ()
         assert found.refused == {}
-
-
-def test_an_executor_of_a_helpers_company_is_refused(federation: Federation, vouching: Vouching) -> None:
-    for name, operator in (("q1", "beta AG"), ("q2", "BETA  ag"), ("q3", "Zeta AG"), ("q4", "Holding SE")):
-        vouching.identity(name, operator=operator)
-        for file in (federation, replace(federation, pad_helpers=1)):
-            found = admitted(file, [vouching.said(name)], now=vouching.began / MS)
-            assert found.executors == ()
-            assert "one company with a helper" in found.refused[name]
 
 
 @given(subset=st.sets(st.sampled_from(["q1", "q3", "gamma", "delta", "Alpha", "near"])))
@@ -372,50 +358,7 @@ def test_a_forked_child_drops_connections_without_sending(
     assert found.close(timeout=20)
 
 
-def test_a_revoked_executor_is_refused(federation: Federation, vouching: Vouching, tmp_path: Path) -> None:
-    revoked = tmp_path / "revoked.txt"
-    revoke(revoked, [vouching.identity("gamma").certificate])
-    file = replace(federation, registries=Registries(("127.0.0.1:1",), vouching.authority.certificate, revoked))
-    found = discovery(file, now=vouching.began / MS)
-    assert found.add([says(vouching, "gamma"), says(vouching, "delta")]) == {"its certificate has been revoked": 1}
-    assert [peer.name for peer in found.update()] == ["delta"]
-    (peer,) = found.found.executors
-    revoke(revoked, [vouching.identity("delta").certificate])  # while it is in use
-    assert found.update() == ()
-    assert found.add([says(vouching, "delta", after_ms=1)]) == {"its certificate has been revoked": 1}
-    revoked.unlink()  # revoked executors stay revoked
-    assert found.update() == ()
-    assert peer.pins == tuple(load_certificates(vouching.identity("delta").certificate))
-
-
 def test_discovery_needs_an_authority(federation: Federation, vouching: Vouching) -> None:
     for path in (vouching.identity("gamma").certificate, vouching.folder / "missing.pem"):
         with pytest.raises(CertificateError):
             Discovery(replace(federation, registries=Registries(("r.example:1",), path)))
-
-
-@pytest.mark.parametrize("masking", ["none", "paper-pool"])
-def test_a_session_that_shows_rows_does_not_open_with_a_registry(
-    federation: Federation, vouching: Vouching, tmp_path: Path, masking: str
-) -> None:
-    """Before the checkpoint is read, and before any request."""
-    alpha = federation.executors[0]
-    path = tmp_path / "federation.toml"
-    path.write_text(f"""
-[model]
-digest = "{DIGEST}"
-[tenant]
-certificate = "alice.pem"
-key = "alice.key"
-[registry]
-addresses = ["127.0.0.1:1"]
-authority = {json.dumps(str(vouching.authority.certificate))}
-[[provider]]
-name = "alpha"
-operator = "alpha AG"
-role = "executor"
-address = "localhost:6001"
-certificate = {json.dumps(str(alpha.certificate))}
-""")
-    with pytest.raises(ConfigError, match=r"remove \[registry\]"):
-        open_backend(RemoteConfig(federation=path, masking=masking), tmp_path)

@@ -12,13 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from symbiosis_priv import errors
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
 from symbiosis_priv.checkpoints.layers import LayerRange
-from symbiosis_priv.federation import Company, Peer
+from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.executor_client import MOST_CHANNELS
@@ -537,38 +536,6 @@ def test_without_spares_a_helper_is_waited_for(new_provider: NewProvider, new_se
     helpers[0].behaviour = fails("lie", helpers[0])
     with pytest.raises(errors.VerificationError, match="an effect of provider"):
         is_right(session, OUT, FORWARD, 1, 0)
-
-
-def test_a_company_with_both_roles_never_gets_a_row_under_its_own_pad(scripted: Scripted) -> None:
-    """The pads are replaced if the only remaining executor belongs to a helper's company."""
-    first, second = scripted.new_provider(), scripted.new_provider()
-    one, other = scripted.new_provider(), scripted.new_provider()
-    executors = [first.peer("executor", name="first"), second.peer("executor", name="second")]
-    helpers = [one.peer("helper", name="one"), other.peer("helper", name="other")]
-    companies = [Company("Holding", ("second", "one"))]
-    session = scripted.new_session("pad", executors, helpers, companies=companies, pad_helpers=1, pool_memory=0)
-    assert all_right(session)
-    other.behaviour = fails("lost", other)
-    assert all_right(session)
-    assert one.effects
-    other.behaviour = honest
-    first.behaviour = fails("lost", first)
-    assert all_right(session)
-    assert second.executed
-    assert not knows_both(second, one)
-
-
-def knows_both(executor: ScriptedProvider, helper: ScriptedProvider) -> bool:
-    """Returns True if a row that this executor received is under a pad of this helper's seed alone."""
-    masks = {(h.request.group, h.request.direction): set[Any]() for h in helper.effects}
-    for heard in helper.effects:
-        masks[heard.request.group, heard.request.direction] |= {row.numpy().tobytes() for row in heard.rows}
-    for heard in executor.executed:
-        for mask in masks.get((heard.request.group, heard.request.direction), ()):
-            rest = heard.rows - torch.frombuffer(bytearray(mask), dtype=torch.int32)
-            if bool((rest.abs().max(dim=1).values < 1 << 24).any()):  # by chance: below 2^-400
-                return True
-    return False
 
 
 def test_many_threads_with_providers_that_fail_at_times(new_provider: NewProvider, new_session: NewSession) -> None:

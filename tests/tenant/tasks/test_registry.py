@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from peft import LoraConfig, OFTConfig, PeftConfig, ShiraConfig, VeraConfig
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, TaskError, UnsupportedMethodError
+from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, TaskError
 from tenant import MaskBertConfig, RemoteConfig, rounded_model
 from tenant.model.loading import load_adapter, load_model
 from tenant.tasks.adapter import check_name, memory_of, stored
@@ -159,23 +159,6 @@ def test_hostile_folders_are_refused(tasks: Tasks, write_task: WriteTask, tmp_pa
     os.mkfifo(fifo / "adapter_model.safetensors")
     refused(fifo)
     use(copy("honest"))
-
-
-def test_a_folder_cannot_write_to_the_base_model(tasks: Tasks, write_task: WriteTask, tmp_path: Path) -> None:
-    """PEFT would load a tensor of the base model from it, and every task would change."""
-    folder = write_task(tmp_path / "evil", METHODS["lora"])
-    file = folder / "adapter_model.safetensors"
-    before = {name: tensor.clone() for name, tensor in tasks.model.state_dict().items()}
-    for name in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.base_layer.weight"):
-        tensors = load_file(file)
-        like = before[name.replace("base_layer.", "")]
-        save_file({**tensors, f"base_model.model.{name}": torch.zeros_like(like)}, file)
-        tasks.register("evil", folder)
-        with pytest.raises((CheckpointError, UnsupportedMethodError)):
-            tasks.load("evil")
-        tasks.unregister("evil")
-        save_file(tensors, file)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in tasks.model.state_dict().items())
 
 
 # Memory

@@ -273,17 +273,6 @@ def test_configurations_of_no_supported_model_are_refused(key: str, value: Any, 
         discover(tmp_path)
 
 
-def test_code_in_a_checkpoint_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the user is not asked whether to run it."""
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
-    (tmp_path / "custom.py").write_text("raise SystemExit('ran the code of the checkpoint')\n")
-    automatic = {"AutoConfig": "custom.Config", "AutoModelForCausalLM": "custom.Model"}
-    config = {"model_type": "custom", "architectures": ["Model"], "auto_map": automatic}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="trust_remote_code"):
-        discover(tmp_path)
-
-
 UNTRACEABLE = {
     "PatchTSTModel": "PatchTSTModel cannot be traced",  # its inputs are unknown
     # its experts split their rows by numbers that depend on activations

@@ -28,21 +28,6 @@ METHODS: dict[str, Callable[[], PeftConfig]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        ("exact_llama", "bottleneck"),
-        ("exact_gpt2", "bitfit"),
-        ("exact_llama", "diff pruning"),
-        ("exact_gpt2", "maskbert"),
-    ],
-)
-def test_a_method_trains_the_same_split_and_plain(
-    model: str, name: str, methods: Any, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    methods.same_everywhere(METHODS[name], request.getfixturevalue(model), tmp_path)
-
-
 @pytest.mark.parametrize("name", ["bottleneck", "bitfit", "diff pruning"])
 def test_a_new_adapter_changes_no_bit(name: str, methods: Any, exact_gpt2: Path) -> None:
     base = methods.load(exact_gpt2, split=True)

@@ -133,6 +133,14 @@ def compose(second: Tensor, gain: Tensor, first: Tensor) -> Tensor:
     return composed
 
 
+def centred(matrix: Tensor) -> Tensor:
+    """Subtract from each column of a float matrix `[d, k]` its mean, for `compose`. Every party gets the same bits: the
+    mean is that of integers of 38 bits, whose sum float64 holds exactly. Returns float64 `[d, k]`."""
+    matrix = matrix.cpu().to(torch.float64)
+    unit = max(matrix.abs().max().item() / 2.0 ** (2 * _COMPOSED_BITS), _TINY)
+    return matrix - (matrix / unit).round_().sum(dim=0) * (unit / len(matrix))
+
+
 def _rounded(weight: Tensor, levels: float) -> tuple[Tensor, Tensor]:
     """Float64 `[o, d]` of integers up to `levels`, and the scales of the rows, float64 `[o]`."""
     weight = weight.to(torch.float64)

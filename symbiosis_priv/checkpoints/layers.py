@@ -53,13 +53,17 @@ class Composed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Args:
         residual: the norm whose input is added to the first linear's output.
-        norm: the norm of that sum, a module with one parameter `weight`.
+        norm: the norm of that sum.
+        parameters: the norm's parameters: `weight`, `weight` and `bias`, or none.
         one_plus: True if the norm multiplies by one plus its weight.
+        centred: True if the norm subtracts the mean of a row first, as LayerNorm does.
     """
 
     residual: str
     norm: str
+    parameters: tuple[str, ...] = ("weight",)
     one_plus: bool = False
+    centred: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,8 @@ class GroupSpec:
     Args:
         members: module names in call order.
         experts: number of matrices in a stack; 1 for linears.
-        composed: not None for a composed group: the matrix W1 of one linear, and below it `W2 diag(g) W1` for each
-            linear W2 that follows the norm with the weight g.
+        composed: not None for a composed group: the matrix W1 of one linear, and below it `W2 diag(g) C W1` for each
+            linear W2 that follows the norm with the weight g. C subtracts the mean, if the norm does.
     """
 
     members: tuple[str, ...]

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, compose, quantise
+from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, centred, compose, quantise
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD
 from symbiosis_priv.checkpoints import packed
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
@@ -232,19 +232,20 @@ class WeightStore:
             return source.read(checkpoint, parameter)
 
         def composed(member: str, group: GroupSpec) -> Layer:
-            """One member of a composed group."""
+            """One member of a composed group. Its bias is the product of the norm's bias, which the norm's factor does
+            not multiply. (The first linear's bias is part of the tenant's other row.)"""
             assert group.composed is not None
-            first = group.members[0].removesuffix(AGAIN)
+            first, norm = group.members[0].removesuffix(AGAIN), group.composed
             [below] = self._layers(checkpoint, (first,), stored)
             if member == group.members[0]:
                 return below
-            gain = self._checked(
-                read(f"{group.composed.norm}.weight"), group.composed.norm, "weight", group.outputs[:1]
-            )
-            gain = gain.to(torch.float64) + int(group.composed.one_plus)
+            of = {n: self._checked(read(f"{norm.norm}.{n}"), norm.norm, n, group.outputs[:1]) for n in norm.parameters}
+            ones = torch.ones(group.outputs[0], dtype=torch.float64, device="cpu")
+            gain = of["weight"].to(torch.float64) + int(norm.one_plus) if "weight" in of else ones
             [above] = self._layers(checkpoint, (member.removesuffix(THROUGH),), stored)
-            bias = None if below.bias is None else compose(above.weight, gain, below.bias[:, None]).flatten()
-            return Layer(member, compose(above.weight, gain, below.weight), bias)
+            bias = compose(above.weight, ones, of["bias"][:, None]).flatten() if "bias" in of else None
+            below_weight = centred(below.weight) if norm.centred else below.weight
+            return Layer(member, compose(above.weight, gain, below_weight), bias)
 
         for name in members:
             group, transposed = skeleton.group_of[name], name in skeleton.transposed
@@ -282,7 +283,7 @@ class WeightStore:
         with Checkpoint(self.path) as checkpoint:
             identity = checkpoint.identity()
         optional = "-tied-head" * self.scope.tied_head + "-no-experts" * (not self.scope.experts)
-        optional += "-composed" * (self.scope.round_trips == 2)
+        optional += "-two-round-trips" * (self.scope.round_trips == 2)
         how = f"v{MANIFEST_VERSION}.{_DISCOVERY}-{self.weight_bits}{optional}-transformers-{version('transformers')}"
         return self.cache / f"manifest-{how}-{identity}.json"
 

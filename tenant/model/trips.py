@@ -7,13 +7,15 @@ An ordinary pass waits for the product of every layer group in turn. Where a fed
     a      through  [W1; W2 diag(g) W1]      a: the input of the linear W1. Returns o = W1 a, and y2
 
 The first product is y1. With `h' = h + o` and the norm's factor r, the next linears' output `W2 norm(h')` is
-`r (y1 + y2)`. It is known before the model asks for it, so the pass waits once.
+`r (y1 + y2)`. It is known before the model asks for it, so the pass waits once. LayerNorm subtracts the mean of h'
+first: the tenant subtracts the mean of h, and the composed group has the weights `W2 diag(g) C W1`, of which C
+subtracts that of o. The bias b of the norm adds `W2 b`, which is the composed group's bias.
 
 The model's own code runs as ever: it adds, normalises, and calls the next linears. This module sees four calls:
 
     before the sum     a hook of the norm before W1 keeps its input h
     W1                 `Trip.send` makes the round trip, and returns o
-    the next norm      its hook compares its input with h + o, and its output with `r (h' * g)`, which gives r
+    the next norm      its hook compares its input with h + o, and its output with `r (h' * g) + b`, which gives r
     W2                 `LayerGroup.output` returns what the hook has set, if its input is the norm's output
 
 Nothing is assumed about a model or an adapter. If a sum, a norm or a tensor is not the expected one, the next linears
@@ -57,46 +59,55 @@ class Trip:
         before, after: the names of the norms before W1 and after it.
         first, second: the layer groups of W1 and W2.
         owner, leaf: the module that calls W1, and its attribute.
-        weight: float32 `[d]`, the weight of the norm after W1.
-        gain: the weight, with one added where the norm adds it.
     """
 
     def __init__(
         self, index: int, first: LayerGroup, second: LayerGroup, *, before: str, after: str, owner: nn.Module, leaf: str
     ) -> None:
         self.index, self.second, self.before, self.after = index, second, before, after
-        self.weight = self.gain = torch.empty(0, dtype=torch.float32, device="cpu")
         self._first, self._owner, self._leaf = weakref.ref(first), weakref.ref(owner), leaf  # `first` holds this object
         self._rests = 0
-        bias = second.backend.facts[second.index].bias
-        self._bias = None if bias is None else bias.to(torch.float32)
-        self._widths = second.backend.facts[second.index].entry.outputs
+        entry, facts = second.backend.facts[index].entry, second.backend.facts
+        assert entry.composed is not None
+        self._composed, self._width, self._widths = entry.composed, entry.outputs[0], entry.outputs[1:]
+        composed, own = (
+            torch.zeros(facts[i].entry.stacked_outputs, device="cpu") if (bias := facts[i].bias) is None else bias
+            for i in (index, second.index)
+        )
+        self._first_bias = composed[: self._width].to(torch.float32)
+        self._bias = (composed[self._width :] + own).to(torch.float32)  # the norm's factor does not multiply it
+        self._loaded: dict[str, Tensor] = {}
+        self._gain = torch.ones(self._width, dtype=torch.float32, device="cpu")
 
     def send(self, x: Tensor) -> Tensor | None:
         """Compute the output of W1, and keep the sum of both products. Returns None if this input takes an ordinary
         product."""
         state, dtype = _state, output_dtype(x)
         if state.adding is self:
-            return x.new_zeros((*x.shape[:-1], len(self.gain)), dtype=dtype)
+            return x.new_zeros((*x.shape[:-1], self._width), dtype=dtype)
         sent, state.sent = state.sent, None
         if sent is not None:  # the norm after another W1 was not called
             sent.trip.failed()
         norm, h = state.residual or (None, x)
-        if norm != self.before or h.shape[:-1] != x.shape[:-1] or h.device != x.device or self._has_other_rows():
+        width, count = self._width, x.numel() // x.shape[-1]
+        if norm != self.before or h.numel() != count * width or h.device != x.device or self._has_other_rows():
             return None
         if self._rests:
             self._rests -= 1
             return None
         added = self._added(x)
-        if added is not None and added.shape != h.shape:
+        if added is not None and added.numel() != h.numel():
             return None
-        total = h.to(torch.float32) if added is None else h.to(torch.float32) + added.to(torch.float32)
-        width, count = len(self.gain), x.numel() // x.shape[-1]
+        h = h.reshape(count, width)
+        total = h + self._first_bias.to(x.device)
+        if added is not None:
+            added = added.reshape(count, width)
+            total += added
         o, through, own = (
             torch.empty((count, size), dtype=torch.float32, device=x.device)
             for size in (width, sum(self._widths), sum(self._widths))
         )
-        rows = (total * self.gain.to(x.device)).view(count, width)
+        rows = self._before_factor(total)
         with waiting:
             self.second.backend.multiply_all(
                 [
@@ -104,34 +115,51 @@ class Trip:
                     Product(self.second.index, FORWARD, [rows], [own]),
                 ]
             )
-        y = own.add_(through)
-        if self._bias is not None:  # it is not multiplied by the norm's factor
-            y -= self._bias.to(x.device)
-        o = o.view(h.shape).to(dtype)
+        y = own.add_(through).sub_(self._bias.to(x.device))
+        o = o.to(dtype)
         size = h.abs() + o.abs() if added is None else h.abs() + o.abs() + added.abs()
         state.sent = _Sent(self, h + o if added is None else h + (o + added), size.to(torch.float32), y)
-        return o
+        return o.view(*x.shape[:-1], width)
 
     def finish(self, sent: "_Sent", total: Tensor, norm: nn.Module, normed: Tensor) -> bool:
         """Set the output of the next linears for a norm's output. Returns False if it, the norm's weight, or its input
         `total` is not the expected one."""
-        gain, weight = self.gain.to(total.device), norm.weight
-        assert isinstance(weight, Tensor)
-        if total.shape != sent.total.shape or normed.shape != total.shape:
+        if total.numel() != sent.total.numel() or normed.shape != total.shape:
             return False
-        if not _same(total, sent.total, sent.size) or not torch.equal(weight, self.weight.to(weight)):
+        rows, found = total.reshape(sent.total.shape), normed.reshape(sent.total.shape)
+        if not _same(rows, sent.total, sent.size) or not self._is_as_loaded(norm):
             return False
-        unscaled, wide = total.to(torch.float32) * gain, normed.to(torch.float32)
-        factor = (wide * unscaled).sum(-1, keepdim=True) / unscaled.square().sum(-1, keepdim=True)
-        if not _same(normed, factor * unscaled, (factor * unscaled).abs()):
+        wide, bias = rows.to(torch.float32), self._loaded.get("bias")
+        unscaled = self._before_factor(wide)
+        bias = torch.zeros_like(unscaled[0]) if bias is None else bias.to(rows.device)
+        factor = ((found - bias) * unscaled).sum(-1, keepdim=True) / unscaled.square().sum(-1, keepdim=True)
+        size = (factor * unscaled).abs_()
+        if self._composed.centred:  # the mean is rounded, too
+            size = (
+                factor * self._gain.to(wide.device) * (wide.abs() + wide.abs().mean(-1, keepdim=True))
+            ).abs_() + bias.abs()
+        if not _same(found, factor * unscaled + bias, size):
             return False
-        y = sent.product * factor.reshape(-1, 1)
-        if self._bias is not None:
-            y += self._bias.to(y.device)
+        y = (sent.product * factor).add_(self._bias.to(rows.device))
         dtype = output_dtype(normed)
         parts = [part.to(dtype).contiguous() for part in y.split(self._widths, dim=1)]
         self.second.set_output(normed, [part.view(*total.shape[:-1], -1) for part in parts])
         return True
+
+    def take(self, norm: nn.Module) -> None:
+        """Keep the norm's parameters as they were loaded."""
+        parameters = {name: norm.get_parameter(name).detach() for name in self._composed.parameters}
+        self._loaded = {name: parameter.to(torch.float32, copy=True) for name, parameter in parameters.items()}
+        self._gain = self._loaded.get("weight", self._gain) + int(self._composed.one_plus)
+
+    def _is_as_loaded(self, norm: nn.Module) -> bool:
+        now = {name: getattr(norm, name) for name in self._loaded}
+        return all(torch.equal(parameter, self._loaded[name].to(parameter)) for name, parameter in now.items())
+
+    def _before_factor(self, x: Tensor) -> Tensor:
+        """What the norm's factor multiplies, float32 `[r, d]`."""
+        x = x.to(torch.float32)
+        return (x - x.mean(-1, keepdim=True) if self._composed.centred else x) * self._gain.to(x.device)
 
     def failed(self) -> None:
         """Take ordinary products for some passes."""
@@ -162,8 +190,8 @@ class _Sent(NamedTuple):
     """A round trip whose norm has not been called yet.
 
     Args:
-        total: the expected input of the norm: h + o, and what an adapter adds.
-        size: float32, the sum of the terms' sizes, by which their sum may be rounded otherwise.
+        total: `[r, d]`, the expected input of the norm: h + o, and what an adapter adds.
+        size: float32 `[r, d]`, the sum of the terms' sizes, by which their sum may be rounded otherwise.
         product: float32 `[r, o]`, y1 + y2 without bias.
     """
 
@@ -253,8 +281,4 @@ def take_gains(trips: list[tuple[Trip, nn.Module]]) -> None:
     """Keep the norms' weights as they were loaded: providers have composed them. If a norm is trained later, its block
     takes four round trips."""
     for trip, norm in trips:
-        composed = trip.second.backend.facts[trip.index].entry.composed
-        assert composed is not None
-        assert isinstance(norm.weight, Tensor)
-        trip.weight = norm.weight.detach().to(torch.float32, copy=True)
-        trip.gain = trip.weight + int(composed.one_plus)
+        trip.take(norm)

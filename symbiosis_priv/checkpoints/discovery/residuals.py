@@ -1,17 +1,20 @@
 """Finds where a linear, a residual sum, a norm and the next linears follow one another, for `composed` layer groups.
 
     h' = h + W1 a          h is the input of an earlier norm
-    n  = norm(h')          an RMSNorm: n = r (h' * g), with one factor r per row
+    n  = norm(h')          n = r (C h' * g) + b, with one factor r per row. LayerNorm: C subtracts a row's mean.
+                           RMSNorm: C changes nothing, and b = 0
     y  = W2 n              the members of one layer group, all with the input n
 
-Then `y = r (W2 (h * g) + W2 diag(g) W1 a)`. The first product is an ordinary one, and the second one, with `W1 a`, is
-that of a composed group. A tenant knows h and a at the same time, so one round trip brings both (`tenant.model.trips`).
+Then `y = r (W2 (C h * g) + W2 diag(g) C W1 a) + W2 b`. The first product is an ordinary one, and the second one, with
+`W1 a`, is that of a composed group, whose bias is `W2 b`. A tenant knows h and a at the same time, so one round trip
+brings both (`tenant.model.trips`).
 
 What is found here decides what providers serve, and not what a tenant computes: it compares the sum and the norm with
 these formulas in every pass.
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +28,7 @@ from symbiosis_priv.checkpoints.discovery.tracing import inputs_of
 from symbiosis_priv.checkpoints.layers import AGAIN, THROUGH, Composed, GroupSpec
 
 _SUMS = ("add", "__add__", "__radd__", "add_", "__iadd__")
+_VIEWS = ("view", "reshape", "flatten", "contiguous")
 
 
 def with_composed(model: PreTrainedModel, specs: Sequence[GroupSpec]) -> list[GroupSpec]:
@@ -55,16 +59,17 @@ class _Trace(TorchFunctionMode):
         self.places: list[tuple[Composed, GroupSpec, GroupSpec]] = []
         self._groups = groups
         self._linears = {name: module for name, module in model.named_modules() if name in groups}
-        self._norms = {name: one_plus for name, m in model.named_modules() if (one_plus := _gain(m)) is not None}
+        self._norms = {name: norm for name, m in model.named_modules() if (norm := _norm(m)) is not None}
         self._modules = {name: model.get_submodule(name) for name in self._norms}
 
     def run(self, function: Callable[..., Any], inputs: dict[str, Any]) -> bool:
         """Run a function of the model. Returns False if it failed; then nothing was found."""
         self._alive: list[Any] = []  # so that no other tensor gets the `id` of one of these
         self._outputs: dict[int, str] = {}
-        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+        self._sums: dict[int, tuple[str, str]] = {}  # the linear whose output was added, and the last norm of the other
+        self._rows: dict[int, int] = {}  # a view: a tensor with the same rows
         self._inputs: dict[int, str] = {}  # the last norm of a tensor
-        self._normed: dict[int, tuple[str, Tensor]] = {}
+        self._normed: dict[int, tuple[str, tuple[str, str] | None]] = {}  # a norm, and the sum that it was given
         self._reached: dict[str, int] = {}
         handles = [m.register_forward_hook(self._linear(n), with_kwargs=True) for n, m in self._linears.items()]
         handles += [m.register_forward_hook(self._norm(n), with_kwargs=True) for n, m in self._modules.items()]
@@ -83,7 +88,7 @@ class _Trace(TorchFunctionMode):
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             x = args[0] if args else next(iter(kwargs.values()))
             self._alive += [x, output]
-            self._outputs[id(output)] = name
+            self._outputs[self._id(output)] = name
             self._reached[name] = id(x) if name not in self._reached else -1  # called twice: no single place
 
         return hook
@@ -92,8 +97,8 @@ class _Trace(TorchFunctionMode):
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             if args and not kwargs:
                 self._alive += [args[0], output]
-                self._inputs[id(args[0])] = name
-                self._normed[id(output)] = (name, args[0])
+                self._inputs[self._id(args[0])] = name
+                self._normed[id(output)] = (name, self._sums.get(self._id(args[0])))
 
         return hook
 
@@ -101,8 +106,20 @@ class _Trace(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if called(func) in _SUMS and not kwargs and len(args) == 2 and all(isinstance(x, Tensor) for x in args):
             self._alive += [*args, result]
-            self._sums[id(result)] = args
+            terms = [self._id(x) for x in args]
+            self._sums.pop(self._id(result), None)
+            for h, o in (terms, terms[::-1]):
+                if o in self._outputs and h in self._inputs:
+                    self._sums[self._id(result)] = self._outputs[o], self._inputs[h]
+            self._outputs.pop(self._id(result), None)  # a sum in place is no output any more
+        elif called(func) in _VIEWS and isinstance(result, Tensor) and result.shape[-1:] == args[0].shape[-1:]:
+            self._alive += [args[0], result]
+            self._rows[id(result)] = self._id(args[0])
         return result
+
+    def _id(self, x: Tensor) -> int:
+        """The identity of the first tensor with these rows."""
+        return self._rows.get(id(x), id(x))
 
     def _found(self) -> list[tuple[Composed, GroupSpec, GroupSpec]]:
         places = []
@@ -112,41 +129,45 @@ class _Trace(TorchFunctionMode):
         taken: set[str] = set()
         for normed, (norm, total) in self._normed.items():
             second = [self._groups[name] for name in by_input.get(normed, ())]
-            terms = self._sums.get(id(total), ())
-            for h, o in (terms, terms[::-1]) if terms else ():
-                first, residual = self._outputs.get(id(o)), self._inputs.get(id(h))
-                if first is None or residual is None or first in taken or not second:
-                    continue
-                if len(self._groups[first].members) == 1 and {*second[0].members} <= {*by_input[normed]}:
-                    composed = Composed(residual=residual, norm=norm, one_plus=self._norms[norm])
-                    places.append((composed, self._groups[first], second[0]))
-                    taken.add(first)
+            if total is None or total[0] in taken or not second:
+                continue
+            first, residual = total
+            if len(self._groups[first].members) == 1 and {*second[0].members} <= {*by_input[normed]}:
+                composed = Composed(residual=residual, norm=norm, **self._norms[norm])
+                places.append((composed, self._groups[first], second[0]))
+                taken.add(first)
         return places
 
 
-def _gain(module: nn.Module) -> bool | None:
-    """Returns None if a module is not an RMSNorm; else True if it multiplies by one plus its weight, and False if it
-    multiplies by its weight. Tried on a small instance, without the model's weights."""
+def _norm(module: nn.Module) -> dict[str, Any] | None:
+    """Returns what `Composed` says of a norm, by name; None if a module is no norm with one factor per row. Tried on a
+    small instance, without the model's weights."""
     parameters = dict(module.named_parameters())
-    if [*parameters] != ["weight"] or parameters["weight"].dim() != 1 or [*module.buffers()]:
+    shapes = {p.shape for p in parameters.values()} or {torch.Size(getattr(module, "normalized_shape", ()))}
+    if not {*parameters} <= {"weight", "bias"} or len(shapes) > 1 or [*module.buffers()]:
+        return None
+    [shape] = shapes
+    if len(shape) != 1:
         return None
     generator = torch.Generator().manual_seed(0)
-    width = parameters["weight"].shape[0]
-    weight, x = (
-        torch.rand(*shape, dtype=torch.float32, device="cpu", generator=generator) + 0.5
-        for shape in ((width,), (2, width))
+    weight, bias, x = (
+        torch.rand(*sides, dtype=torch.float32, device="cpu", generator=generator) + 0.5
+        for sides in (shape, shape, (2, *shape))
     )
+    given = {"weight": weight, "bias": bias}
     small = copy.copy(module)
-    small.__dict__["_parameters"] = {"weight": weight}
+    small.__dict__["_parameters"] = {name: given[name] if name in parameters else None for name in module._parameters}
     try:
         n = small.forward(x)
     except Exception:  # foreign code may raise anything
         return None
     if not isinstance(n, Tensor) or n.shape != x.shape or n.dtype != x.dtype:
         return None
-    for one_plus in (False, True):
-        u = x * (1 + weight if one_plus else weight)
+    n = n - bias if "bias" in parameters else n
+    for one_plus, centred in itertools.product((False, True), repeat=2):
+        u = x - x.mean(1, keepdim=True) if centred else x
+        u = u * (weight + int(one_plus)) if "weight" in parameters else u
         factor = (n * u).sum(1, keepdim=True) / (u * u).sum(1, keepdim=True)
-        if torch.allclose(n, factor * u, rtol=1e-5):
-            return one_plus
+        if torch.allclose(n, factor * u, rtol=1e-5, atol=1e-5 if centred else 0):
+            return {"parameters": tuple(sorted(parameters, reverse=True)), "one_plus": one_plus, "centred": centred}
     return None

@@ -316,7 +316,7 @@ def traced(config: PreTrainedConfig, scope: Scope = DEFAULT_SCOPE) -> Skeleton:
         if len(every) == len(specs):
             raise UnsupportedModelError(
                 f"round_trips = 2: no block of {type(model).__name__} adds one linear's output to the residual stream, "
-                f"normalises the sum with an RMSNorm and multiplies it by the next linears; remove round_trips"
+                f"normalises the sum (RMSNorm, LayerNorm) and multiplies it by the next linears; remove round_trips"
             )
         specs = every
     offloaded = {name: linears[name] for name in names if name in linears}

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.quantise import Layer, compose, quantise
+from symbiosis_priv.arithmetic.quantise import Layer, centred, compose, quantise
 from symbiosis_priv.errors import CheckpointError
 
 
@@ -66,6 +66,17 @@ def test_the_product_is_close_to_the_true_one(matrices: tuple[Tensor, Tensor, Te
             )
 
 
+@given(factors())
+def test_a_centred_matrix_is_off_by_little(matrices: tuple[Tensor, Tensor, Tensor]) -> None:
+    """A mean is off by half a step of 2^-38 of the matrix's largest entry, and float64 rounds a few times."""
+    first = exactly(matrices[2])
+    top = max(abs(x) for row in first for x in row)
+    means = [sum(column, Fraction()) / len(first) for column in zip(*first, strict=True)]
+    for row, made in zip(first, exactly(centred(matrices[2])), strict=True):
+        for x, mean, y in zip(row, means, made, strict=True):
+            assert abs(y - (x - mean)) <= top * (Fraction(1, 2**39) + Fraction(1, 2**50)) + Fraction(1e-300)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_neither_order_nor_threads_nor_blocks_change_a_bit(
     dtype: torch.dtype, set_threads: Callable[[int], None]
@@ -80,6 +91,7 @@ def test_neither_order_nor_threads_nor_blocks_change_a_bit(
         made += [compose(second, gain, first), compose(second[:, order], gain[order], first[order])]
         made.append(torch.cat([compose(part, gain, first) for part in second.split(311)]))
         made.append(compose(second.t().contiguous().t(), gain, first.t().contiguous().t()))
+        assert torch.equal(centred(first)[order], centred(first[order]))
     assert all(torch.equal(made[0], other) for other in made)
     assert len({quantise([Layer("x", m, None)]).digest() for m in made}) == 1
 

@@ -5,14 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from symbiosis_priv import native
 from symbiosis_priv.arithmetic.quantise import quantise
@@ -45,17 +38,20 @@ def composed(skeleton: Skeleton) -> list[GroupSpec]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "architecture", "one_plus"),
+    ("kind", "architecture", "one_plus", "centred"),
     [
-        ("llama", "LlamaForCausalLM", False),
-        ("mistral", "MistralForCausalLM", False),
-        ("qwen2", "Qwen2ForCausalLM", False),
-        ("qwen3", "Qwen3ForCausalLM", False),
-        ("phi3", "Phi3ForCausalLM", False),
-        ("gemma", "GemmaForCausalLM", True),
+        ("llama", "LlamaForCausalLM", False, False),
+        ("mistral", "MistralForCausalLM", False, False),
+        ("qwen2", "Qwen2ForCausalLM", False, False),
+        ("qwen3", "Qwen3ForCausalLM", False, False),
+        ("phi3", "Phi3ForCausalLM", False, False),
+        ("gemma", "GemmaForCausalLM", True, False),
+        ("stablelm", "StableLmForCausalLM", False, True),
+        ("starcoder2", "Starcoder2ForCausalLM", False, True),
+        ("nemotron", "NemotronForCausalLM", True, True),
     ],
 )
-def test_every_block_of_a_pre_norm_model_is_found(kind: str, architecture: str, one_plus: bool) -> None:
+def test_every_block_of_a_pre_norm_model_is_found(kind: str, architecture: str, one_plus: bool, centred: bool) -> None:
     groups = found(kind, architecture).groups
     made = [group for group in groups if group.composed is not None]
     assert len(made) == 5  # after attention in three blocks, after the MLP in two: no block follows the last one
@@ -66,7 +62,7 @@ def test_every_block_of_a_pre_norm_model_is_found(kind: str, architecture: str, 
         assert groups[place - 1].members == (first,)  # of the same layer, so that a range of layers holds both
         assert any(group.members == tuple(second) for group in groups)
         assert spec.composed is not None
-        assert spec.composed.one_plus == one_plus
+        assert (spec.composed.one_plus, spec.composed.centred) == (one_plus, centred)
     attention, mlp = made[:2]
     assert attention.composed is not None
     assert mlp.composed is not None
@@ -81,6 +77,7 @@ def test_every_block_of_a_pre_norm_model_is_found(kind: str, architecture: str, 
         ("olmo2", "Olmo2ForCausalLM"),
         ("granite", "GraniteForCausalLM"),  # multiplies the output before the sum
         ("cohere", "CohereForCausalLM"),  # attention and MLP side by side
+        ("falcon", "FalconForCausalLM"),  # so are these, and one is added to the other in place
         ("mixtral", "MixtralForCausalLM"),  # experts follow the norm
     ],
 )
@@ -106,17 +103,14 @@ def test_the_price_of_composed_groups() -> None:
     assert price_of_composing([group for group in groups if group.composed is None]) == (1, 1)
 
 
-@pytest.fixture(params=[False, True], ids=["llama", "qwen2"])
+@pytest.fixture(params=["llama", "qwen2", "nemotron"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     torch.manual_seed(3)
-    model = (
-        Qwen2ForCausalLM(Qwen2Config(**SIZES))
-        if request.param
-        else LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True))
-    )
+    kind: Any = CONFIG_MAPPING[request.param]
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(kind(**SIZES, attention_bias=True))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
                 parameter.normal_(mean=1.0)
     return model
 
@@ -132,17 +126,19 @@ def test_integers_are_those_of_the_composed_weights(
         if entry.composed is None:
             continue
         first, *second = (modules[member.partition("@")[0]] for member in entry.members)
-        gain = modules[entry.composed.norm].weight.detach().double()
+        norm = modules[entry.composed.norm]
+        gain = norm.weight.detach().double() + int(entry.composed.one_plus)
         below = first.weight.detach().double()
-        want = torch.cat([below, *(module.weight.detach().double() * gain @ below for module in second)])
+        centred = below - below.mean(0) if entry.composed.centred else below
+        want = torch.cat([below, *(module.weight.detach().double() * gain @ centred for module in second)])
         group = store.group(index)
         made = group.weight.double() * group.channel_scale[:, None]
         assert ((made - want).abs() <= 0.501 * group.channel_scale[:, None]).all()
-        if first.bias is not None:
-            bias = first.bias.detach().double()
-            wanted = torch.cat([bias, *(module.weight.detach().double() * gain @ bias for module in second)])
-            assert group.bias is not None
-            assert torch.allclose(group.bias.double(), wanted, rtol=1e-4, atol=1e-4)
+        bias = torch.zeros(len(below)) if first.bias is None else first.bias.detach()
+        shift = torch.zeros(len(below)) if getattr(norm, "bias", None) is None else norm.bias.detach()
+        wanted = torch.cat([bias, *(module.weight.detach() @ shift for module in second)])
+        made = torch.zeros(len(want)) if group.bias is None else group.bias
+        assert torch.allclose(made, wanted, rtol=1e-4, atol=1e-4)
     assert store.is_complete()
     monkeypatch.setattr(native, "library", lambda: None)
     other = WeightStore(tmp_path / "model", cache=tmp_path / "other", scope=TWO)

@@ -1,4 +1,4 @@
-"""The counters of a session, and how long the steps of its products take.
+"""The counters of a session, how long the steps of its products take, and one row for the tenant's own eyes.
 
 Inside a `recorded` block, the steps of products are measured. Outside, that costs next to nothing.
 """
@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal, get_args
+
+from torch import Tensor
 
 from tenant.routing.known_provider import ProviderFigures
 
@@ -57,6 +59,34 @@ class Tally:
     def __init__(self) -> None:
         self.counts, self.lock = Ledger(), threading.Lock()
 
+
+class Sight(threading.local):
+    """The first row of this thread's next product, before and after its mask. `wanted`: True until there was a product;
+    False by default, so that no product is copied."""
+
+    wanted = False
+    hidden: Tensor | None = None
+    seen: tuple[list[int], list[int]] | None = None
+
+    def before(self, words: Tensor) -> None:
+        """Copy a row, if wanted, before it is masked. `words`: int32 `[r, d]`."""
+        if self.wanted:
+            self.hidden = words[0].clone()
+
+    def answered(self, masked: Tensor, *, ring_bits: int) -> None:
+        """Keep the row and what the executor that has answered saw of it. `masked`: int32 `[r, d]`, as it was sent."""
+        if self.wanted and self.hidden is not None:
+            narrow = 32 - ring_bits
+            self.seen = self.hidden.tolist(), (masked[0] << narrow >> narrow).tolist()
+            self.wanted, self.hidden = False, None
+
+    def take(self) -> tuple[list[int], list[int]] | None:
+        """Return the row, quantised, and what the executor saw of it, once. None if there was no product."""
+        self.wanted, self.hidden, seen, self.seen = False, None, self.seen, None
+        return seen
+
+
+sight: Final = Sight()
 
 Span = Literal["quantise", "take pads", "mask", "network + product", "wait for effects", "unmask + verify + dequantise"]
 SPANS: Final[tuple[Span, ...]] = get_args(Span)

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from tenant.endpoint.api.bodies import ChosenFunction, FunctionTool, TextOptions, ToolCall
-from tenant.endpoint.engine.requests import RequestLedger
+from tenant.endpoint.engine.requests import RequestLedger, ShownRow
 
 Absent = Field(default=None, exclude_if=lambda value: value is None)
 """A field that is left out if it is None."""
@@ -26,11 +26,12 @@ class EmbeddingUsage(BaseModel):
 
 
 class Usage(EmbeddingUsage):
-    """Numbers of tokens, and the ledger (not one of OpenAI's fields)."""
+    """Numbers of tokens; and the ledger and, if requested, a row of the last token (not OpenAI's fields)."""
 
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails
     ledger: RequestLedger
+    row: ShownRow | None = Absent
 
 
 class TextLogprobs(BaseModel):

@@ -69,10 +69,13 @@ class ResponsesStreamOptions(Strict):
 
 class StreamOptions(ResponsesStreamOptions):
     """Contents of a stream besides the answer. `include_usage`: add a last chunk with the numbers of tokens.
-    `include_ledger`: add the costs so far to every chunk (not one of OpenAI's fields)."""
+
+    Not OpenAI's fields: `include_ledger`: add the costs so far to every chunk. `include_row`: add to the usage a row of
+    the last token, as it is here and as the executor saw it, for clients on this machine only."""
 
     include_usage: bool = False
     include_ledger: bool = False
+    include_row: bool = False
 
 
 class Generating(Strict):

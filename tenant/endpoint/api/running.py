@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from functools import partial
@@ -24,6 +25,7 @@ T = TypeVar("T")
 
 _UNREAD = 1024  # events that a client may leave unread; with log probabilities, 4 KiB each
 _UNREAD_STEPS = 64  # ... and of a request with many choices, this number per choice
+_LOOPBACK = re.compile(r"localhost|127\.[0-9.]+|::1")
 _PING_S = 15  # between comments to a client that waits
 
 DOCUMENTED: dict[int | str, dict[str, Any]] = {
@@ -145,6 +147,7 @@ def usage(dones: Mapping[int, engine.Done], prompts: int, ledger: engine.Request
         total_tokens=prompt + new,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=ledger.cached_tokens),
         ledger=ledger,
+        row=dones[0].row if len(dones) == 1 else None,
     )
 
 
@@ -184,6 +187,10 @@ class Prepared(Protocol):
 async def respond(prepared: Prepared, http: HttpRequest, *, streamed: bool | None) -> Any:
     """Run the requests, and return their answer: whole; or as a stream, which ends with `[DONE]` or with an error."""
     endpoint = endpoint_of(http)
+    if prepared.requests[0].shows_row:
+        ends = (http.client.host if http.client else "", http.url.hostname or "")
+        if not all(_LOOPBACK.fullmatch(end) for end in ends):
+            raise ApiError(403, "rows are shown on the endpoint's own machine only", param="stream_options.include_row")
     running = Running(endpoint.service.engine, prepared.requests, endpoint.metrics, endpoint.service.users)
 
     async def events() -> AsyncIterator[ServerSentEvent]:

@@ -281,6 +281,7 @@ class Service:
             ),
             fixed_length=self.fixed_length,
             inputs=inputs or {},
+            shows_row=body.stream_options is not None and body.stream_options.include_row,
         )
 
     def too_long(self, count: int, unit: str, *, param: str) -> ApiError:

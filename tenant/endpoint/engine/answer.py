@@ -17,6 +17,7 @@ from tenant.endpoint.engine.requests import (
     Finish,
     RequestLedger,
     Sampling,
+    ShownRow,
     Sink,
     Started,
     Token,
@@ -36,6 +37,7 @@ class GeneratedAnswer:
         self.request = request
         self.finish: Finish | None = None
         self.new_tokens = 0
+        self.row: ShownRow | None = None
         self._end: Finish | None = None
         self._computed = 0
         self._sink = sink
@@ -89,6 +91,7 @@ class GeneratedAnswer:
                 prompt_tokens=len(self.request.prompt),
                 new_tokens=self.new_tokens,
                 ledger=ledger,
+                row=self.row,
             )
         )
 

@@ -19,6 +19,7 @@ from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.endpoint.engine.queued import QueuedEngine, Turns
 from tenant.endpoint.engine.requests import EngineRequest, Load
 from tenant.endpoint.engine.sequence import Drafter, Sequence
+from tenant.session.tally import sight
 from tenant.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -184,11 +185,14 @@ class ContinuousEngine(QueuedEngine):
         """Compute some rows. After an error that a single request may cause, compute each request alone."""
         if not chosen:
             return
+        # with others' rows in the pass, the first row may be another client's
+        sight.wanted = len(chosen) == 1 and chosen[0][0].request.shows_row and chosen[0][0].decoding
         try:
             try:
                 outputs = self._packed([rows for _, rows in chosen])
             finally:
                 self._steps += 1
+                self.keep_row(chosen[0][0])
                 self.charge([sequence for sequence, _ in chosen], [len(rows.tokens) for _, rows in chosen])
         except Exception as error:
             if len(chosen) > 1 and not isinstance(error, _PROVIDERS):

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from symbiosis_priv.errors import OverloadedError, SymbiosisError, TaskError
 from tenant.endpoint.engine.answer import GeneratedAnswer
-from tenant.endpoint.engine.requests import Engine, EngineRequest, Load, Sink
+from tenant.endpoint.engine.requests import Engine, EngineRequest, Load, ShownRow, Sink
 from tenant.endpoint.engine.sequence import Sequence
 from tenant.model.ledger import ledger_of, since
-from tenant.session.tally import Ledger
+from tenant.session.tally import Ledger, sight
 from tenant.tasks import Tasks
 from tenant.training.corpus import check_context
 
@@ -155,6 +155,12 @@ class QueuedEngine(Engine):
             part = {name: n * (done + own) // every - n * done // every for name, n in amounts.items()}
             sequence.charge(**part, round_trips=spent.executor_round_trips)
             done += own
+
+    def keep_row(self, sequence: Sequence) -> None:
+        """Keep the row of the last pass, which had no rows of other requests, for the client that asked for it."""
+        if (seen := sight.take()) is not None:
+            hidden, saw = map(tuple, seen)
+            sequence.answer.row = ShownRow(hidden=hidden, saw=saw)
 
     def end(self, sequence: Sequence, error: Exception | None = None) -> None:
         """Free the resources of a request, and report its last event. Messages of other libraries may quote the prompt,

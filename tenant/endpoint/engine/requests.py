@@ -75,6 +75,7 @@ class EngineRequest:
             follows the last of them.
         pooling: compute an embedding of the prompt instead of an answer.
         inputs: further tensors for the model's forward pass, of pictures or sounds, by name.
+        shows_row: report a row of the last token that was computed without other requests (`Done.row`).
     """
 
     id: str
@@ -88,6 +89,7 @@ class EngineRequest:
     fixed_length: bool = False
     pooling: Pooling | None = None
     inputs: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    shows_row: bool = False
 
     @property
     def full_length(self) -> int:
@@ -128,6 +130,15 @@ class RequestLedger:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShownRow:
+    """The input row of a token at the first layer group, for the client of the request only: `hidden` integers, which
+    do not leave this machine, and the integers that the executor `saw` in their place."""
+
+    hidden: tuple[int, ...] = field(repr=False)
+    saw: tuple[int, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Started:
     """The prompt has been read. `prompt_logprobs`: one entry per token of the prompt, the first one None; empty if not
     requested."""
@@ -160,6 +171,7 @@ class Done:
         finish: "stop" at a stop token or text or at the end of a grammar, "length" at `max_tokens`.
         text: the rest of the text.
         prompt_tokens, new_tokens: numbers of tokens; the stop token counts as new.
+        row: a row of the last token, if requested and computed without other requests.
     """
 
     finish: Finish
@@ -167,6 +179,7 @@ class Done:
     prompt_tokens: int = 0
     new_tokens: int = 0
     ledger: RequestLedger = field(default_factory=RequestLedger)
+    row: ShownRow | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.endpoint.engine.queued import QueuedEngine
 from tenant.endpoint.engine.requests import Engine, EngineRequest
 from tenant.endpoint.engine.sequence import Drafter, Sequence
+from tenant.session.tally import sight
 from tenant.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ class SequentialEngine(QueuedEngine):
         else:
             self.charge([sequence], [1])
             self.end(sequence)
+        finally:
+            sight.take()
 
     def _answer(self, sequence: Sequence) -> None:
         request, answer = sequence.request, sequence.answer
@@ -109,6 +112,8 @@ class SequentialEngine(QueuedEngine):
         self._steps += 1
         self._tokens += 1
         self.charge([sequence], [1])
+        self.keep_row(sequence)
+        sight.wanted = sequence.request.shows_row  # in the next pass, which is of one token
 
 
 class _Steps(LogitsProcessor):

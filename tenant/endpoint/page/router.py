@@ -15,11 +15,11 @@ from tenant.session.tally import Ledger
 FILES = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/chats.js": ("chats.js", "text/javascript"),
-    "/events.js": ("events.js", "text/javascript"),
-    "/markdown.js": ("markdown.js", "text/javascript"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
+    **{
+        f"/{name}.js": (f"{name}.js", "text/javascript")
+        for name in ("page", "chats", "dom", "events", "ledger", "markdown", "pictures")
+    },
 }
 """The page's files and their types, by path. They need no key."""
 
@@ -56,18 +56,24 @@ class SessionLedger(BaseModel):
     """The providers of the session.
 
     `summary` names the parties that can read rows, and `assumption` states when rows are hidden from the others.
+    `remote`: True if rows are sent to providers; `exposed`: True if an executor can read them. `media`: True if chats
+    may have pictures or sounds.
     """
 
     masking: str
     summary: str
     assumption: str
     visible: str
+    remote: bool
+    exposed: bool
+    media: bool
     providers: list[Provider]
 
 
-def page_router(scheme: Scheme, ledger: Callable[[], Ledger | None]) -> APIRouter:
+def page_router(scheme: Scheme, ledger: Callable[[], Ledger | None], *, media: bool = False) -> APIRouter:
     """Return the routes of the page. `/ledger` needs a key, which the application checks. `scheme`: the masking scheme
-    of the model. `ledger`: returns the counters of the session; None if the scheme has no session."""
+    of the model. `ledger`: returns the counters of the session; None if the scheme has no session. `media`: whether
+    chats may have pictures or sounds."""
     router = APIRouter()
     for path, (name, media_type) in FILES.items():
         router.get(path, include_in_schema=False)(_file(name, media_type))
@@ -83,6 +89,9 @@ def page_router(scheme: Scheme, ledger: Callable[[], Ledger | None]) -> APIRoute
             summary=scheme.summary,
             assumption=scheme.assumption,
             visible=_VISIBLE,
+            remote="executor" in scheme.roles,
+            exposed="executor" in scheme.roles - scheme.hides_from,
+            media=media,
             providers=[
                 Provider(**asdict(one), hidden=one.role in scheme.hides_from, sees=sees(scheme, one.role))
                 for one in providers

@@ -4,7 +4,7 @@ const KEY = "chats";
 const MOST = 50;
 const TITLE = 60;
 
-// Newest first: { id, title, messages: [{ role, content }] }.
+// Newest first: { id, title, messages }.
 export function all() {
   try {
     const found = JSON.parse(localStorage.getItem(KEY));
@@ -14,9 +14,8 @@ export function all() {
   }
 }
 
-export function keep(id, messages) {
-  const title = messages[0].content.slice(0, TITLE);
-  store([{ id, title, messages }, ...all().filter((chat) => chat.id !== id)].slice(0, MOST));
+export function keep(id, messages, title) {
+  store([{ id, title: title.slice(0, TITLE), messages }, ...all().filter((chat) => chat.id !== id)].slice(0, MOST));
 }
 
 export function remove(id) {

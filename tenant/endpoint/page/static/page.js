@@ -1,85 +1,39 @@
-// Sends messages to the endpoint, shows answers as they come, and what each answer has cost and who could see what.
-// Texts from elsewhere become text nodes, never HTML.
+// Sends messages to the endpoint, shows answers as they come, and keeps the conversation.
 
 import * as chats from "./chats.js";
+import { add, button, byId, copyButton, count } from "./dom.js";
 import { events } from "./events.js";
+import * as ledger from "./ledger.js";
 import { show } from "./markdown.js";
+import * as pictures from "./pictures.js";
 
 const LEDGER_MS = 500;
-const COSTS = {
-  rows: ["Rows sent", count],
-  round_trips: ["Round trips to executors", count],
-  answers_verified: ["Answer rows verified", count],
-  answers_rejected: ["Answers refused", count],
-  bytes_up: ["Sent to providers", size],
-  bytes_down: ["Received from providers", size],
-  cached_tokens: ["Tokens not sent again", count],
-};
-const COUNTED = {
-  requests: ["Requests", count],
-  bytes_sent: ["Sent to it", size],
-  bytes_received: ["Received from it", size],
-  verified: ["Answers verified", count],
-  rejected: ["Answers refused", count],
-};
+const HERE = /^(localhost|127\.[0-9.]+|\[::1\])$/; // rows are shown to browsers on the endpoint's machine only
+const TEXTS_ONLY =
+  "This server takes texts only. For pictures, start tenant serve with --media and a model of pictures.";
 
-const byId = (id) => document.getElementById(id);
-let chat = { id: crypto.randomUUID(), messages: [] };
+const isNarrow = matchMedia("(max-width: 60rem)");
+let chat = newChat(); // { id, messages: [{ role, content, model }] }; content is a text or a list of parts
+let attached = []; // data URLs of pictures for the next message
+let takesPictures = false;
 let answering = null; // the AbortController of the answer in progress
 let before = null; // the ledger before the last question
 let costs = {}; // of the last answer
-let tokens = 0;
 
-// Small helpers
-
-function count(number) {
-  return number.toLocaleString("en");
+function newChat() {
+  return { id: crypto.randomUUID(), messages: [] };
 }
 
-function size(bytes) {
-  for (const unit of ["B", "KiB", "MiB"]) {
-    if (bytes < 1024) return `${bytes.toFixed(unit === "B" ? 0 : 1)} ${unit}`;
-    bytes /= 1024;
-  }
-  return `${bytes.toFixed(2)} GiB`;
+function textOf(content) {
+  return typeof content === "string" ? content : content.map((part) => part.text ?? "").join("");
 }
 
-function add(parent, tag, text = "", className = "") {
-  const child = document.createElement(tag);
-  child.textContent = text;
-  child.className = className;
-  parent.append(child);
-  return child;
+function picturesOf(content) {
+  return typeof content === "string" ? [] : content.flatMap((part) => part.image_url?.url ?? []);
 }
 
-function describe(list, names, figures, each = 0) {
-  list.replaceChildren();
-  for (const [name, [label, format]] of Object.entries(names)) {
-    const row = add(list, "div");
-    add(row, "dt", label);
-    const found = figures[name] ?? 0;
-    add(row, "dd", format(found)).dataset.figure = name;
-    if (each && found && name !== "cached_tokens") add(row, "dd", `${format(Math.round(found / each))} per token`, "quiet");
-  }
-}
-
-function button(text, action) {
-  const made = document.createElement("button");
-  made.type = "button";
-  made.className = "plain";
-  made.textContent = text;
-  made.addEventListener("click", action);
-  return made;
-}
-
-function copyButton(text) {
-  return button("Copy", async (event) => {
-    await navigator.clipboard.writeText(text()).then(
-      () => (event.target.textContent = "Copied"),
-      () => (event.target.textContent = "The browser does not allow it"),
-    );
-    setTimeout(() => (event.target.textContent = "Copy"), 1500);
-  });
+function say(text) {
+  byId("status").textContent = text;
 }
 
 // Requests
@@ -132,55 +86,24 @@ async function showModels() {
   const chosen = select.value;
   select.replaceChildren();
   for (const { id, parent } of data) {
-    const option = add(select, "option", parent ? id : `${id} (base model)`);
+    const option = add(select, "option", parent || data.length === 1 ? id : `${id} (base model)`);
     option.value = id;
     option.selected = id === chosen;
   }
 }
 
-// The ledger
-
 async function sessionLedger() {
-  return (await request("ledger")).json();
+  const now = await (await request("ledger")).json();
+  takesPictures = now.media;
+  ledger.showPromise(now);
+  byId("attach").hidden = !takesPictures;
+  return now;
 }
 
 async function recount() {
-  if (before) showProviders(await sessionLedger());
-}
-
-function showProviders(now) {
-  const earlier = new Map(before.providers.map((one) => [`${one.role} ${one.name}`, one]));
-  const place = byId("providers");
-  place.replaceChildren();
-  for (const one of now.providers) {
-    const then = earlier.get(`${one.role} ${one.name}`) ?? {};
-    const article = add(place, "article");
-    article.dataset.provider = one.name;
-    add(article, "h4", one.name === one.role ? one.role : `${one.role} ${one.name}`);
-    add(article, "p", `${one.operator}, ${one.address}, ${one.state}`);
-    const since = Object.fromEntries(Object.keys(COUNTED).map((name) => [name, one[name] - (then[name] ?? 0)]));
-    describe(add(article, "dl"), COUNTED, since);
-    add(article, "p", `It saw ${one.sees}.`);
-  }
-  if (!now.providers.length) add(place, "p", "No provider was asked.");
-  byId("subject").textContent = sentence(now);
-  byId("scheme").textContent =
-    `Masking ${now.masking}. Rows can be read by: ${now.summary}. This rests on: ${now.assumption}. ` +
-    `Providers and the network always see ${now.visible}. Requests to providers are counted from your question on; ` +
-    "those of other answers at the same time are among them.";
-}
-
-// What left this machine for the last answer, in one sentence.
-function sentence(now) {
-  const executor = now.providers.find((one) => one.role === "executor");
-  const helper = now.providers.find((one) => one.role === "helper");
-  if (!executor) return "Nothing left this machine.";
-  const rows = `${count(costs.rows ?? 0)} rows`;
-  const [seen, others] = executor.hidden
-    ? [`${rows} of integers that it cannot tell from random ones, and when they came`, "Nothing else left this machine."]
-    : [`${rows} of numbers from which it can read your text`, ""];
-  const seed = helper ? ` The helper saw ${helper.hidden ? "a random seed" : "numbers from which it can read your text"}.` : "";
-  return `For this answer, the executor saw ${seen}.${seed} ${others}`;
+  const since = before;
+  const now = since && (await sessionLedger());
+  if (since && since === before) ledger.showProviders(now, since, costs);
 }
 
 // A conversation
@@ -190,32 +113,28 @@ function bubble(role, heading) {
   const article = add(byId("chat"), "article", "", role);
   add(article, "h3", heading);
   const text = add(article, "div", "", "text");
-  const actions = add(article, "div", "", "actions");
   byId("chat").scrollTop = byId("chat").scrollHeight;
-  return { article, text, actions };
+  return { article, text };
 }
 
-function showMessage(at) {
-  const { role, content } = chat.messages[at];
-  const { article, text, actions } = bubble(role, role === "user" ? "You" : "Answer");
-  article.dataset.text = content;
+function showMessage({ role, content, model }, at) {
+  const { article, text } = bubble(role, role === "user" ? "You" : (model ?? "Answer"));
+  article.dataset.text = textOf(content);
   if (role === "user") {
-    text.textContent = content;
-    actions.append(button("Edit", () => edit(at)));
-  } else {
-    show(text, content, copyButton);
-    actions.append(
-      copyButton(() => content),
-      button("Regenerate", () => regenerate(at)),
-    );
-  }
+    picturesOf(content).forEach((url) => pictures.show(text, url, "Picture"));
+    text.append(textOf(content));
+  } else show(text, content);
+  if (at === undefined) return;
+  const actions = add(article, "div", "", "actions");
+  if (role === "user") actions.append(button("Edit", () => edit(at)));
+  else actions.append(copyButton(content), button("Regenerate", () => regenerate(at)));
 }
 
 function showChat() {
   byId("chat").querySelectorAll("article").forEach((article) => article.remove());
   byId("welcome").hidden = chat.messages.length > 0;
-  chat.messages.forEach((_, at) => showMessage(at));
-  byId("status").textContent = "";
+  chat.messages.forEach(showMessage);
+  say("");
 }
 
 function showChats() {
@@ -225,9 +144,9 @@ function showChats() {
     const item = add(list, "li");
     const open = button(one.title, () => openChat(one));
     open.setAttribute("aria-current", one.id === chat.id);
-    const remove = button("Delete", () => {
+    const remove = button("×", () => {
       chats.remove(one.id);
-      if (one.id === chat.id) openChat({ id: crypto.randomUUID(), messages: [] });
+      if (one.id === chat.id) openChat(newChat());
       showChats();
     });
     remove.setAttribute("aria-label", `Delete the chat ${one.title}`);
@@ -238,16 +157,25 @@ function showChats() {
 
 function openChat(one) {
   answering?.abort();
-  chat = one;
+  [chat, before, costs] = [one, null, {}];
+  ledger.clear();
   showChat();
   showChats();
   if (isNarrow.matches) byId("history").open = false;
-  byId("message").focus();
+  write();
+}
+
+// Puts the cursor into the message. On a phone, that would open the keyboard over the answer.
+function write() {
+  if (!isNarrow.matches) byId("message").focus();
 }
 
 function edit(at) {
   if (answering) return;
-  byId("message").value = chat.messages[at].content;
+  const { content } = chat.messages[at];
+  byId("message").value = textOf(content);
+  attached = picturesOf(content);
+  showAttached();
   chat.messages = chat.messages.slice(0, at);
   showChat();
   byId("message").focus();
@@ -255,10 +183,10 @@ function edit(at) {
 
 function regenerate(at) {
   if (answering) return;
-  const question = chat.messages[at - 1].content;
+  const { content } = chat.messages[at - 1];
   chat.messages = chat.messages.slice(0, at - 1);
   showChat();
-  send(question);
+  send(content);
 }
 
 // Keeps the end of the conversation in view, unless the user has scrolled up to read.
@@ -269,53 +197,58 @@ function follow(change) {
   if (atEnd) place.scrollTop = place.scrollHeight;
 }
 
-async function ask(message) {
+async function ask(content) {
   const model = byId("model").value;
   const asking = chat;
-  const sent = [...asking.messages, { role: "user", content: message }];
-  bubble("user", "You").text.textContent = message;
+  const sent = [...asking.messages, { role: "user", content }];
+  showMessage(sent.at(-1));
   const { article, text } = bubble("assistant", model);
   article.setAttribute("aria-busy", "true"); // screen readers wait for the whole answer
   answering = new AbortController();
   const began = performance.now();
-  let answer = "";
-  [tokens, costs] = [0, {}];
+  let [answer, tokens, chunks] = ["", 0, 0];
+  costs = {};
+  ledger.showRow(null);
+  say("Waiting for the first token");
   try {
     before = await sessionLedger();
-    describe(byId("costs"), COSTS, {});
+    ledger.showCosts(costs, 0);
     const response = await request("v1/chat/completions", {
       method: "POST",
       headers: { "Content-Type": "application/json" },
       signal: answering.signal,
       body: JSON.stringify({
         model,
-        messages: sent,
+        messages: sent.map(({ role, content }) => ({ role, content })),
         temperature: Number(byId("temperature").value),
         max_completion_tokens: Number(byId("tokens").value),
         stream: true,
-        stream_options: { include_usage: true, include_ledger: true },
+        stream_options: { include_usage: true, include_ledger: true, include_row: HERE.test(location.hostname) },
       }),
     });
-    let chunks = 0;
     for await (const chunk of events(response.body)) {
       if (chunk.error) throw new Error(chunk.error.message);
-      answer += chunk.choices?.[0]?.delta?.content ?? "";
-      follow(() => show(text, answer, copyButton));
-      chunks += 1;
+      const piece = chunk.choices?.[0]?.delta?.content ?? "";
+      answer += piece;
+      if (piece) follow(() => show(text, answer));
+      chunks += chunk.choices?.length ? 1 : 0;
       tokens = chunk.usage?.completion_tokens ?? tokens;
       costs = chunk.usage?.ledger ?? chunk.ledger ?? costs;
-      describe(byId("costs"), COSTS, costs, tokens || chunks);
-      byId("status").textContent = `Answering, ${(chunks / secondsSince(began)).toFixed(1)} tokens per second`;
+      ledger.showCosts(costs, tokens || chunks);
+      if (chunk.usage) ledger.showRow(chunk.usage.row);
+      if (answer) say(`Answering, ${(chunks / secondsSince(began)).toFixed(1)} tokens per second`);
     }
-    byId("status").textContent = answer ? speed(secondsSince(began)) : "The model ended its answer at once.";
+    say(answer ? speed(tokens, secondsSince(began)) : "The model ended its answer at once.");
   } catch (error) {
-    if (error.name === "AbortError") byId("status").textContent = "Stopped.";
+    if (error.name === "AbortError") say("Stopped.");
     else {
       const unreachable = error instanceof TypeError; // the text of fetch's own errors helps nobody
       const why = unreachable ? "The endpoint cannot be reached. Check that tenant serve runs." : error.message;
       follow(() => add(article, "p", why, "error").setAttribute("role", "alert"));
-      byId("status").textContent = "No answer. Your message is below: send it again.";
-      byId("message").value ||= message;
+      say("No answer. Your message is below: send it again.");
+      byId("message").value ||= textOf(content);
+      attached = attached.length ? attached : picturesOf(content);
+      showAttached();
     }
   } finally {
     answering = null;
@@ -325,12 +258,12 @@ async function ask(message) {
   }
   if (!answer || chat !== asking) return; // there may be a new chat by now
   const status = byId("status").textContent;
-  asking.messages = [...sent, { role: "assistant", content: answer }];
-  chats.keep(asking.id, asking.messages);
+  asking.messages = [...sent, { role: "assistant", content: answer, model }];
+  chats.keep(asking.id, asking.messages, textOf(sent[0].content));
   const kept = [...byId("chat").querySelectorAll(".error")];
   follow(showChat);
   byId("chat").lastElementChild.append(...kept);
-  byId("status").textContent = status;
+  say(status);
   showChats();
 }
 
@@ -338,31 +271,82 @@ function secondsSince(began) {
   return Math.max(performance.now() - began, 1) / 1000;
 }
 
-function speed(seconds) {
+function speed(tokens, seconds) {
   const trips = tokens ? Math.round((costs.round_trips ?? 0) / tokens) : 0;
-  const each = trips ? `, ${count(trips)} round trips to the executor for each` : "";
-  return `${count(tokens)} tokens in ${seconds.toFixed(1)} s: ${(tokens / seconds).toFixed(1)} per second${each}.`;
+  const least = (trips / 100).toFixed(1);
+  const each = trips ? ` Each waits for ${count(trips)} round trips: with providers 10 ms away, ${least} s at least.` : "";
+  return `${count(tokens)} tokens in ${seconds.toFixed(1)} s, ${(tokens / seconds).toFixed(1)} per second.${each}`;
 }
 
-async function send(message) {
-  if (!message || answering) return;
-  byId("send").disabled = true;
-  byId("stop").disabled = false;
-  await ask(message);
-  byId("send").disabled = false;
-  byId("stop").disabled = true;
+async function send(content) {
+  if (!content || answering) return;
+  byId("send").hidden = true;
+  byId("stop").hidden = false;
+  write();
+  await ask(content);
+  byId("send").hidden = false;
+  byId("stop").hidden = true;
+  write();
+}
+
+// Pictures for the next message
+
+function showAttached() {
+  const place = byId("attached");
+  place.replaceChildren();
+  attached.forEach((url, at) => {
+    const remove = button("×", () => {
+      attached.splice(at, 1);
+      showAttached();
+      byId("message").focus();
+    });
+    remove.setAttribute("aria-label", `Remove picture ${at + 1}`);
+    pictures.show(place, url, `Picture ${at + 1}`).after(remove);
+  });
+}
+
+async function attach(files) {
+  if (!takesPictures) return say(TEXTS_ONLY);
+  for (const file of files) {
+    try {
+      attached.push(await pictures.read(file));
+      say("");
+    } catch (error) {
+      say(error.message);
+    }
+  }
+  showAttached();
   byId("message").focus();
+}
+
+byId("attach").addEventListener("click", () => byId("picture").click());
+
+byId("picture").addEventListener("change", async (event) => {
+  await attach([...event.target.files]);
+  event.target.value = "";
+});
+
+for (const name of ["dragover", "drop", "paste"]) {
+  document.addEventListener(name, (event) => {
+    const data = event.dataTransfer ?? event.clipboardData;
+    if (!data.types.includes("Files") || (name === "paste" && data.types.includes("text/plain"))) return;
+    event.preventDefault(); // the browser would open the file in place of the page
+    if (name !== "dragover") attach([...data.files]);
+  });
 }
 
 // Controls
 
-const isNarrow = matchMedia("(max-width: 60rem)");
-
 byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
-  const message = byId("message").value.trim();
-  if (message && !answering) byId("message").value = "";
-  send(message);
+  const text = byId("message").value.trim();
+  if (!text || answering) return byId("message").focus();
+  const parts = attached.map((url) => ({ type: "image_url", image_url: { url } }));
+  const content = parts.length ? [...parts, { type: "text", text }] : text;
+  byId("message").value = "";
+  attached = [];
+  showAttached();
+  send(content);
 });
 
 byId("message").addEventListener("keydown", (event) => {
@@ -378,11 +362,12 @@ byId("examples").addEventListener("click", (event) => {
 
 byId("stop").addEventListener("click", () => answering?.abort());
 
-byId("clear").addEventListener("click", () => openChat({ id: crypto.randomUUID(), messages: [] }));
+byId("clear").addEventListener("click", () => openChat(newChat()));
 
 byId("forget").addEventListener("click", () => {
+  if (!confirm("Delete all chats of this browser?")) return;
   chats.removeAll();
-  openChat({ id: crypto.randomUUID(), messages: [] });
+  openChat(newChat());
 });
 
 byId("open-settings").addEventListener("click", () => byId("settings").showModal());
@@ -407,7 +392,5 @@ setInterval(() => !document.hidden && !asked && recount().catch(() => {}), LEDGE
 
 takeKeyFromAddress()
   .then(showModels)
-  .then(
-    () => byId("message").focus(),
-    (error) => (byId("status").textContent = error.message),
-  );
+  .then(sessionLedger)
+  .then(write, (error) => say(error.message));

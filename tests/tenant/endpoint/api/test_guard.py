@@ -56,6 +56,12 @@ def test_only_those_with_the_key_and_no_web_pages(served: Served, headers: dict[
     assert found == 200 or set(body["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(("host", "status"), [("127.0.0.1", 200), ("localhost", 200), ("10.0.0.1", 403)])
+def test_rows_are_shown_on_this_machine_only(served: Served, host: str, status: int) -> None:
+    asked = COMPLETION | {"stream": True, "stream_options": {"include_usage": True, "include_row": True}}
+    assert ask(served, "POST", "/v1/completions", asked, Host=f"{host}:{served.port}")[0] == status
+
+
 def test_the_page_of_the_endpoint_itself_may_ask(served: Served) -> None:
     origin = f"http://127.0.0.1:{served.port}"
     assert ask(served, "GET", "/v1/models", Origin=origin)[0] == 200

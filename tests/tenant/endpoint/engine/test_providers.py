@@ -1,6 +1,7 @@
 """The engine over real providers in processes of their own, with masked rows."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 
 from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.harness.local import LocalFederation
+from symbiosis_priv.harness.wiretaps import AnswerTimes
 from tenant import RemoteConfig, backend_of
 from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.packed_model import PackedModel
-from tenant.endpoint.engine.requests import Sampling
+from tenant.endpoint.engine.requests import Sampling, ShownRow
 from tenant.endpoint.engine.sequence import Drafter
 from tenant.endpoint.engine.speculation import open_drafter
 from tenant.model.ledger import ledger_of, since
@@ -103,6 +105,45 @@ def test_32_streams_over_8_adapters_are_those_of_the_simulation_and_each_request
 
     reference, _ = open_engine(RemoteConfig(masking="simulate"))
     assert [one.logprobs for one in asked] == [one.logprobs for one in ask_32(reference)]
+
+
+def test_a_row_is_shown_as_the_executor_saw_it_and_never_a_row_of_another_request(
+    open_engine: Callable[..., Opened], remote: RemoteConfig
+) -> None:
+    sent = list[list[int]]()
+
+    class Tap(AnswerTimes):
+        def sent(self, peer: Any, message: Any, payload: Any) -> None:
+            if peer.role == "executor" and payload is not None:
+                sent.extend(payload.tolist())
+
+    engine, model = open_engine(replace(remote, wiretap=Tap()))
+
+    def is_of(row: ShownRow | None, token: int) -> bool:
+        """Whether the row is the first layer group's input for a token, rounded to integers."""
+        assert row is not None
+        norm, table = model.model.layers[0].input_layernorm, model.get_input_embeddings()
+        x, hidden = norm(table(torch.tensor([token])))[0].double(), torch.tensor(row.hidden).double()
+        scale = (x @ hidden) / (hidden @ hidden)
+        return bool((x - scale * hidden).abs().max() <= 0.51 * scale)
+
+    alone = Asked(engine, PROMPT, max_tokens=6, shows_row=True)
+    row = alone.done().row
+    assert is_of(row, alone.tokens[-2])  # the last token is not computed
+    assert row is not None
+    assert row.hidden != row.saw
+    assert list(row.saw) in sent
+    assert max(map(abs, row.saw)) > 1 << 30
+    assert Asked(engine, PROMPT, max_tokens=6).done().row is None
+
+    others = list[Asked]()
+
+    def join() -> None:
+        others.append(Asked(engine, PROMPT, max_tokens=4, adapter="lora", client="other", shows_row=True))
+
+    first = Asked(engine, PROMPT, max_tokens=12, shows_row=True, at={2: join})
+    assert is_of(first.done().row, first.tokens[-2])
+    assert others[0].done().row is None  # every pass had rows of both
 
 
 def test_a_draft_model_halves_the_round_trips_and_each_step_has_the_same_rows(

@@ -1,10 +1,12 @@
 """The page in Chromium, with real providers: answers, adapters, and a ledger that counts what the session counts."""
 
+import base64
 import json
 import re
 import shutil
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,12 @@ from openai import OpenAI
 
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig
+from tenant.endpoint import serving
 from tenant.endpoint.api.application import create_app
 from tenant.endpoint.api.http_server import Server
 from tenant.endpoint.api.service import Service, Settings
 from tenant.endpoint.engine.sequential import SequentialEngine
+from tenant.endpoint.options import Serving
 from tenant.endpoint.page.router import FILES, page_router
 from tenant.masking.registry import scheme_named
 from tenant.model.hf import backend_of
@@ -25,6 +29,7 @@ from tenant.model.ledger import ledger_of
 from tenant.model.loading import load_language_model
 from tenant.session.tally import Ledger
 from tenant.tasks import Tasks
+from tests.tenant.endpoint.api.test_media import llava, png
 
 INSTALL = "to test the page, install Chromium and `pip install playwright`"
 playwright: Any = pytest.importorskip("playwright.sync_api", reason=INSTALL)
@@ -86,19 +91,27 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def page(browser: Any, served: Served) -> Iterator[Any]:
     """The page, signed in by its address."""
+    with signed_in(browser, served.url) as page:
+        page.get_by_role("option", name="lora").wait_for(state="attached")
+        settings(page, tokens="8", temperature="0")
+        yield page
+
+
+@contextmanager
+def signed_in(browser: Any, url: str) -> Iterator[Any]:
+    """The page of an endpoint. Afterwards: it has asked no other server, and its scripts had no errors."""
     page = browser.new_page()
     page.set_default_timeout(60_000)
     hosts: set[str] = set()
     errors: list[str] = []
     page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(f"{served.url}/#key={KEY}")
+    page.goto(f"{url}/#key={KEY}")
     page.get_by_role("button", name="Continue").click()
-    page.get_by_role("option", name="lora").wait_for(state="attached")
-    assert page.url == served.url + "/"
-    settings(page, tokens="8", temperature="0")
+    page.get_by_role("option").first.wait_for(state="attached")
+    assert page.url == url + "/"
     yield page
-    assert hosts == {served.url.split("/")[2]}
+    assert hosts == {url.split("/")[2]}
     assert errors == []
     page.close()
 
@@ -159,6 +172,36 @@ def test_answers_are_those_of_the_api_and_the_ledger_that_of_the_session(page: A
     assert ask(page, "The weather") == served.answer("lora", "The weather") != found
 
 
+def test_a_row_is_drawn_as_it_is_and_as_the_executor_saw_it(page: Any) -> None:
+    texts = list[str]()
+
+    def note(route: Any) -> None:
+        answer = route.fetch()
+        texts.append(answer.text())
+        route.fulfill(response=answer)
+
+    page.route("**/v1/chat/completions", note)
+    ask(page, "The weather")
+    [row] = [json.loads(found)["usage"]["row"] for found in re.findall(r"data: (.*\"usage\":.*)", texts[0])]
+    assert max(map(abs, row["hidden"])) < 1 << 29 < max(map(abs, row["saw"]))
+    for name, integers in (("saw", row["saw"]), ("hides", row["hidden"])):
+        strip = page.locator(f"#{name}")
+        range_ = f"{len(integers)} integers between {min(integers):,} and {max(integers):,}"
+        assert strip.get_attribute("aria-label") == range_ == strip.locator("+ p").inner_text()
+        read = "(strip) => [...strip.getContext('2d').getImageData(0, 0, strip.width, strip.height).data]"
+        pixels = strip.evaluate(read)[: 4 * len(integers)]
+        assert set(pixels[3::4]) == {255}
+        if name == "saw":
+            most = max(map(abs, integers))
+            assert all(abs(128 + 127 * n / most - grey) <= 1 for n, grey in zip(integers, pixels[::4], strict=True))
+        else:
+            assert {
+                n > 0 for n, red, blue in zip(integers, pixels[::4], pixels[2::4], strict=True) if red > blue + 9
+            } == {True}
+    page.get_by_role("button", name="New chat").click()
+    assert page.locator("#row").is_hidden()
+
+
 def test_an_answer_can_be_stopped_and_an_error_is_shown(page: Any) -> None:
     settings(page, tokens="400")
     page.get_by_label("Message").fill("The <b>weather</b>")
@@ -179,7 +222,7 @@ def test_a_new_chat_forgets_the_answer_in_progress(page: Any) -> None:
     page.get_by_role("button", name="Send").click()
     page.locator("#chat .assistant .text:not(:empty)").wait_for()
     page.get_by_role("button", name="New chat").click()
-    page.locator("#send:enabled").wait_for()
+    page.locator("#send").wait_for()
     with page.expect_request("**/v1/chat/completions") as asked:
         ask(page, "The weather")
     assert asked.value.post_data_json["messages"] == [{"role": "user", "content": "The weather"}]
@@ -193,7 +236,7 @@ def test_a_new_user_is_shown_what_happens_and_can_begin_with_an_example(page: An
     answer_of(page)
     assert page.locator("#chat .user .text").inner_text() == words
     assert page.locator("#welcome").is_hidden()
-    assert re.search(r"\d+ tokens in .* per second, \d+ round trips", page.locator("#status").inner_text())
+    assert re.search(r"\d+ tokens in .* per second\. Each waits for \d+ round", page.locator("#status").inner_text())
 
 
 def test_markdown_is_shown_and_never_html(page: Any) -> None:
@@ -223,6 +266,7 @@ def test_chats_survive_a_reload_and_can_be_deleted(page: Any) -> None:
     page.get_by_role("button", name="Delete the chat The weather").click()
     assert page.locator("#chat article").count() == 0
     assert page.locator("#chats li").count() == 1
+    page.once("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Delete all").click()
     assert page.evaluate("localStorage.getItem('chats')") is None
 
@@ -246,9 +290,65 @@ def test_a_phone_shows_the_conversation_first(page: Any) -> None:
     box = page.locator("#chat").bounding_box()
     assert box["height"] > 844 * 0.5
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert page.locator("header").bounding_box()["height"] < 70
     assert not page.locator("#subject").is_visible()
     page.get_by_text("Privacy ledger").click()
     assert page.locator("#subject").is_visible()
+    page.emulate_media(reduced_motion="reduce")
+    page.get_by_role("button", name="Settings").click()
+    drawer = page.locator("#settings").bounding_box()
+    assert (drawer["x"], drawer["width"], drawer["y"] + drawer["height"]) == (0, 390, 844)
+
+
+DROP = """([place, kind, file]) => {
+  const data = new DataTransfer();
+  data.items.add(new File([Uint8Array.from(atob(file), (c) => c.charCodeAt(0))], "a.png", { type: kind }));
+  const given = { bubbles: true, cancelable: true };
+  const event = place === "paste" ? new ClipboardEvent(place, { ...given, clipboardData: data })
+    : new DragEvent(place, { ...given, dataTransfer: data });
+  document.querySelector("#message").dispatchEvent(event);
+}"""
+
+
+def test_a_server_of_texts_says_that_it_takes_no_pictures(page: Any) -> None:
+    page.evaluate(DROP, ["drop", "image/png", ""])
+    page.get_by_text("takes texts only").wait_for()
+    assert page.get_by_role("button", name="Add a picture").is_hidden()
+
+
+def test_pictures_are_dropped_pasted_and_chosen(browser: Any, tmp_path: Path) -> None:
+    """An endpoint of LLaVA in miniature. The page's policy allows no address of a picture, so they are drawn."""
+    llava(tmp_path)
+    options, file = Serving(media=True), base64.b64encode(png(40, 30)).decode()
+    with serving.opened(
+        tmp_path, RemoteConfig(masking="simulate"), name="tiny", adapters={}, options=options
+    ) as service:
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = serving.server(service, listener, keys=(KEY,), masking="simulate", options=options)
+        server.start()
+        with signed_in(browser, f"http://127.0.0.1:{listener.getsockname()[1]}") as page:
+            settings(page, tokens="4", temperature="0")
+            page.get_by_text("on this machine alone").wait_for()
+            for place in ("drop", "paste"):
+                page.evaluate(DROP, [place, "image/png", file])
+            page.locator("#picture").set_input_files(
+                [{"name": "c.png", "mimeType": "image/png", "buffer": png(4000, 20)}]
+            )
+            page.get_by_role("button", name="Remove picture 3").click()
+            page.evaluate(DROP, ["drop", "image/png", base64.b64encode(b"no picture").decode()])
+            page.get_by_text("cannot read a.png").wait_for()
+            with page.expect_request("**/v1/chat/completions") as asked:
+                ask(page, "What is this?")
+            *parts, text = asked.value.post_data_json["messages"][0]["content"]
+            assert [part["image_url"]["url"].partition(",")[0] for part in parts] == ["data:image/jpeg;base64"] * 2
+            assert text["text"] == "What is this?"
+            assert page.locator("#chat").get_by_role("alert").count() == 0
+            page.reload()
+            page.get_by_role("button", name="What is this?", exact=True).click()
+            page.locator("#chat .user canvas").nth(1).wait_for()
+            page.get_by_role("button", name="Edit").click()
+            page.locator("#attached canvas").nth(1).wait_for()
+        server.stop()
 
 
 def test_a_wrong_key_is_asked_for_again(browser: Any, served: Served) -> None:

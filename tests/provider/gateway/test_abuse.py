@@ -183,19 +183,6 @@ def test_effects_of_a_tenant_that_hangs_up(victim: Service, connect: Connect, bl
     culprit.must_have(abandoned=6)
 
 
-def test_effects_of_a_tenant_that_stays(victim: Service, connect: Connect, blame: Blame) -> None:
-    honest, culprit = connect("alice", to=victim), blame("dave")
-    attackers = [connect("dave", role="helper", to=victim) for _ in range(6)]
-    with watching(victim) as watch:
-        for attacker in attackers:
-            attacker.send(effect(GATE_UP, ROWS, seed=secrets.token_bytes(32)))
-        assert longest_wait(honest, seconds=2.0) <= PATIENCE_S
-        for attacker in attackers:
-            attacker.close()
-    assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
-    culprit.must_have(rows=1, work=WIDTH * WIDE)
-
-
 def test_payloads_that_are_announced_and_never_sent(victim: Service, connect: Connect, blame: Blame) -> None:
     culprits = [blame(tenant) for tenant in ("alice", "bob")]
     for tenant in ("alice", "bob"):

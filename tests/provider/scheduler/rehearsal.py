@@ -1,16 +1,18 @@
-"""Simulates a provider and its tenants with a simulated clock, to compare the throughput and latency of policies.
+"""Simulates providers and their tenants with a simulated clock, to compare the throughput and latency of policies.
 
 A product takes as long as on a model of width 4096 on one core, with compiled kernels that prefetch: the time to read
 the weights or the time of all rows, whichever is longer. Tenants go through a model's layer groups forward, and
-training tenants back again. Between two requests each tenant computes, on one core that all tenants share, and may be
-delayed. `symbiosis-priv bench provider` measures real providers.
+training tenants back again. `play` runs any number of executors (`swarm`); `rehearse` runs one, whose tenants compute
+between two requests on one core that all of them share, and may be delayed. `symbiosis-priv bench provider` measures
+real providers.
 """
 
 import heapq
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from provider.config.schema import SchedulerConfig
 from provider.scheduler.jobs import Job, Key
@@ -19,14 +21,42 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 
 HIDDEN = 4096
 GROUPS = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 4 * HIDDEN), (2 * HIDDEN, HIDDEN))
-READING = 50e-12  # seconds to read a weight
-ROW = 8.6e-12  # seconds per weight and row
-PRODUCT, REQUEST = 0.6e-3, 0.25e-3  # further seconds of the executor per product
 TENANT, VALUE = 0.6e-3, 4.5e-9  # seconds of a tenant per request, and per number in it
 NETWORK = 0.3e-3
 HOLD_UP = 6e-3
 FEW_ROWS = 16
 WARM_UP = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What things cost, in seconds: to read a weight, a multiply-add, a product, a request of a product, a round trip,
+    and a tenant's own work between two requests."""
+
+    weight_s: float
+    row_s: float
+    product_s: float
+    request_s: float = 0.25e-3
+    trip_s: float = 2e-3
+    tenant_s: float = 0.6e-3
+
+
+ONE_CORE = Hardware(weight_s=50e-12, row_s=8.6e-12, product_s=0.6e-3)
+"""Measured, `bench kernels` and `bench provider`: two bytes a weight at 40 GB/s, 116 GMAC/s."""
+
+
+@dataclass
+class Executor:
+    """An executor with its scheduler; `free_at` is when its product ends. The figures begin after the warm-up."""
+
+    hardware: Hardware
+    scheduler: Scheduler[Job]
+    free_at: float = 0.0
+    wakes_at: float = float("inf")
+    busy_s: float = 0.0
+    rows: int = 0
+    products: int = 0
+    requests: int = 0
 
 
 @dataclass
@@ -100,50 +130,83 @@ class Outcome:
     batch_requests: float
 
 
-def rehearse(
-    config: SchedulerConfig, tenants: Sequence[Tenant], *, seconds: float = 12.0, seed: int = 0, held_up: float = 0.0
-) -> Outcome:
+def play(
+    arrivals: Sequence[tuple[float, Tenant]],
+    *,
+    at: Callable[[Job], Executor],
+    think: Callable[[Tenant, float], float],
+    warm_up: float,
+    seconds: float,
+) -> None:
     """Let the tenants send requests; their `turns` hold their times afterwards.
 
     Args:
-        held_up: share of requests before which a tenant is delayed, for `HOLD_UP` on average.
+        arrivals: when each tenant sends its first request.
+        at: the executor of a job.
+        think: told a tenant and the time of its answer, returns the time of its next request.
     """
-    chance, order = random.Random(seed), itertools.count()
-    subject: Scheduler[Job] = Scheduler(config)
-    by_name = {tenant.name: tenant for tenant in tenants}
-    coming = [(chance.uniform(0, 0.01), next(order), tenant) for tenant in tenants]
-    heapq.heapify(coming)
-    now = idle = core = 0.0  # the last entry is the time at which the tenants' core is free
-    products = requests = 0
-    while now < WARM_UP + seconds:
-        while coming and coming[0][0] <= now:
-            at, _, tenant = heapq.heappop(coming)
-            subject.put(tenant.ask(at))
-        pieces = subject.take(now)
+    order = itertools.count()
+    by_name = {tenant.name: tenant for _, tenant in arrivals}
+    events: list[Any] = [(time, next(order), tenant) for time, tenant in arrivals]
+    heapq.heapify(events)
+
+    def work(executor: Executor, now: float) -> None:
+        pieces = executor.scheduler.take(now)
         if not pieces:
-            deadline = subject.next_deadline(now)
-            then = min([coming[0][0]] if coming else [], default=1e9)
-            then = min(then, 1e9 if deadline is None else deadline)
-            assert then > now
-            idle, now = idle + then - now, then
-            continue
-        rows = sum(piece.rows for piece in pieces)
-        product = pieces[0].job.row_work * max(READING, rows * ROW)
-        took = PRODUCT + len(pieces) * REQUEST + product
-        now += took
-        products, requests = products + 1, requests + len(pieces)
-        subject.done(pieces, now=now, seconds=product)
+            deadline = executor.scheduler.next_deadline(now)
+            if deadline is not None and deadline < executor.wakes_at:
+                executor.wakes_at = deadline
+                heapq.heappush(events, (deadline, next(order), executor))
+            return
+        rows, hardware = sum(piece.rows for piece in pieces), executor.hardware
+        product = pieces[0].job.row_work * max(hardware.weight_s, rows * hardware.row_s)
+        took = hardware.product_s + len(pieces) * hardware.request_s + product
+        executor.free_at = now + took
+        executor.scheduler.done(pieces, now=executor.free_at, seconds=product)
+        if now > warm_up:
+            executor.busy_s += took
+            executor.rows += rows
+            executor.products += 1
+            executor.requests += len(pieces)
+        heapq.heappush(events, (executor.free_at, next(order), executor))
         for piece in pieces:
             if piece.last:
                 tenant = by_name[str(piece.job.tenant)]
-                busy = tenant.hear(now) * chance.uniform(0.7, 1.4)
-                core = max(core, now) + min(busy, 2e-3)  # a long computation is interrupted by the other tenants'
-                late = chance.expovariate(1 / HOLD_UP) if chance.random() < held_up else 0.0
-                heapq.heappush(coming, (core + max(0.0, busy - 2e-3) + NETWORK + late, next(order), tenant))
+                heapq.heappush(events, (think(tenant, executor.free_at), next(order), tenant))
+
+    while events and events[0][0] < warm_up + seconds:
+        now, _, who = heapq.heappop(events)
+        if isinstance(who, Executor):
+            executor = who
+            executor.wakes_at = float("inf")
+        else:
+            executor = at(job := who.ask(now))
+            executor.scheduler.put(job)
+        if executor.free_at <= now:
+            work(executor, now)
+
+
+def rehearse(
+    config: SchedulerConfig, tenants: Sequence[Tenant], *, seconds: float = 12.0, seed: int = 0, held_up: float = 0.0
+) -> Outcome:
+    """Let the tenants of one executor send requests. `held_up`: share of requests before which a tenant is delayed, for
+    `HOLD_UP` on average."""
+    chance, executor = random.Random(seed), Executor(ONE_CORE, Scheduler(config))
+    core = 0.0  # the time at which the tenants' core is free
+
+    def think(tenant: Tenant, now: float) -> float:
+        nonlocal core
+        busy = tenant.hear(now) * chance.uniform(0.7, 1.4)
+        core = max(core, now) + min(busy, 2e-3)  # a long computation is interrupted by the other tenants'
+        late = chance.expovariate(1 / HOLD_UP) if chance.random() < held_up else 0.0
+        return core + max(0.0, busy - 2e-3) + NETWORK + late
+
+    arrivals = [(chance.uniform(0, 0.01), tenant) for tenant in tenants]
+    play(arrivals, at=lambda _: executor, think=think, warm_up=WARM_UP, seconds=seconds)
     generating = [(tenant.rows, turn) for tenant in tenants if not tenant.trains for turn in tenant.turns]
     return Outcome(
         tokens_per_s=sum(rows for rows, _ in generating) / seconds,
         latency=sum(turn for _, turn in generating) / max(1, len(generating)),
-        idle=idle / now,
-        batch_requests=requests / max(1, products),
+        idle=1 - executor.busy_s / seconds,
+        batch_requests=executor.requests / max(1, executor.products),
     )

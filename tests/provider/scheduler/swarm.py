@@ -7,58 +7,29 @@ cost is assumed (`Hardware`); docs/scale.md says from where the figures come.
 """
 
 import argparse
-import heapq
-import itertools
 import random
 import statistics
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
 from provider.announce.placement import Placed, better, coverage, most_needed
 from provider.config.schema import AnnounceConfig, SchedulerConfig
-from provider.scheduler.jobs import Job
 from provider.scheduler.scheduler import Scheduler
-from tests.provider.scheduler.rehearsal import GROUPS, Tenant
+from tests.provider.scheduler.rehearsal import GROUPS, ONE_CORE, Executor, Hardware, Tenant, play
 
 LAYERS, SERVED = 32, 8
 WARM_UP_S = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """What things cost, in seconds: to read a weight, a multiply-add, a product, a request of a product, a round trip,
-    and a tenant's own work between two requests."""
-
-    weight_s: float
-    row_s: float
-    product_s: float
-    request_s: float = 0.25e-3
-    trip_s: float = 2e-3
-    tenant_s: float = 0.6e-3
-
-
 HARDWARE = {
-    # measured, `bench kernels` and `bench provider`: two bytes a weight at 40 GB/s, 116 GMAC/s
-    "one core (measured)": Hardware(weight_s=50e-12, row_s=8.6e-12, product_s=0.6e-3),
+    "one core (measured)": ONE_CORE,
     # assumed: two bytes a weight at 8 x 3.35 TB/s, 8 x 1979 TOP/s in int8, 7 limb products; half of each is reached
     "8 GPUs (assumed)": Hardware(weight_s=0.15e-12, row_s=0.9e-15, product_s=0.1e-3),
 }
-
-
-@dataclass
-class Executor:
-    """An executor with its scheduler; `free_at` is when its product ends."""
-
-    layers: range
-    scheduler: Scheduler[Job] = field(default_factory=lambda: Scheduler(SchedulerConfig()))
-    free_at: float = 0.0
-    busy_s: float = 0.0
-    rows: int = 0
-    wakes_at: float = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,70 +57,38 @@ def simulate(
     hardware: Hardware, *, tenants: int, executors: int, training: float, seconds: float, seed: int = 0
 ) -> Outcome:
     """Let all tenants work; the figures begin after `WARM_UP_S`."""
-    rng, order = random.Random(seed), itertools.count()
-    fleet = [
-        Executor(range(one.layers.first, one.layers.last + 1))
-        for one in placed(executors, rng=rng, operators=max(2, executors // 2))
-    ]
+    rng = random.Random(seed)
+    there = placed(executors, rng=rng, operators=max(2, executors // 2))
+    fleet = [Executor(hardware, Scheduler(SchedulerConfig())) for _ in there]
+    served = [range(one.layers.first, one.layers.last + 1) for one in there]
     count: Counter[int] = Counter()
-    people: dict[str, Tenant] = {}
-    routes: dict[str, list[Executor]] = {}
+    people: list[Tenant] = []
+    routes: dict[str, list[int]] = {}
     for number in range(tenants):
         trains = number < training * tenants
-        tenant = Tenant(f"{number:04}", 256 if trains else 1, trains=trains, layers=LAYERS, warm_up=WARM_UP_S)
-        people[tenant.name] = tenant
-        route: list[Executor] = []
+        people.append(Tenant(f"{number:04}", 256 if trains else 1, trains=trains, layers=LAYERS, warm_up=WARM_UP_S))
+        route = routes[people[-1].name] = list[int]()
         for layer in range(LAYERS):  # the less used one of two that have the layer, and the same one while it has them
-            if not route or layer not in route[-1].layers:
-                able = [i for i, one in enumerate(fleet) if layer in one.layers]
+            if not route or layer not in served[route[-1]]:
+                able = [i for i, layers in enumerate(served) if layer in layers]
                 chosen = min(rng.sample(able, min(2, len(able))), key=count.__getitem__)
                 count[chosen] += 1
-                route.append(fleet[chosen])
+                route.append(chosen)
             else:
                 route.append(route[-1])
-        routes[tenant.name] = route
-    events: list[tuple[float, int, Tenant | Executor]] = [
-        (rng.uniform(0, 0.5), next(order), tenant) for tenant in people.values()
-    ]
-    heapq.heapify(events)
-    end = WARM_UP_S + seconds
 
-    def work(executor: Executor, now: float) -> None:
-        pieces = executor.scheduler.take(now)
-        if not pieces:
-            deadline = executor.scheduler.next_deadline(now)
-            if deadline is not None and deadline < executor.wakes_at:
-                executor.wakes_at = deadline
-                heapq.heappush(events, (deadline, next(order), executor))
-            return
-        rows, weights = sum(piece.rows for piece in pieces), pieces[0].job.row_work
-        product = weights * max(hardware.weight_s, rows * hardware.row_s)
-        took = hardware.product_s + len(pieces) * hardware.request_s + product
-        executor.free_at = now + took
-        executor.scheduler.done(pieces, now=executor.free_at, seconds=product)
-        if now > WARM_UP_S:
-            executor.busy_s += took
-            executor.rows += rows
-        heapq.heappush(events, (executor.free_at, next(order), executor))
-        for piece in pieces:
-            if piece.last:
-                tenant = people[str(piece.job.tenant)]
-                tenant.hear(executor.free_at)
-                own = hardware.tenant_s * rng.uniform(0.7, 1.4) + hardware.trip_s
-                heapq.heappush(events, (executor.free_at + own, next(order), tenant))
+    def think(tenant: Tenant, now: float) -> float:
+        tenant.hear(now)
+        return now + (hardware.tenant_s * rng.uniform(0.7, 1.4) + hardware.trip_s)
 
-    while events and events[0][0] < end:
-        now, _, who = heapq.heappop(events)
-        if isinstance(who, Executor):
-            executor = who
-            executor.wakes_at = float("inf")
-        else:
-            job = who.ask(now)
-            executor = routes[who.name][job.key.group // len(GROUPS)]
-            executor.scheduler.put(job)
-        if executor.free_at <= now:
-            work(executor, now)
-    generating = [tenant for tenant in people.values() if not tenant.trains]
+    play(
+        [(rng.uniform(0, 0.5), tenant) for tenant in people],
+        at=lambda job: fleet[routes[str(job.tenant)][job.key.group // len(GROUPS)]],
+        think=think,
+        warm_up=WARM_UP_S,
+        seconds=seconds,
+    )
+    generating = [tenant for tenant in people if not tenant.trains]
     turns = sorted(turn for tenant in generating for turn in tenant.turns)
     tokens = [len(tenant.turns) for tenant in generating]
     return Outcome(

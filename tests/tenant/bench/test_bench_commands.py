@@ -13,7 +13,6 @@ from symbiosis_priv.cli import app
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from tenant.bench import steps_and_tokens
-from tenant.bench.many_tenants import Mix, Scenario, Variant, measure_tenants
 from tenant.bench.measured_models import Effort, Generate, Llama
 from tenant.bench.report import Row, number, read
 from tenant.bench.steps_and_tokens import Comparison, comparison
@@ -177,26 +176,6 @@ def test_each_benchmark_gives_its_figures(command: str, tmp_path: Path) -> None:
     assert found.benchmark == command.split()[0]
     CHECKS[command](found.rows, tmp_path, shown)
     assert bench("report", str(file)).startswith(f"## bench {found.benchmark}\n")
-
-
-def test_tenants_get_the_same_bits_alone_together_and_under_every_policy_and_sharding(tmp_path: Path) -> None:
-    variants = [Variant(policy="none"), Variant(policy="lockstep"), Variant(policy="opportunistic")]
-    variants += [Variant(policy="opportunistic", ranks=2, sharding=way) for way in ("columns", "gathered")]
-    found = list(
-        measure_tenants(
-            tmp_path,
-            scenarios=[Scenario(generating=2, training=1)],
-            mixes=[Mix(generating_rows=(1, 3), training_rows=(17,), ranks=(8,))],
-            variants=variants,
-            hidden=64,
-            layers=1,
-            seconds=0.1,
-            threads=1,
-        )
-    )
-    assert all(row["wrong"] == 0 and number(row["answers"]) > 0 for row, _ in found)
-    assert len(found) == len(variants)
-    assert all(alone == found[0][1] and len(alone) == 3 for _, alone in found)
 
 
 def test_bench_endpoint_compares_a_checkpoint_with_plain_transformers(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """One connection: identical bytes until an answer comes, and no answer to another request is accepted."""
 
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -64,15 +63,6 @@ def ask(channel: Channel, rows: int = 2) -> Tensor:
     return channel.request(request, payload, outputs=OUTPUTS)
 
 
-@pytest.mark.parametrize("rows", [1, 63, 64, 65, 300])
-def test_rows_of_every_size_arrive(executor: ScriptedProvider, connect: NewChannel, rows: int) -> None:
-    """Below and above one TLS record."""
-    request, payload = execute(rows)
-    answer = connect(executor).request(request, payload, outputs=OUTPUTS)
-    assert torch.equal(executor.heard[0].rows, payload.masked_words)
-    assert torch.equal(answer, executor.product(executor.heard[0]))
-
-
 def test_a_broken_connection_gets_identical_bytes_again(executor: ScriptedProvider, connect: NewChannel) -> None:
     """Before an answer, within its header, within its matrix: the tenant cannot know if the product was computed."""
 
@@ -96,20 +86,6 @@ def test_a_broken_connection_gets_identical_bytes_again(executor: ScriptedProvid
     assert channel.traffic.round_trips == 1
 
 
-@pytest.mark.parametrize("code", sorted(wire.RETRYABLE))
-def test_a_busy_provider_gets_identical_bytes_again(
-    executor: ScriptedProvider, connect: NewChannel, code: wire.ErrorCode
-) -> None:
-    def busy(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        if len(executor.heard) < 3:
-            return frame(wire.Failure(code=code, detail="later"))
-        return frame(reply, answer)
-
-    executor.behaviour = busy
-    ask(connect(executor))
-    assert len({heard.header + heard.payload for heard in executor.heard}) == 1
-
-
 @pytest.mark.parametrize("code", sorted(set(wire.ErrorCode) - wire.RETRYABLE))
 def test_a_refusal_is_final(executor: ScriptedProvider, connect: NewChannel, code: wire.ErrorCode) -> None:
     executor.behaviour = lambda *heard: frame(wire.Failure(code=code, detail="no"))
@@ -117,22 +93,6 @@ def test_a_refusal_is_final(executor: ScriptedProvider, connect: NewChannel, cod
         ask(connect(executor))
     assert error.value.code == code
     assert len(executor.heard) == 1
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("nonce", bytes(16)), ("group", 1), ("direction", "backward"), ("arithmetic", "float"), ("rows", 3)],
-)
-def test_an_answer_to_another_request_is_refused(
-    executor: ScriptedProvider, connect: NewChannel, field: str, value: Any
-) -> None:
-    def other(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        fields = {name: getattr(reply, name) for name in ("nonce", "group", "direction", "arithmetic", "rows")}
-        return frame(wire.Result(**{**fields, field: value}), answer)
-
-    executor.behaviour = other
-    with pytest.raises(errors.ProtocolError, match="answered another request"):
-        ask(connect(executor))
 
 
 def damaged(reply: wire.Result, answer: Tensor) -> dict[str, tuple[bytes, type[Exception]]]:
@@ -179,12 +139,6 @@ def test_a_damaged_frame_is_refused_and_the_next_request_works(
     assert isinstance(error.value, expected[0])
     assert ask(channel).shape == (2, OUTPUTS)
     assert len(executor.hellos) == 2  # the start of the next frame is unknown
-
-
-def test_a_provider_of_another_model_is_refused(executor: ScriptedProvider, connect: NewChannel) -> None:
-    with pytest.raises(errors.ProtocolError, match="does not serve the pinned model"):
-        ask(connect(executor, digest="sha256:" + 64 * "0"))
-    assert executor.heard == []
 
 
 def test_silence_ends_at_the_deadline(executor: ScriptedProvider, connect: NewChannel) -> None:
@@ -371,27 +325,6 @@ def test_a_wiretap_sees_what_is_sent_and_may_change_what_is_received(
     assert reply is not None
     assert torch.equal(rows, payload.masked_words)
     assert torch.equal(reply, answer)
-
-
-def test_traffic_counts_frames(executor: ScriptedProvider, connect: NewChannel) -> None:
-    channel = connect(executor)
-    answers = [ask(channel, rows) for rows in (1, 5)]
-    heard = executor.heard
-    assert channel.traffic.bytes_sent == len(wire.encode(executor.hellos[0])) + sum(
-        len(h.header + h.payload) for h in heard
-    )
-    assert channel.traffic.bytes_received > 4 * sum(a.numel() for a in answers)
-    assert (channel.traffic.round_trips, channel.traffic.reconnects) == (2, 0)
-
-
-def test_tls_1_3_authenticates_both_sides(executor: ScriptedProvider, connect: NewChannel) -> None:
-    channel = connect(executor)
-    ask(channel)
-    assert channel.connection is not None
-    connection = channel.connection.tls
-    assert connection is not None
-    assert connection.version() == "TLSv1.3"
-    assert connection.context.verify_mode == ssl.CERT_REQUIRED
 
 
 def test_an_endless_name_lookup_ends_at_the_deadline(

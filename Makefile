@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo serve-demo test check docs compatibility gpu clean
+.PHONY: help venv demo serve-demo test check docs compatibility gpu release clean
 
 help:
 	@echo "make demo    fine-tune and generate on an untrusted provider, and prove the claims"
@@ -20,6 +20,7 @@ help:
 	@echo "make venv    build .venv only"
 	@echo "make compatibility    try every family of models, and architectures with PEFT methods; writes docs/compatibility.md"
 	@echo "make gpu     on a machine with a GPU: kernels, tests, products, steps and tokens, in 8 minutes; writes gpu.json"
+	@echo "make release    build sdist and wheel, try both in empty environments, print checksums; uploads nothing"
 	@echo "make clean   remove .venv and caches"
 
 venv: .venv/.stamp
@@ -62,6 +63,9 @@ compatibility: venv
 gpu:
 	@if $(PYTHON) -c "import torch" 2>/dev/null; then $(PYTHON) -m tests.gpu; \
 		else $(MAKE) --no-print-directory venv && $(BIN)/python -m tests.gpu; fi
+
+release:
+	@.ci/release
 
 clean:
 	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,5 +1,6 @@
 """Reads and writes PEM files of certificates and keys."""
 
+import os
 from pathlib import Path
 
 from cryptography import x509
@@ -29,8 +30,9 @@ def read_file(path: Path) -> bytes:
     try:
         return read_limited(path, MAX_BYTES)
     except OSError as error:
+        other = f"let user {os.geteuid()} read it (chown), " if isinstance(error, PermissionError) else ""
         raise CertificateError(
-            f"cannot read {path}: {error.strerror}; check the path, or create it with `symbiosis-priv keys`"
+            f"cannot read {path}: {error.strerror}; {other}check the path, or create it with `symbiosis-priv keys`"
         ) from error
 
 

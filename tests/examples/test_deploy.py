@@ -129,6 +129,26 @@ def test_the_services_of_compose_run_and_have_the_figures_of_the_dashboard(tiny:
         assert f"# TYPE {name} " in figures or f"# TYPE {base} " in figures, name
 
 
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("provider.toml", "provider.toml does not exist; .*`symbiosis-priv provider init`"),
+        ("keys", "cannot read .*keys/executor.pem: No such file.*`symbiosis-priv keys`"),
+    ],
+)
+def test_a_container_without_its_files_ends_and_says_what_is_missing(
+    tiny: Path, tmp_path: Path, missing: str, said: str
+) -> None:
+    keys = tmp_path / "keys"
+    authority = issuing.create_authority(keys)
+    identity = issuing.issue(keys, authority=None, kind=Kind.PROVIDER, name="executor")
+    folders = provider_folders(tmp_path / "executor", tiny, identity, authority, "executor")
+    (tmp_path / "executor/etc" / missing).rename(tmp_path / "away")
+    done = warm.run(command(COMPOSE["services"]["executor"], folders), stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 1
+    assert re.search(said, done.stderr), done.stderr
+
+
 def test_prometheus_asks_the_services_of_compose() -> None:
     scraped = yaml.safe_load((DEPLOY / "monitoring/prometheus.yml").read_text(encoding="utf-8"))["scrape_configs"]
     targets = [target for job in scraped for group in job["static_configs"] for target in group["targets"]]
@@ -232,5 +252,6 @@ def test_the_gpu_build_can_compile_kernels() -> None:
     assert "TRITON_CACHE_DIR=/var/cache/symbiosis-provider/" in last
     unit = (ROOT / "examples/deploy/symbiosis-provider.service").read_text(encoding="utf-8").splitlines()
     assert "PrivateDevices=true" not in unit
+    assert "RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX AF_NETLINK" in unit  # gloo and NCCL list interfaces
     assert {"DevicePolicy=closed", "DeviceAllow=char-nvidia* rw", "CacheDirectory=symbiosis-provider"} <= set(unit)
     assert "Environment=TRITON_CACHE_DIR=/var/cache/symbiosis-provider/triton" in unit

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import os
 import re
 import stat
 import tempfile
@@ -312,13 +313,20 @@ def test_fingerprint_is_that_of_the_der(authority: Identity) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"no pem", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
-def test_unreadable_certificates(tmp_path: Path, content: bytes) -> None:
+def test_unreadable_certificates(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "broken.pem"
     path.write_bytes(content)
     with pytest.raises(CertificateError, match=r"broken\.pem holds no PEM certificate"):
         reading.fingerprint(path)
     with pytest.raises(CertificateError, match=r"cannot read .*missing\.pem.*symbiosis-priv keys"):
         reading.describe(tmp_path / "missing.pem")
+
+    def denied(*_: object) -> bytes:  # root can read everything
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(pem, "read_limited", denied)
+    with pytest.raises(CertificateError, match=rf"Permission denied; let user {os.geteuid()} read it"):
+        reading.describe(path)
 
 
 def test_other_certificates_have_no_kind(tmp_path: Path) -> None:

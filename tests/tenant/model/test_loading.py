@@ -10,6 +10,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -94,27 +95,73 @@ def plaintext(federation: Path, llama: Path, tmp_path: Path) -> dict[str, Any]:
     return {"quant_method": QUANT_METHOD, "checkpoint": str(llama), **evil}
 
 
-@pytest.mark.parametrize(
-    "kind", [AutoModelForCausalLM, AutoModel, LlamaForCausalLM, AutoModelForSequenceClassification]
-)
+@dataclass(frozen=True)
+class Place:
+    """A hostile folder, the options of a caller, and what they are made of."""
+
+    hostile: Path
+    remote: RemoteConfig | None
+    plaintext: dict[str, Any]
+    llama: Path
+    tmp_path: Path
+
+    def load(self, kind: Any = AutoModelForCausalLM, *path: Path, **options: Any) -> None:
+        quantised = {} if self.remote is None else {"quantization_config": self.remote}
+        kind.from_pretrained(*(path or (self.hostile,)), **quantised | options)
+
+    def from_cache(self, revision: str | None) -> None:
+        """Load the folder by a name of the hub."""
+        repository, commit = self.tmp_path / "hub" / "models--evil--model", 40 * "a"
+        shutil.copytree(self.hostile, repository / "snapshots" / commit)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(commit)
+        self.load(AutoModelForCausalLM, Path("evil/model"), cache_dir=self.tmp_path / "hub", revision=revision)
+
+    def as_base_model(self, kind: Any) -> None:
+        """transformers and PEFT load the model that `base_model_name_or_path` names."""
+        lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+        adapted: Any = peft.get_peft_model(load_model(self.llama), lora)
+        adapted.peft_config["default"].base_model_name_or_path = str(self.hostile)
+        adapted.save_pretrained(str(self.tmp_path / "adapter"))
+        self.load(kind, self.tmp_path / "adapter")
+
+    def as_object(self, config: Any) -> None:
+        config.quantization_config = self.plaintext
+        self.load(AutoModelForCausalLM, self.llama, config=config)
+
+    def inside(self) -> None:
+        config: Any = Gemma3Config()
+        config.text_config.quantization_config = self.plaintext
+        self.load(Gemma3ForConditionalGeneration, self.llama, config=config)
+
+
+WAYS: dict[str, Callable[[Place], None]] = {
+    "causal": Place.load,
+    "base": lambda place: place.load(AutoModel),
+    "its own class": lambda place: place.load(LlamaForCausalLM),
+    "classifier": lambda place: place.load(AutoModelForSequenceClassification),
+    "subfolder": lambda place: place.load(AutoModelForCausalLM, place.tmp_path, subfolder=place.hostile.name),
+    "hub": lambda place: place.from_cache(None),
+    "branch": lambda place: place.from_cache("main"),
+    "commit": lambda place: place.from_cache(40 * "a"),
+    "adapter": lambda place: place.as_base_model(AutoModelForCausalLM),
+    "PEFT's adapter": lambda place: place.as_base_model(peft.AutoPeftModelForCausalLM),
+    "object": lambda place: place.as_object(AutoConfig.from_pretrained(place.llama)),
+    "inside an object": Place.inside,
+    "dictionary": lambda place: place.load(AutoModelForCausalLM, place.llama, quantization_config=place.plaintext),
+}
+
+
 @pytest.mark.parametrize("masking", ["pad", "simulate", None])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_folder_cannot_turn_masking_off(
-    kind: Any,
-    masking: str | None,
-    hostile: Hostile,
-    federation: Path,
-    plaintext: dict[str, Any],
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    tmp_path: Path,
-) -> None:
-    path = hostile(quantization_config=plaintext)
-    options: dict[str, Any] = {}
-    if masking is not None:
-        remote: dict[str, Any] = {"federation": federation} if masking == "pad" else {}
-        options = {"quantization_config": RemoteConfig(masking=masking, **remote)}
+    way: str, masking: str | None, hostile: Hostile, federation: Path, plaintext: dict[str, Any], llama: Path,
+    executor: ScriptedProvider, helper: ScriptedProvider, tmp_path: Path,
+) -> None:  # fmt: skip
+    remote = None if masking is None else RemoteConfig(masking=masking, federation=federation)
+    place = Place(hostile(quantization_config=plaintext), remote, plaintext, llama, tmp_path)
     with pytest.raises(CheckpointError, match="does not decide"):
-        kind.from_pretrained(path, **options)
+        WAYS[way](place)
     assert executor.hellos == helper.hellos == []
     assert not (tmp_path / "evil").exists()
 
@@ -134,63 +181,6 @@ def test_a_nested_configuration_is_refused_by_name(
         with pytest.raises(SymbiosisError, match=str(path)):
             load()
     assert executor.hellos == []
-
-
-def test_a_configuration_inside_the_text_models_is_refused(
-    llama: Path, federation: Path, plaintext: dict[str, Any]
-) -> None:
-    config: Any = Gemma3Config()
-    config.text_config.quantization_config = plaintext
-    with pytest.raises(CheckpointError, match="does not decide"):
-        Gemma3ForConditionalGeneration.from_pretrained(
-            llama, config=config, quantization_config=RemoteConfig(federation=federation)
-        )
-
-
-def test_subfolders_and_the_hubs_cache_are_checked(
-    hostile: Hostile, federation: Path, plaintext: dict[str, Any], tmp_path: Path
-) -> None:
-    path = hostile(quantization_config=plaintext)
-    remote = RemoteConfig(federation=federation)
-    with pytest.raises(CheckpointError, match="does not decide"):
-        AutoModelForCausalLM.from_pretrained(path.parent, subfolder=path.name, quantization_config=remote)
-    repository, revision = tmp_path / "hub" / "models--evil--model", 40 * "a"
-    shutil.copytree(path, repository / "snapshots" / revision)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(revision)
-    for which in (None, "main", revision):
-        with pytest.raises(CheckpointError, match="does not decide"):
-            AutoModelForCausalLM.from_pretrained(
-                "evil/model", cache_dir=tmp_path / "hub", revision=which, quantization_config=remote
-            )
-
-
-def test_a_configuration_object_cannot_turn_masking_off(
-    llama: Path, federation: Path, plaintext: dict[str, Any], executor: ScriptedProvider
-) -> None:
-    config = AutoConfig.from_pretrained(llama)
-    config.quantization_config = plaintext
-    remote = RemoteConfig(federation=federation)
-    with pytest.raises(CheckpointError, match="does not decide"):
-        AutoModelForCausalLM.from_pretrained(llama, config=config, quantization_config=remote)
-    with pytest.raises(CheckpointError, match="does not decide"):
-        AutoModelForCausalLM.from_pretrained(llama, quantization_config=plaintext)
-    assert executor.hellos == []
-
-
-def test_an_adapters_base_model_cannot_turn_masking_off(
-    hostile: Hostile, federation: Path, plaintext: dict[str, Any], llama: Path, tmp_path: Path
-) -> None:
-    """transformers and PEFT load the model that `base_model_name_or_path` names."""
-    path = hostile(quantization_config=plaintext)
-    adapted: Any = peft.get_peft_model(
-        load_model(llama), peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
-    )
-    adapted.peft_config["default"].base_model_name_or_path = str(path)
-    adapted.save_pretrained(str(tmp_path / "adapter"))
-    for kind in (AutoModelForCausalLM, peft.AutoPeftModelForCausalLM):
-        with pytest.raises(CheckpointError, match="does not decide"):
-            kind.from_pretrained(tmp_path / "adapter", quantization_config=RemoteConfig(federation=federation))
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])

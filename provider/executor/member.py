@@ -6,7 +6,6 @@ all its rows are there, or when rank 0 has said that it failed.
 """
 
 import os
-import queue
 import signal
 import threading
 import time
@@ -24,6 +23,7 @@ from provider.executor.queues import (
     Cancel,
     Envelope,
     ExecutorAnswer,
+    Mailbox,
     ProductRequest,
     ReportRequest,
     RequestChannel,
@@ -45,7 +45,7 @@ class _Held:
 
     payload: memoryview
     rows: int
-    mailbox: "queue.SimpleQueue[ExecutorAnswer]"
+    sender: Mailbox
     result: Tensor | None = None
     multiplied: int = 0
     reply: Reply | None = None
@@ -99,9 +99,9 @@ class MemberExecutor(ExecutorHandle):
 
     # Requests of this rank's gateway, for `_MemberChannel`
 
-    def post(self, work: ProductRequest, payload: memoryview, mailbox: "queue.SimpleQueue[ExecutorAnswer]") -> int:
+    def post(self, work: ProductRequest, payload: memoryview, sender: Mailbox) -> int:
         assert isinstance(work.request, wire.Execute), "a rank's own gateway serves executors only"
-        held = _Held(payload, work.request.rows, mailbox)
+        held = _Held(payload, work.request.rows, sender)
         ask = line.Work(work.tenant, work.deadline - time.monotonic(), work.request)
         number = self.member.number()
         self._held[number] = held  # before a plan can name it
@@ -124,7 +124,7 @@ class MemberExecutor(ExecutorHandle):
         self._held.pop(number, None)
         product = NOTHING if failure or held.result is None else wire.RING32.pack(held.result)
         held.payload = NOTHING
-        held.mailbox.put(ExecutorAnswer(failure, product, reply.rows))
+        held.sender.put(ExecutorAnswer(failure, product, reply.rows))
 
     # Rows and products of this rank's pieces, for `ShardedOperands.follow`
 
@@ -150,16 +150,16 @@ class MemberExecutor(ExecutorHandle):
                 self._deliver(number, held)
 
 
-class _MemberChannel(RequestChannel):
+class _MemberChannel(Mailbox):
     def __init__(self, executor: MemberExecutor) -> None:
+        super().__init__()
         self._executor = executor
-        self._mailbox: queue.SimpleQueue[ExecutorAnswer] = queue.SimpleQueue()
         self._last: int | None = None
 
     def send(self, message: Envelope, payload: memoryview = NOTHING) -> None:
         match message:
             case ProductRequest():
-                self._last = self._executor.post(message, payload, self._mailbox)
+                self._last = self._executor.post(message, payload, self)
             case Cancel() if self._last is not None:
                 self._executor.member.tell(line.Withdraw(self._last))
             case ReportRequest():
@@ -167,13 +167,4 @@ class _MemberChannel(RequestChannel):
 
     def _reported(self, reply: Reply) -> None:
         if reply.code is None:
-            self._mailbox.put(ExecutorAnswer(b"", memoryview(reply.report), 0))
-
-    def receive(self, seconds: float) -> ExecutorAnswer | None:
-        try:
-            return self._mailbox.get(timeout=seconds)
-        except queue.Empty:
-            return None
-
-    def close(self) -> None:
-        """Does nothing: an answer that arrives later is dropped."""
+            self.put(ExecutorAnswer(b"", memoryview(reply.report), 0))

@@ -344,28 +344,35 @@ def _deliver(answers: Sequence[AddressedAnswer]) -> None:
         sender.put(answer)
 
 
-class _LocalChannel(RequestChannel, LocalSender):
-    def __init__(self, inbox: LocalInbox) -> None:
-        self._inbox = inbox
-        self._mailbox: queue.SimpleQueue[ExecutorAnswer] = queue.SimpleQueue()
+class Mailbox(RequestChannel, LocalSender):
+    """A channel whose answers arrive in this process."""
+
+    def __init__(self) -> None:
+        self._answers: queue.SimpleQueue[ExecutorAnswer] = queue.SimpleQueue()
 
     def put(self, answer: ExecutorAnswer) -> None:
-        self._mailbox.put(answer)
+        self._answers.put(answer)
+
+    def receive(self, seconds: float) -> ExecutorAnswer | None:
+        try:
+            return self._answers.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        """Does nothing: the channel is freed with its last reference, and an answer that arrives later with it."""
+
+
+class _LocalChannel(Mailbox):
+    def __init__(self, inbox: LocalInbox) -> None:
+        super().__init__()
+        self._inbox = inbox
 
     def send(self, message: Envelope, payload: memoryview = NOTHING) -> None:
         self._inbox.deliver(InboxMessage(self, message, payload))
 
     def repeat(self, like: ProductRequest) -> RepeatedProduct | None:
         return self._inbox.repeat(like)
-
-    def receive(self, seconds: float) -> ExecutorAnswer | None:
-        try:
-            return self._mailbox.get(timeout=seconds)
-        except queue.Empty:
-            return None
-
-    def close(self) -> None:
-        """Does nothing: the channel is freed with its last reference."""
 
 
 class KeystreamMaker(Generic[J]):

@@ -111,7 +111,9 @@ class Provider:
 
     def status(self) -> Status:
         assert self._gateway is not None, "start it first"
-        gateways = [] if self._accounts is None else [found for _, found in sorted(self._accounts.gateways.items())]
+        gateways = []
+        if self._accounts is not None:
+            gateways = [self._gateway_status(), *(found for _, found in sorted(self._accounts.gateways.items()))]
         return take_status(self._gateway, self.executor, self._announcer, self._reloader, gateways)
 
     def start(self) -> Self:
@@ -225,9 +227,14 @@ class Provider:
     def _gateway_status(self) -> GatewayStatus:
         gateway = self._gateway
         assert gateway is not None
-        requests = gateway.state.register.requests.total()
-        address, connections = gateway.listener.address, gateway.connections
-        return GatewayStatus(rank=dist.get_rank(), address=address, connections=connections, requests=requests)
+        register = gateway.state.register
+        return GatewayStatus(
+            rank=dist.get_rank(),
+            address=gateway.listener.address,
+            connections=gateway.connections,
+            requests=register.requests_here,
+            rows=register.rows_here,
+        )
 
     def _plan_move(self, config: ProviderConfig) -> None:
         assert self._on_move is not None, "`start` checks it"

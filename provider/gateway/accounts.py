@@ -185,7 +185,7 @@ class Accounts:
             case line.Bill():
                 counts = UsageCounts(*ask.counts)
                 for _ in range(counts.requests):
-                    state.register.count_request(ask.tenant)
+                    state.register.count_request(ask.tenant, rows=None)
                 state.usage.count(ask.tenant, cast("BilledRole", ask.role), counts)
                 return Reply(number=number, seconds=state.usage.unwritten_s)
             case line.Work():

@@ -143,7 +143,7 @@ class Connection(FrameLoop[wire.Request | Repeated]):
             raise Refusal(wire.ErrorCode.BUSY, "this provider cannot write its usage database; ask again later")
         if not request.rows:  # needs no executor, and has a limited rate
             with self._state.quotas.admitted(self._tenant, rows=0, work=0) as limit:
-                self._state.register.count_request(self._tenant)
+                self._state.register.count_request(self._tenant, rows=0)
                 self._bill(UsageCounts(requests=1))
                 self._frames.send(wire.encode(wire.Result.answering(request, limit=limit)))
             self._pause(0)
@@ -182,7 +182,7 @@ class Connection(FrameLoop[wire.Request | Repeated]):
         if not repeated.product.multiply(_address(rows), _address(payload), arrival=arrival):
             return False
         self._frames.skip_payload()
-        self._state.register.count_request(self._tenant)
+        self._state.register.count_request(self._tenant, rows=counts.rows)
         self._bill(counts)
         before, after = repeated.answer
         self._frames.send(before + self._nonce + after, payload)
@@ -237,7 +237,7 @@ class Connection(FrameLoop[wire.Request | Repeated]):
             return None
         if not answer.failure:
             payload, relayed, sent = self._finish(request, answer.payload)
-            self._state.register.count_request(self._tenant)
+            self._state.register.count_request(self._tenant, rows=request.rows)
             self._bill(UsageCounts(1, request.rows, sizes.cost, sizes.received, sent))
             result = wire.Result.answering(request, limit=limit, relayed=relayed)
             self._frames.send(wire.encode(result, payload_bytes=len(payload)), payload)

@@ -84,11 +84,13 @@ class _Collector:
         yield _gauge("last_reload_successful", refused, status.reloaded)
         yield _gauge("usage_unwritten_seconds", "time for which usage could not be written", status.usage_unwritten_s)
         yield _gauge("connections", "authenticated connections", status.connections)
-        ranks = {str(each.rank): each for each in status.gateways}
-        found = {rank: each.connections for rank, each in ranks.items()}
-        yield _gauge("rank_connections", "authenticated connections at the gateways of the other ranks", found, "rank")
-        answered = {rank: each.requests for rank, each in ranks.items()}
-        yield _counter("rank_requests", "products that the other ranks have sent to their tenants", answered, "rank")
+        found = {str(each.rank): each.connections for each in status.gateways}
+        yield _gauge("rank_connections", "authenticated connections at each rank's gateway", found, "rank")
+        for name in ("requests", "rows"):
+            answered = {str(each.rank): getattr(each, name) for each in status.gateways}
+            yield _counter(
+                f"rank_{name}", f"{name} that each rank's own gateway has read and answered", answered, "rank"
+            )
         handshakes = status.handshakes
         yield _gauge("pending_handshakes", "connections that have not authenticated", handshakes.present)
         waiting = "pending handshakes that have sent data and wait for their turn"

@@ -32,7 +32,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The current status of a provider.
 
     Args:
-        gateways: the gateways of the other ranks, whose tenants are among `tenants`.
+        gateways: the gateways of all ranks, rank 0's first; empty if only rank 0 has one.
         ready: the provider accepts requests and its executor answers.
         visits: number of connections that each tenant has opened since the start.
         over_quota: number of requests of each tenant that its quota made wait, or refused, since the start.
@@ -84,7 +84,7 @@ def take_status(
         model_digest=state.digest,
         uptime_s=time.monotonic() - state.started,
         ready=report is not None and not state.stopping.is_set() and state.can_bill,
-        connections=gateway.connections + sum(each.connections for each in gateways),
+        connections=gateway.connections + sum(each.connections for each in gateways[1:]),
         handshakes=gateway.listener.handshakes,
         visits={str(tenant): count for tenant, count in dict(state.register.visits).items()},
         over_quota={str(tenant): count for tenant, count in state.quotas.limited().items()},

@@ -113,7 +113,8 @@ def _headline(status: Status) -> Text:
         if status.blocks.deposits
         else "",
         *(
-            f"  rank {each.rank} at {one_line(each.address)}: {each.connections} connections, {each.requests} products"
+            f"  rank {each.rank} at {one_line(each.address)}: {each.connections} connections, "
+            f"{each.requests:,} products of {each.rows:,} rows"
             for each in status.gateways
         ),
         *(

@@ -84,12 +84,14 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The gateway of another rank, as it states once a second. `requests`: products of its tenants."""
+    """The gateway of a rank; ranks other than rank 0 state theirs once a second. `requests` and `rows`: what it has
+    itself read from its tenants and answered."""
 
     rank: int
     address: str
     connections: int
     requests: int
+    rows: int
 
 
 class End(msgspec.Struct, frozen=True, tag=True):

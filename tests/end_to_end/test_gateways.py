@@ -64,21 +64,24 @@ def trained(path: Path, **options: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("masking", ["pad", "none"])
 def test_training_and_tokens_have_the_bits_of_the_simulation(llama: Path, ranks: Ranks, masking: str) -> None:
-    """First at rank 1 only, and then at both ranks: nothing of a tenant of rank 1 passes the gateway of rank 0, and the
-    bill is one."""
+    """First at rank 1 only, and then at both ranks: no row of a tenant of rank 1 is counted at the gateway of rank 0,
+    and the bill is one."""
     expected = trained(llama, masking="simulate")
     assert len(expected) > 3
-    opened = ask(ranks.group.metrics).visits
-    for federation in (ranks.second, ranks.both):
-        found = trained(llama, masking=masking, federation=federation)
-        assert all(map(torch.equal, found, expected))
-        if federation is ranks.second:
-            assert ask(ranks.group.metrics).visits == opened  # no connection was opened at rank 0
+    before = ask(ranks.group.metrics)
 
     def settled() -> bool:
         status = ask(ranks.group.metrics)
         bills = [row for row in read(ranks.both.with_name("executor.usage.sqlite")) if row["role"] == "executor"]
         assert len(bills) == 1
-        return 0 < status.gateways[0].requests <= int(bills[0]["requests"])
+        return sum(each.rows for each in status.gateways) == int(bills[0]["rows"])
 
-    until(settled, within_s=20)
+    for federation in (ranks.second, ranks.both):
+        found = trained(llama, masking=masking, federation=federation)
+        assert all(map(torch.equal, found, expected))
+        until(settled, within_s=20)
+        if federation is ranks.second:
+            after = ask(ranks.group.metrics)
+            assert after.visits == before.visits  # no connection was opened at rank 0
+            assert after.gateways[0].rows == before.gateways[0].rows
+            assert after.gateways[1].rows > sum(each.rows for each in before.gateways[1:])

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import signal
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from provider.config.schema import (
     MetricsConfig,
     QuotaConfig,
     RelayConfig,
+    SchedulerConfig,
     UsageConfig,
 )
 from provider.gateway.usage import read
@@ -149,6 +151,46 @@ def test_rows_for_single_experts_of_tenants_of_several_ranks_share_products(
     until(shared, within_s=60)
 
 
+def test_connections_at_all_gateways_give_a_tenant_one_share(
+    new_group: NewGroup, connect: Callable[..., Client], save_llama: Callable[..., Path]
+) -> None:
+    """Bob has six connections at each gateway, alice has twelve at the second one. Every connection has a request
+    waiting, and a product has room for one, so both get the same number of rows. With a share for each gateway, bob
+    would get twice as many."""
+    rows, spare, width, finished = 64, 4, 2048, threading.Event()
+    path = save_llama(hidden_size=width, intermediate_size=64, num_hidden_layers=1)  # the executor is the slowest part
+    scheduler = SchedulerConfig(max_batch_rows=rows)
+    group = new_group(
+        2, sharding="columns", scheduler=scheduler, metrics=MetricsConfig(listen="127.0.0.1:0"), checkpoint=path
+    )
+    bob = [connect("bob", to=place) for place in group.places for _ in range(6)]
+    alice = [connect("alice", to=group.places[1]) for _ in range(12)]
+    payload = wire.RING32.pack(probe_rows(rows, width))
+
+    def keep_asking(client: Client) -> None:
+        for _ in range(spare):  # more requests than answers are under way, so that no gateway waits for this process
+            client.send(execute(1, rows), payload)
+        while not finished.is_set():
+            assert isinstance(client.receive()[0], wire.Result)
+            client.send(execute(1, rows), payload)
+
+    def served() -> dict[str, int]:
+        return {one.tenant.partition("@")[0]: one.counts.rows for one in ask(group.metrics).tenants}
+
+    with ThreadPoolExecutor(len(bob) + len(alice)) as threads:
+        running = [threads.submit(keep_asking, client) for client in (*bob, *alice)]
+        try:
+            until(lambda: min(served().get(name, 0) for name in ("alice", "bob")) > 10 * rows)
+            first = served()
+            until(lambda: served()["bob"] - first["bob"] > 120 * rows, within_s=60)
+            last = served()
+        finally:
+            finished.set()
+    for each in running:
+        each.result()
+    assert 2 / 3 < (last["bob"] - first["bob"]) / (last["alice"] - first["alice"]) < 3 / 2
+
+
 def test_a_revoked_tenant_is_cut_off_at_every_gateway_and_all_ranks_are_shown(
     new_group: NewGroup,
     connect: Callable[..., Client],
@@ -169,7 +211,7 @@ def test_a_revoked_tenant_is_cut_off_at_every_gateway_and_all_ranks_are_shown(
     assert report is not None
     assert sum(report.waits["fine_tuning"].counts) == 0
     outputs = store.manifest().groups[0].columns("backward")[0]
-    clients[1].product(execute(0, 1, direction="backward"), probe_rows(2, outputs)[:1])
+    clients[1].product(execute(0, 6, direction="backward"), probe_rows(8, outputs)[:6])
     clients[0].product(execute(0, 1), probe_rows(2, 64)[:1])  # its tenant trains, at another rank
     report = ask(group.metrics).executor
     assert report is not None
@@ -177,17 +219,18 @@ def test_a_revoked_tenant_is_cut_off_at_every_gateway_and_all_ranks_are_shown(
 
     def shown() -> bool:
         status = ask(group.metrics)
-        assert status.connections == 1 + sum(each.connections for each in status.gateways)
-        (other,) = status.gateways
-        return (other.rank, other.address, other.requests) == (1, group.places[1].address, 2)
+        assert status.connections == sum(each.connections for each in status.gateways)
+        shown = [(each.rank, each.address, each.requests, each.rows) for each in status.gateways]
+        return shown == [(rank, place.address, 2, 2 + 5 * rank) for rank, place in enumerate(group.places)]
 
-    until(lambda: bool(ask(group.metrics).gateways), within_s=20)
     until(shown, within_s=20)
     with (console := Console(width=400)).capture() as screen:
         console.print(render(ask(group.metrics), None, 0.0))
-    assert f"rank 1 at {group.places[1].address}: 1 connections, 2 products" in screen.get()
+    assert f"rank 1 at {group.places[1].address}: 1 connections, 2 products of 7 rows" in screen.get()
     with urllib.request.urlopen(f"http://{group.metrics}/metrics") as page:
-        assert 'symbiosis_provider_rank_requests_total{rank="1"} 2.0' in page.read().decode()
+        text = page.read().decode()
+        assert 'symbiosis_provider_rank_requests_total{rank="1"} 2.0' in text
+        assert 'symbiosis_provider_rank_rows_total{rank="0"} 2.0' in text
     revoke(listed, [keys.tenants["alice"].certificate])
     assert all(client.at_end() for client in clients)
 

@@ -3,7 +3,10 @@
 In all cases the bits are those of the simulation.
 """
 
+import itertools
 import re
+import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,7 +115,7 @@ def test_an_executor_moves_to_other_layers_while_a_tenant_trains(
     llama: Path, open_model: Open, train: Train, tmp_path: Path
 ) -> None:
     """Layer 1 has one operator and layer 0 gets a third one, so the executor that chose layer 0 moves to layer 1. The
-    tenant trains until after the move, and has the bits of the simulation.
+    tenant trains until after the move, and has the bits of the simulation. Prints the pause that it had.
     """
     options: dict[str, dict[str, object]] = {
         "registry": {"rebalance_s": 1.0, "capacity_layers": 1},
@@ -120,29 +123,31 @@ def test_an_executor_moves_to_other_layers_while_a_tenant_trains(
     }
     with LocalFederation(llama, tmp_path / "run", registry=True, provider_options=options) as federation:
         federation.add("mover", layers="auto", listed=False)
+        ends: list[float] = []  # of the steps
 
         class UntilMoved(TrainerCallback):
             """Ends training four steps after the move."""
 
-            steps, moved = 0, 0
+            moved = 0
 
             def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-                self.steps += 1
-                if self.steps == 2:
+                ends.append(time.monotonic())
+                if len(ends) == 2:
                     federation.add("third", layers="0", listed=False)
                 if not self.moved and federation.logs("mover").count('"event": "started"') == 2:
-                    self.moved = self.steps
-                control.should_training_stop = bool(self.moved) and self.steps == self.moved + 4
+                    self.moved = len(ends)
+                control.should_training_stop = bool(self.moved) and len(ends) == self.moved + 4
 
-        until_moved = UntilMoved()
         remote = RemoteConfig(federation=federation.federation, masking="pad")
         model = open_model(llama, remote)
-        train(model, steps=5000, callbacks=[until_moved])
+        train(model, steps=5000, callbacks=[UntilMoved()])
         announced = re.findall(r'"event": "announced".*"layers": "(.*?)"', federation.logs("mover"))
         assert (announced[0], announced[-1]) == ("0", "1")
         adapter = adapter_of(model)
+    steps_s = [end - begin for begin, end in itertools.pairwise(ends[2:])]
+    print(f"a step beside the move, s: median {statistics.median(steps_s):.3f}, longest {max(steps_s):.3f}")
     simulated = open_model(llama, RemoteConfig(masking="simulate"))
-    train(simulated, steps=5000, callbacks=[_Steps(until_moved.steps)])
+    train(simulated, steps=5000, callbacks=[_Steps(len(ends))])
     assert equal(adapter, adapter_of(simulated))
 
 

@@ -29,6 +29,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
@@ -62,7 +63,9 @@ _COMPARE_YOURSELF = (
     "'inputs.safetensors'), and pass --inputs inputs.safetensors in place of --text"
 )
 _NEXT_TOKEN = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-_WITH_MEDIA = frozenset(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values())
+_WITH_MEDIA = frozenset(  # the second mapping has models of sound without an encoder of text, such as Audio Flamingo
+    (*MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values())
+)
 
 
 def load_model(
@@ -150,8 +153,10 @@ def load_language_model(
             would include the token to predict.
         SymbiosisError: `load_model` has failed.
     """
-    kind = architecture(load_config(resolve(model)))
-    if media and (kind.__name__ not in _WITH_MEDIA or load_config(resolve(model)).is_encoder_decoder):
+    config = load_config(resolve(model))
+    kind = architecture(config)
+    takes_media = kind.__name__ in _WITH_MEDIA and not config.is_encoder_decoder
+    if media and not takes_media:
         raise UnsupportedModelError(
             f"{model} is a {kind.__name__}, which takes no pictures or sounds; serve texts only"
         )
@@ -159,7 +164,7 @@ def load_language_model(
         raise UnsupportedModelError(
             f"{model} is a {kind.__name__}, which does not predict the next token from text alone. Load it with "
             f"{kind.__name__}.from_pretrained(path, quantization_config=RemoteConfig(...)) and train that with PEFT"
-            + ("; `symbiosis-priv tenant serve --media` serves it" if kind.__name__ in _WITH_MEDIA else "")
+            + ("; `symbiosis-priv tenant serve --media` serves it" if takes_media else "")
         )
     loaded = load_model(model, remote=remote, dtype=dtype, blocks=blocks, kind=kind if media else AutoModelForCausalLM)
     if tokenizer is not None and _states(tokenizer_files(resolve(model))) != vars(tokenizer)[_READ_FROM]:
@@ -242,7 +247,10 @@ def load_processor(model: str | Path) -> Any:
         try:
             processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         except ImportError as error:
-            raise ConfigError(f"{missing} ({shortened(error)}); install the package that this names") from error
+            needed = one_line(str(error)).partition(". ")[0]
+            raise ConfigError(
+                f"{model}: {needed}; install it, in the build that fits torch, or leave out --media"
+            ) from error
         except Exception as error:  # transformers raises many types for malformed files
             raise CheckpointError(f"{missing} ({shortened(error)})") from error
     if isinstance(processor, PreTrainedTokenizerBase):  # what AutoProcessor returns for a model of texts

@@ -16,7 +16,7 @@ from symbiosis_priv.errors import ConfigError
 from tenant.endpoint.engine.attention import ROWS
 from tenant.endpoint.engine.kv import Prefixes
 from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
-from tenant.endpoint.engine.queued import QueuedEngine, Turns
+from tenant.endpoint.engine.queued import QueuedEngine, Turn, Turns
 from tenant.endpoint.engine.requests import EngineRequest, Load
 from tenant.endpoint.engine.sequence import Drafter, Sequence
 from tenant.session.tally import sight
@@ -70,9 +70,10 @@ class ContinuousEngine(QueuedEngine):
         tasks: Tasks | None = None,
         limits: EngineLimits = EngineLimits(),
         drafter: Drafter | None = None,
+        turn: Turn | None = None,
     ) -> None:
         context = getattr(packed.config, "max_position_embeddings", None)
-        super().__init__(packed.model, tokenizer, tasks=tasks, max_waiting=limits.waiting, context=context)
+        super().__init__(packed.model, tokenizer, tasks=tasks, max_waiting=limits.waiting, context=context, turn=turn)
         self._packed, self._limits = packed, limits
         self._drafter, self._ahead = drafter, 0 if drafter is None else drafter.ahead
         self._prefixes = Prefixes()

@@ -67,6 +67,32 @@ class Turns:
             self._clients[request.client] = adapters
 
 
+class Turn:
+    """Context manager: the use of a model, which several engines get in the order in which they ask. `counted`: the
+    session's counters at the last charge of any of them."""
+
+    def __init__(self) -> None:
+        self.counted = Ledger()
+        self._changed = threading.Condition()
+        self._asked = deque[object]()
+
+    def __enter__(self) -> None:
+        place = object()
+        with self._changed:
+            self._asked.append(place)
+            self._changed.wait_for(lambda: self._asked[0] is place)  # a step of another engine, which has deadlines
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._asked.popleft()
+            self._changed.notify_all()
+
+    def pass_on(self) -> None:
+        """Let each engine that waits have a step, and take the next turn."""
+        self.__exit__()
+        self.__enter__()
+
+
 class QueuedEngine(Engine):
     """An engine whose thread computes the requests of a queue.
 
@@ -75,6 +101,7 @@ class QueuedEngine(Engine):
         tasks: the adapters; None for none.
         max_waiting: limit of requests that wait. A client may have at most as many of them as stay free.
         context: largest number of tokens of a request; None without a limit.
+        turn: shared with other engines of the model; None for none.
     """
 
     def __init__(
@@ -85,12 +112,14 @@ class QueuedEngine(Engine):
         tasks: Tasks | None,
         max_waiting: int,
         context: int | None,
+        turn: Turn | None,
     ) -> None:
         self._model, self._tasks = model, tasks
         self._tokenizer, self._max_waiting, self._context = tokenizer, max_waiting, context
         self._waiting, self._running = Turns(), Turns()
         self._steps = self._tokens = 0
-        self._counted = self._counters()
+        self._turn = turn or Turn()
+        self._turn.counted = self._counters()
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="endpoint-engine", daemon=True)
@@ -126,7 +155,7 @@ class QueuedEngine(Engine):
                 waiting=len(self._waiting),
                 steps=self._steps,
                 tokens=self._tokens,
-                rows=self._counted.rows,
+                rows=self._turn.counted.rows,
             )
 
     def close(self, *, drain_s: float = 0.0) -> None:
@@ -141,8 +170,8 @@ class QueuedEngine(Engine):
     def charge(self, sequences: Ordered[Sequence], rows: Ordered[int]) -> None:
         """Divide what the session has spent since the last charge among sequences by their rows, without remainder.
         Each round trip carries rows of all sequences."""
-        before, self._counted = self._counted, self._counters()
-        spent = since(before, self._counted)
+        before, self._turn.counted = self._turn.counted, self._counters()
+        spent = since(before, self._turn.counted)
         amounts = {
             "rows": spent.rows,
             "answers_verified": spent.answers_verified,
@@ -188,7 +217,8 @@ class QueuedEngine(Engine):
                 self._changed.wait_for(lambda: self._closed or self._waiting or self._running)
                 if not self._waiting and not self._running:
                     return
-            self.step()
+            with self._turn:
+                self.step()
 
     def _withdraw(self, sequence: Sequence) -> None:
         """Take a cancelled request out of the queue, and report its end in the caller's thread. One that runs ends at

@@ -1,8 +1,10 @@
-"""The engine for models that `PackedModel` does not support; and the choice between both engines."""
+"""The engine for models that `PackedModel` does not support, and for pictures and sounds; and the choice of engines."""
 
 import copy
 import logging
+import time
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from symbiosis_priv.errors import ConfigError, SymbiosisError, UnsupportedModelE
 from tenant.endpoint.engine.answer import token_logprob
 from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
-from tenant.endpoint.engine.queued import QueuedEngine
-from tenant.endpoint.engine.requests import Engine, EngineRequest
+from tenant.endpoint.engine.queued import QueuedEngine, Turn
+from tenant.endpoint.engine.requests import Engine, EngineRequest, Handle, Load, Sink
 from tenant.endpoint.engine.sequence import Drafter, Sequence
 from tenant.session.tally import sight
 from tenant.tasks import Tasks
@@ -34,21 +36,29 @@ _TOLERANCE = 0.05  # share of the largest logit: rounding stays below, and a wro
 
 
 class SequentialEngine(QueuedEngine):
-    """Answers one request at a time, with `model.generate()`; clients take turns.
+    """Answers one request at a time, with `model.generate()`; clients take turns. After each token, another engine of
+    the model has its turn.
 
     Args:
         model: a split or whole model that generates.
         tasks: the adapters; None for none.
         max_waiting: limit of requests that wait. A client may have at most as many of them as stay free.
+        turn: shared with other engines of the model; None for none.
     """
 
     def __init__(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, *, tasks: Tasks | None = None, max_waiting: int = 64
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        tasks: Tasks | None = None,
+        max_waiting: int = 64,
+        turn: Turn | None = None,
     ) -> None:
         model = copy.copy(model)  # has its own generation settings and shares the layers
         model.generation_config = GenerationConfig()
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        super().__init__(model, tokenizer, tasks=tasks, max_waiting=max_waiting, context=context)
+        super().__init__(model, tokenizer, tasks=tasks, max_waiting=max_waiting, context=context, turn=turn)
 
     def check(self, request: EngineRequest) -> None:
         super().check(request)
@@ -66,7 +76,7 @@ class SequentialEngine(QueuedEngine):
                 return
             self._waiting.remove(sequence)
             self._running.add(sequence)
-        self._counted = self._counters()
+        self._turn.counted = self._counters()
         try:
             self._answer(sequence)
         except Exception as error:
@@ -107,13 +117,37 @@ class SequentialEngine(QueuedEngine):
                     stopping_criteria=StoppingCriteriaList([_Ended(sequence)]),
                 )
 
-    def count(self, sequence: Sequence) -> None:
-        """Count a token and its costs."""
+    def choose(self, sequence: Sequence, logits: Tensor) -> int:
+        """Count a token and its costs, choose the token, and let another engine have its turn."""
         self._steps += 1
         self._tokens += 1
         self.charge([sequence], [1])
         self.keep_row(sequence)
         sight.wanted = sequence.request.shows_row  # in the next pass, which is of one token
+        token = sequence.answer.add(logits)
+        self._turn.pass_on()
+        return token
+
+
+class MediaEngine(Engine):
+    """Computes requests of texts together, and those with pictures or sounds with `generate()`. Both engines use the
+    model in turns, so neither waits for more than a step of the other."""
+
+    def __init__(self, texts: ContinuousEngine, media: SequentialEngine) -> None:
+        self._texts, self._media = texts, media
+
+    def submit(self, request: EngineRequest, sink: Sink) -> Handle:
+        return (self._media if request.inputs else self._texts).submit(request, sink)
+
+    def load(self) -> Load:
+        texts, media = self._texts.load(), self._media.load()
+        names = ("running", "waiting", "steps", "tokens")
+        return replace(texts, **{name: getattr(texts, name) + getattr(media, name) for name in names})
+
+    def close(self, *, drain_s: float = 0.0) -> None:
+        end = time.monotonic() + drain_s
+        for engine in (self._media, self._texts):
+            engine.close(drain_s=max(0.0, end - time.monotonic()))
 
 
 class _Steps(LogitsProcessor):
@@ -126,9 +160,8 @@ class _Steps(LogitsProcessor):
         answer = self._sequence.answer
         if answer.finish is not None or self._sequence.cancelled:
             return scores  # on a GPU, `generate()` calls `_Ended` one token late
-        self._engine.count(self._sequence)
         only = torch.full_like(scores, -torch.inf)
-        only[0, answer.add(scores[0])] = 0.0
+        only[0, self._engine.choose(self._sequence, scores[0])] = 0.0
         return only
 
 
@@ -157,7 +190,7 @@ def open_engine(
         model: a split or whole model that predicts the next token, in evaluation mode.
         tasks: the adapters; None for none.
         drafter: guesses tokens to save round trips (`speculation`).
-        media: requests may have pictures or sounds, which only the engine on `generate()` takes.
+        media: requests may have pictures or sounds, which the engine on `generate()` takes.
 
     Raises:
         ConfigError: there is a drafter, which the engine on `generate()` does not support.
@@ -165,8 +198,6 @@ def open_engine(
     """
     limits = limits or EngineLimits()
     try:
-        if media:
-            raise UnsupportedModelError("it takes pictures or sounds (--media)")
         packed = _probed(model, tasks)
     except UnsupportedModelError as error:
         if drafter is not None:
@@ -175,8 +206,12 @@ def open_engine(
             ) from error
         log.warning("%s: one request at a time, because %s", type(model).__name__, error)
         return SequentialEngine(model, tokenizer, tasks=tasks, max_waiting=limits.waiting)
-    log.info("%s: all requests together", type(model).__name__)
-    return ContinuousEngine(packed, tokenizer, tasks=tasks, limits=limits, drafter=drafter)
+    log.info("%s: all requests together%s", type(model).__name__, " but those with pictures or sounds" * media)
+    turn = Turn()
+    texts = ContinuousEngine(packed, tokenizer, tasks=tasks, limits=limits, drafter=drafter, turn=turn)
+    if not media:
+        return texts
+    return MediaEngine(texts, SequentialEngine(model, tokenizer, tasks=tasks, max_waiting=limits.waiting, turn=turn))
 
 
 def _probed(model: Any, tasks: Tasks | None) -> PackedModel:

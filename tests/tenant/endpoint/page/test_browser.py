@@ -29,7 +29,7 @@ from tenant.model.ledger import ledger_of
 from tenant.model.loading import load_language_model
 from tenant.session.tally import Ledger
 from tenant.tasks import Tasks
-from tests.tenant.endpoint.api.test_media import llava, png
+from tests.tenant.endpoint.api.test_media import png, write
 
 INSTALL = "to test the page, install Chromium and `pip install playwright`"
 playwright: Any = pytest.importorskip("playwright.sync_api", reason=INSTALL)
@@ -318,7 +318,7 @@ def test_a_server_of_texts_says_that_it_takes_no_pictures(page: Any) -> None:
 
 def test_pictures_are_dropped_pasted_and_chosen(browser: Any, tmp_path: Path) -> None:
     """An endpoint of LLaVA in miniature. The page's policy allows no address of a picture, so they are drawn."""
-    llava(tmp_path)
+    write(tmp_path, "Llava")
     options, file = Serving(media=True), base64.b64encode(png(40, 30)).decode()
     with serving.opened(
         tmp_path, RemoteConfig(masking="simulate"), name="tiny", adapters={}, options=options

@@ -236,8 +236,11 @@ def test_training_and_generation_through_a_forwarder_that_is_killed(llama: Path,
     (folder / "federation.toml").write_text(text)
     (folder / "work.py").write_text(WORK)
 
-    check = "-m symbiosis_priv.cli federation check --federation {0}/federation.toml --model {0}/model"
-    assert networks.python("tenant", *check.format(folder).split(), stdout=subprocess.PIPE).communicate()[0]
+    for words in ("federation check", "verify --examples 4"):
+        command = f"-m symbiosis_priv.cli {words} --federation {folder}/federation.toml --model {folder}/model"
+        checking = networks.python("tenant", *command.split(), stdout=subprocess.PIPE)
+        assert "alpha" in checking.communicate()[0].decode()
+        assert checking.wait(60) == 0, (folder / "log").read_text()
     work = [str(folder / "work.py"), str(folder / "federation.toml"), str(folder / "model")]
     process = networks.python("tenant", *work, "pad", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None

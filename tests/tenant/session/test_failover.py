@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +80,69 @@ def test_connections_spread_over_the_addresses_of_a_provider_and_fail_over(
                 places[0].hang_up()
             assert len(places[1].heard) == heard
             assert caplog.text.count("executor 'alpha' cannot be used at 127.0.0.1:") == 1, fault
+
+
+# What lies between
+
+
+class Tunnel:
+    """Forwards connections to a provider, as behind NAT. An entry (towards "tenant" or "provider", fault) of `faults`
+    happens once, to the next bytes in that direction."""
+
+    def __init__(self, provider: ScriptedProvider, faults: list[tuple[str, str]]) -> None:
+        self._port, self._faults = provider.peer("executor").port, faults
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.peer = dataclasses.replace(provider.peer("executor"), port=self._server.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                tenant = self._server.accept()[0]
+                provider = socket.create_connection(("127.0.0.1", self._port))
+                for towards, source, sink in (("provider", tenant, provider), ("tenant", provider, tenant)):
+                    threading.Thread(target=self._carry, args=(towards, source, sink), daemon=True).start()
+
+    def _carry(self, towards: str, source: socket.socket, sink: socket.socket) -> None:
+        earlier, fault = b"", ""
+        with source, contextlib.suppress(OSError):
+            while fault != "truncates" and (data := source.recv(1 << 16)):
+                if self._faults and self._faults[0][0] == towards:
+                    _, fault = self._faults.pop()
+                    data = {"hangs": b"", "truncates": data[: len(data) // 2], "replays": earlier}[fault]
+                if fault != "hangs":
+                    sink.sendall(data)
+                earlier = data
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+
+
+@pytest.mark.parametrize("executors", [1, 2])
+@pytest.mark.parametrize("towards", ["tenant", "provider"])
+@pytest.mark.parametrize("fault", ["hangs", "truncates", "replays"])
+def test_a_tunnel_that_fails_loses_nothing(scripted: Scripted, fault: str, towards: str, executors: int) -> None:
+    """The product is right with another executor, or with the same one over another connection. Only where a single
+    executor's connection hangs, the product ends at its deadline, and the next one is right."""
+    faults: list[tuple[str, str]] = []
+    waits = fault == "hangs" and executors == 1
+    with contextlib.ExitStack() as open_tunnels:
+        tunnels = [Tunnel(scripted.new_provider(), faults) for _ in range(executors)]
+        for tunnel in tunnels:
+            open_tunnels.callback(tunnel.close)
+        deadline_s, helpers = 2.0 if waits else 20.0, [scripted.new_provider()]
+        peers = [tunnel.peer for tunnel in tunnels]
+        session = scripted.new_session("pad", peers, helpers, deadline_s=deadline_s, tolerance=IMPATIENT)
+        assert all_right(session)
+        for _ in range(3):
+            faults.append((towards, fault))
+            with pytest.raises(errors.DeadlineExceededError) if waits else contextlib.nullcontext():
+                assert all_right(session)
+            assert not faults
+        assert all_right(session)
 
 
 # Executors

@@ -18,6 +18,7 @@ const COUNTED = {
   verified: ["Answers verified", count],
   rejected: ["Answers refused", count],
 };
+const [BLUE, RED] = [[31, 95, 139], [205, 90, 30]];
 const NOTHING_YET = byId("subject").textContent;
 
 function size(bytes) {
@@ -69,7 +70,7 @@ export function showProviders(now, before, costs) {
     add(article, "p", `${one.operator}, ${one.address}, ${one.state}`);
     const since = Object.fromEntries(Object.keys(COUNTED).map((name) => [name, one[name] - (then[name] ?? 0)]));
     describe(add(article, "dl"), COUNTED, since);
-    add(article, "p", `It saw ${one.sees}.`);
+    add(article, "p", `It sees ${one.sees}.`);
   }
   if (!now.remote) add(place, "p", "No provider was asked.");
   byId("figures").hidden = false;
@@ -84,7 +85,8 @@ function sentence(now, costs) {
   const executor = now.providers.find((one) => one.role === "executor");
   const helper = now.providers.find((one) => one.role === "helper");
   if (!executor) return now.exposed ? "The executor saw numbers from which it can read your text." : "Nothing left this machine.";
-  const rows = `${count(costs.rows ?? 0)} rows`;
+  if (!costs.rows) return "No row has left this machine for this answer.";
+  const rows = `${count(costs.rows)} rows`;
   const [seen, others] = executor.hidden
     ? [`${rows} of integers that it cannot tell from random ones, and when they came`, "Nothing else left this machine."]
     : [`${rows} of numbers from which it can read your text`, ""];
@@ -96,14 +98,18 @@ function sentence(now, costs) {
 export function showRow(row) {
   byId("row").hidden = !row;
   if (!row) return;
-  draw(byId("saw"), row.saw, (share) => [128 + 127 * share, 128 + 127 * share, 128 + 127 * share]);
-  draw(byId("hides"), row.hidden, (share) => (share < 0 ? [255 + 224 * share, 255 + 160 * share, 255 + 116 * share] : [255 - 50 * share, 255 - 165 * share, 255 - 225 * share]));
+  draw(byId("saw"), row.saw, (share) => Array(3).fill(128 + 127 * share));
+  draw(byId("hides"), row.hidden, (share) => {
+    const [own, strong] = [share < 0 ? BLUE : RED, Math.sqrt(Math.abs(share))]; // small numbers are seen beside large ones
+    return own.map((part) => 255 + (part - 255) * strong);
+  });
 }
 
 // Draws one cell per integer, each strip on its own scale; `colour` takes a share from -1 to 1.
 function draw(canvas, integers, colour) {
   const most = integers.reduce((most, one) => Math.max(most, Math.abs(one)), 1);
   canvas.width = Math.ceil(Math.sqrt(8 * integers.length));
+  while (integers.length % canvas.width && canvas.width ** 2 < 16 * integers.length) canvas.width++; // for whole lines
   canvas.height = Math.ceil(integers.length / canvas.width);
   const image = new ImageData(canvas.width, canvas.height);
   integers.forEach((one, at) => image.data.set([...colour(one / most), 255], 4 * at));

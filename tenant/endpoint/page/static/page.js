@@ -122,7 +122,7 @@ function showMessage({ role, content, model }, at) {
   article.dataset.text = textOf(content);
   if (role === "user") {
     picturesOf(content).forEach((url) => pictures.show(text, url, "Picture"));
-    text.append(textOf(content));
+    add(text, "div", textOf(content));
   } else show(text, content);
   if (at === undefined) return;
   const actions = add(article, "div", "", "actions");
@@ -203,7 +203,7 @@ async function ask(content) {
   const sent = [...asking.messages, { role: "user", content }];
   showMessage(sent.at(-1));
   const { article, text } = bubble("assistant", model);
-  article.setAttribute("aria-busy", "true"); // screen readers wait for the whole answer
+  for (const busy of [article, byId("status")]) busy.ariaBusy = "true"; // screen readers wait for the whole answer
   answering = new AbortController();
   const began = performance.now();
   let [answer, tokens, chunks] = ["", 0, 0];
@@ -254,16 +254,18 @@ async function ask(content) {
     answering = null;
     article.dataset.text = answer;
     await recount().catch(() => {});
-    article.removeAttribute("aria-busy");
+    article.ariaBusy = byId("status").ariaBusy = null;
   }
   if (!answer || chat !== asking) return; // there may be a new chat by now
   const status = byId("status").textContent;
   asking.messages = [...sent, { role: "assistant", content: answer, model }];
   chats.keep(asking.id, asking.messages, textOf(sent[0].content));
   const kept = [...byId("chat").querySelectorAll(".error")];
-  follow(showChat);
-  byId("chat").lastElementChild.append(...kept);
-  say(status);
+  follow(() => {
+    showChat();
+    byId("chat").lastElementChild.append(...kept);
+    say(status);
+  });
   showChats();
 }
 

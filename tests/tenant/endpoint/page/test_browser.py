@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,8 +78,8 @@ def served(
     tokenizer.chat_template = None
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+@contextmanager
+def chromium() -> Iterator[Any]:
     path = shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:
         pytest.skip(INSTALL)
@@ -86,6 +87,12 @@ def browser() -> Iterator[Any]:
         browser = driver.chromium.launch(executable_path=path, chromium_sandbox=False)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as browser:
+        yield browser
 
 
 @pytest.fixture
@@ -98,15 +105,15 @@ def page(browser: Any, served: Served) -> Iterator[Any]:
 
 
 @contextmanager
-def signed_in(browser: Any, url: str) -> Iterator[Any]:
+def signed_in(browser: Any, url: str, *, key: str = KEY, **look: Any) -> Iterator[Any]:
     """The page of an endpoint. Afterwards: it has asked no other server, and its scripts had no errors."""
-    page = browser.new_page()
+    page = browser.new_page(**look)
     page.set_default_timeout(60_000)
     hosts: set[str] = set()
     errors: list[str] = []
     page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(f"{url}/#key={KEY}")
+    page.goto(f"{url}/#key={key}")
     page.get_by_role("button", name="Continue").click()
     page.get_by_role("option").first.wait_for(state="attached")
     assert page.url == url + "/"
@@ -362,3 +369,27 @@ def test_a_wrong_key_is_asked_for_again(browser: Any, served: Served) -> None:
     page.keyboard.press("Enter")
     page.get_by_role("option", name="tiny").wait_for(state="attached")
     page.close()
+
+
+def take_pictures(address: str, folder: Path) -> None:
+    """Take the pictures of docs/endpoint.md. `address`: the page of a running `make serve-demo`, as it was printed."""
+    url, _, key = address.partition("/#key=")
+    wide, phone = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+    looks: dict[str, Any] = {
+        "": {"viewport": wide},
+        "-dark": {"viewport": wide, "color_scheme": "dark"},
+        "-phone": {"viewport": phone, "is_mobile": True, "has_touch": True},
+    }
+    with chromium() as browser:
+        for name, look in looks.items():
+            with signed_in(browser, url, key=key, **look) as page:
+                settings(page, tokens="160", temperature="0")
+                ask(page, "Write a Python function that reverses a list, and explain it in one sentence.")
+                if name == "-dark":
+                    page.get_by_text("Details").click()
+                page.mouse.move(0, 0)
+                page.screenshot(path=folder / f"endpoint-page{name}.png")
+
+
+if __name__ == "__main__":
+    take_pictures(sys.argv[1], Path("docs"))

@@ -174,28 +174,11 @@ def quantise_rows(rows: Tensor, bound: Bound, *, fold: Tensor | None = None) -> 
 
     Raises:
         NonFiniteError: a row holds inf or nan.
-        RangeError: wrong shape or dtype.
     """
-    if rows.dim() != 2 or rows.shape[1] != bound.inputs or not rows.is_floating_point():
-        raise RangeError(f"expected float rows of shape [r, {bound.inputs}], got {rows.dtype} {list(rows.shape)}")
-    rows = rows.detach()
-    # reused, because allocating large tensors would take longer than the arithmetic
-    block = min(len(rows), max(1, torch.get_num_threads() * _BLOCK // bound.inputs))
-    v = torch.empty((block, bound.inputs), dtype=torch.float64, device="cpu")
-    u = torch.empty_like(v)
-    if block == len(rows):
-        return _quantise(rows, bound, fold, v, u)
-    parts = [_quantise(part, bound, fold, v[: len(part)], u[: len(part)]) for part in rows.split(block)]
-    xq, scale = zip(*parts, strict=True)
-    return torch.cat(xq), torch.cat(scale)
-
-
-def _quantise(rows: Tensor, bound: Bound, fold: Tensor | None, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantise_rows` for one block of rows. `v` and `u` are float64 work buffers of the block's shape."""
-    v.copy_(rows)
+    v = torch.empty(rows.shape, dtype=torch.float64, device="cpu").copy_(rows.detach())
     if fold is not None:
         v.mul_(fold)
-    peak = torch.abs(v, out=u).amax(dim=1, keepdim=True)
+    peak = (u := v.abs()).amax(dim=1, keepdim=True)
     if not bool((peak < math.inf).all()):
         raise NonFiniteError
     peak.masked_fill_(peak == 0, 1.0)

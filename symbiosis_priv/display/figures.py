@@ -81,16 +81,6 @@ def bars(title: str, values: Sequence[Bar], y: Axis) -> str:
     return _frame(title, "", y, body)
 
 
-def stacked(pictures: Sequence[str]) -> str:
-    """One picture with several pictures below each other."""
-    height = _HEIGHT * len(pictures)
-    placed = (f'<svg y="{_HEIGHT * i}" height="{_HEIGHT}">{picture}</svg>' for i, picture in enumerate(pictures))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}">'
-        f"{''.join(placed)}</svg>"
-    )
-
-
 def _frame(title: str, x_label: str, y: Axis, body: Sequence[str]) -> str:
     parts = [_text(_LEFT, 18, title, 'font-weight="bold"')]
     for tick, at in ((tick, _y(y, tick)) for tick in y.ticks()):

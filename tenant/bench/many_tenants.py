@@ -18,14 +18,12 @@ import typer
 
 from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.display import figures
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.local import METRICS
-from symbiosis_priv.system.files import output_file, write_atomically
 from tenant.bench.measured_models import HALF_THE_CORES, provide, small_llama
 from tenant.bench.options import Progress, Seconds, Threads, benchmark, names, numbers
 from tenant.bench.processes import Child
-from tenant.bench.report import Goal, Row, by, distinct, figure, number, percentile, ratio, where
+from tenant.bench.report import Goal, Row, by, distinct, figure, percentile, ratio, where
 from tenant.bench.request_load import DEADLINE_S, Kind, LoadResult, Phase, RequestLoad, serve_load
 
 _CHECKED_S = 2.0
@@ -86,9 +84,6 @@ def provider(
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the synthetic model.")] = 1,
     seconds: Seconds = 8.0,
     threads: Threads = HALF_THE_CORES,
-    picture: Annotated[
-        Path | None, typer.Option(callback=output_file, help="Also draw tokens per second and latency, as SVG.")
-    ] = None,
 ) -> Iterator[Row]:
     """Let many tenants send requests to one provider, with each batching policy by turns; compare all answers.
 
@@ -117,13 +112,8 @@ def provider(
         for count in numbers(ranks, "--ranks")
         for sharding in (ways if count > 1 else ways[:1])  # a single rank does not divide products
     ]
-    found = []
     measured = partial(measure_tenants, folder, scenarios=scenarios, mixes=mixes, variants=variants)
-    for row, _ in measured(hidden=hidden, layers=layers, seconds=seconds, threads=threads):
-        found.append(row)
-        yield row
-    if picture is not None:
-        write_atomically(picture, draw(found).encode())
+    yield from (row for row, _ in measured(hidden=hidden, layers=layers, seconds=seconds, threads=threads))
 
 
 class Scenario(NamedTuple):
@@ -196,29 +186,6 @@ def measure_tenants(
         ]
         for mix, scenario, bench in itertools.product(mixes, scenarios, benches):
             yield bench.run(scenario, mix, seconds=seconds)
-
-
-def draw(rows: Sequence[Row]) -> str:
-    """Draw an SVG: tokens per second above, median milliseconds of a token below, with a bar per policy and number of
-    tenants."""
-
-    def place(row: Row) -> tuple[float, str, int]:
-        tenants = number(row["generating"]) + number(row["training"])
-        return tenants, str(row["generating_rows"]), _POLICIES.index(str(row["policy"]))
-
-    pictures = []
-    for name, title in {"tokens_per_s": "tokens per second", "token_p50_ms": "milliseconds of a token, median"}.items():
-        bars = [
-            figures.Bar(
-                f"{row['policy']}, {row['generating']} x {row['generating_rows']} rows + {row['training']}",
-                number(row[name] or 0.0),
-                colour=figures.COLOURS[_POLICIES.index(str(row["policy"]))],
-            )
-            for row in sorted(rows, key=place)
-        ]
-        axis = figures.Axis(title, 0.0, max(bar.value for bar in bars) or 1.0)
-        pictures.append(figures.bars(title, bars, axis))
-    return figures.stacked(pictures)
 
 
 class _Bench:

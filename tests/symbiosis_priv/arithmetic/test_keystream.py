@@ -60,11 +60,6 @@ def test_derive_is_hkdf_over_length_prefixed_labels(secret: bytes, labels: list[
     assert derive(secret, *labels) == hkdf(secret, info)
 
 
-@given(st.lists(st.lists(st.text(alphabet="ab\0", max_size=3), max_size=4).map(tuple), unique=True, max_size=30))
-def test_labels_never_collide(paths: list[tuple[str, ...]]) -> None:
-    assert len({derive(KEY, *path) for path in paths}) == len(paths)
-
-
 def test_moving_characters_between_labels_changes_the_key() -> None:
     assert derive(KEY, "ab", "c") != derive(KEY, "a", "bc")
     seed = Seed(KEY)
@@ -148,10 +143,6 @@ def test_pieces_are_one_stream(width: int) -> None:
     added = torch.ones(rows, width, dtype=torch.int32)
     Keystream(KEY, width=width).add_to(added, first_row=5)
     assert torch.equal(added, got + 1)
-
-
-def test_the_last_row_of_a_keystream() -> None:
-    assert expand(KEY, first_row=MAX_ROW - 1, rows=1, width=9).tolist() == [by_hand(KEY, row=MAX_ROW - 1, width=9)]
 
 
 @pytest.mark.parametrize(

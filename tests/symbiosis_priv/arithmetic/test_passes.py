@@ -172,6 +172,14 @@ def test_non_finite_rows_are_refused(name: str, rows: Tensor, bad: float, data: 
 
 
 @pytest.mark.parametrize("name", BUILDS)
+def test_a_non_finite_row_is_found_behind_many_others(name: str) -> None:
+    rows = torch.zeros(5, 40_000)
+    rows[-1, -1] = math.nan
+    with build(name), pytest.raises(NonFiniteError):
+        passes.encode([rows], bound=bound_of(40_000), out=torch.empty(rows.shape, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("name", BUILDS)
 def test_rows_that_overflow_after_folding_are_refused(name: str) -> None:
     rows, fold = torch.full((1, 3), 1e300, dtype=torch.float64), torch.full((3,), 1e10, dtype=torch.float64)
     with build(name), pytest.raises(NonFiniteError):
@@ -186,7 +194,8 @@ def test_rows_that_overflow_after_folding_are_refused(name: str) -> None:
         [torch.zeros(1, 4)],
         [torch.zeros(2, 2), torch.zeros(2, 3)],
         [torch.zeros(2, 2), torch.zeros(3, 2)],
-        [torch.zeros(2, 4, dtype=torch.int32)],
+        [torch.zeros(1, 2, 4)],
+        *([torch.zeros(2, 4, dtype=dtype)] for dtype in (torch.int32, torch.bool, torch.complex64)),
     ],
     ids=lambda inputs: f"{inputs[0].dtype}-{[list(part.shape) for part in inputs]}",
 )

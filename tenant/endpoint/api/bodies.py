@@ -130,11 +130,14 @@ class TextPart(Strict):
     text: str
 
 
+Detail = Literal["auto", "low", "high", "original"]
+
+
 class ImageUrl(Strict):
     """A picture as a `data:` address. `detail` has no effect: the model's processor decides the size."""
 
     url: str
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: Detail | None = None
 
 
 class ImagePart(Strict):
@@ -249,6 +252,17 @@ class InputText(Strict):
     logprobs: Annotated[list[Any], Field(max_length=0), FAIL_FAST] | None = None
 
 
+class InputImage(Strict):
+    """A picture, as in `ImageUrl`."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: Detail | None = None
+
+
+InputPart = Annotated[InputText | InputImage | AudioPart, Field(discriminator="type")]
+
+
 class InputItem(Strict):
     """An item of the conversation. `id` and `status` are those of an earlier answer, and have no effect."""
 
@@ -259,7 +273,7 @@ class InputItem(Strict):
 class InputMessage(InputItem):
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[InputText], FAIL_FAST]
+    content: str | Annotated[list[InputPart], FAIL_FAST]
 
 
 class InputCall(InputItem):

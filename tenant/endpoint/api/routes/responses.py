@@ -7,7 +7,16 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
 from tenant.endpoint.api import answers
-from tenant.endpoint.api.bodies import ChatRequest, InputCall, InputMessage, JsonRoute, ResponsesRequest
+from tenant.endpoint.api.bodies import (
+    AudioPart,
+    ChatRequest,
+    InputCall,
+    InputImage,
+    InputMessage,
+    InputText,
+    JsonRoute,
+    ResponsesRequest,
+)
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.routes.chat import PreparedChat
 from tenant.endpoint.api.running import DOCUMENTED, Running, respond, while_connected
@@ -37,8 +46,8 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
         found.append({"role": "system", "content": body.instructions})
     for item in [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input:
         if isinstance(item, InputMessage):
-            text = item.content if isinstance(item.content, str) else "".join(part.text for part in item.content)
-            found.append({"role": item.role, "content": text})
+            parts = item.content if isinstance(item.content, str) else [_part(part) for part in item.content]
+            found.append({"role": item.role, "content": parts})
         elif isinstance(item, InputCall):
             if not found or found[-1]["role"] != "assistant":
                 found.append({"role": "assistant", "content": None})
@@ -65,6 +74,15 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
         return ChatRequest.model_validate(given)
     except ValidationError as error:
         raise ApiError(400, f"too many items, or {error.errors()[0]['msg']}"[:500], param="input") from error
+
+
+def _part(part: InputText | InputImage | AudioPart) -> dict[str, Any]:
+    """Convert a part of a message to a part of a chat."""
+    if isinstance(part, InputText):
+        return {"type": "text", "text": part.text}
+    if isinstance(part, InputImage):
+        return {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}}
+    return part.model_dump()
 
 
 class _Prepared:

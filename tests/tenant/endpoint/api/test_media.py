@@ -4,6 +4,7 @@ import base64
 import importlib.util
 import io
 import json
+import re
 import socket
 import struct
 import wave
@@ -201,6 +202,11 @@ def picture_part(file: bytes, kind: str = "image/png") -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(file).decode()}"}}
 
 
+def input_part(part: dict[str, Any]) -> dict[str, Any]:
+    """The same part of a message for `/v1/responses`."""
+    return {"type": "input_image", "image_url": part["image_url"]["url"]} if "image_url" in part else part
+
+
 def sound_part(file: bytes) -> dict[str, Any]:
     return {"type": "input_audio", "input_audio": {"data": base64.b64encode(file).decode(), "format": "wav"}}
 
@@ -260,6 +266,9 @@ def test_an_answer_has_the_bits_of_generate(case: Any) -> None:
     found = [one.logprob for one in answer.choices[0].logprobs.content]
     assert found == expected[: len(found)]
     other = client.chat.completions.create(messages=[{"role": "user", "content": "what is it?"}], **asked)
+    said: Any = [{"role": "user", "content": [input_part(part), {"type": "input_text", "text": "what is it?"}]}]
+    response = client.responses.create(model="tiny", input=said, max_output_tokens=6, temperature=0)
+    assert response.output_text == answer.choices[0].message.content
     rows = [one.usage.model_extra["ledger"]["rows"] for one in (answer, other)]
     assert rows[0] > rows[1] > 0 or rows == [0, 0]  # the ledger counts the rows of the picture or sound
     # texts are computed together while a picture or sound is answered
@@ -294,6 +303,11 @@ def test_what_the_model_does_not_take_is_refused(case: Any) -> None:
         messages: Any = [{"role": "user", "content": [{"type": "text", "text": "?"}, one]}]
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+        messages[0]["content"] = [{"type": "input_text", "text": "?"}, input_part(one)]
+        said: Any = refused.value.body
+        with pytest.raises(openai.BadRequestError, match=re.escape(said["message"])) as again:
+            client.responses.create(model="tiny", input=messages, max_output_tokens=1)
+        assert again.value.param == "input"
         assert (refused.value.param or "").startswith("messages.0.content.1")
 
 

@@ -127,6 +127,6 @@ def server(
         open_paths=frozenset({"/health", "/openapi.json", *FILES}),
         uploads={UPLOAD: jobs.files.file_limit + FORM_BYTES} if jobs else {},
     )
-    page = page_router(scheme_named(masking), lambda: ledger_of(service.model), media=options.media)
+    page = page_router(scheme_named(masking), lambda: ledger_of(service.model), model=service.root, media=options.media)
     routers = [page, jobs_router(jobs)] if jobs else [page]
     return Server(create_app(service, settings, routers=routers), listener, drain_s=options.drain_s)

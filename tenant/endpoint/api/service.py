@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from transformers import PreTrainedTokenizerBase
 
+from symbiosis_priv.checkpoints.checkpoint import hub_name
 from symbiosis_priv.errors import ConfigError
 from tenant.endpoint.api.answers import Model, new_id
 from tenant.endpoint.api.bodies import CompletionFields
@@ -136,6 +137,8 @@ class Service:
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
+        self.root = "@".join(hub_name(Path(model.config.name_or_path)) or (name,))
+        """The base model's name on the hub with its commit, or else its name for clients."""
         self.tasks = tasks
         self.pooling = pooling
         self.fixed_length = fixed_length
@@ -158,7 +161,7 @@ class Service:
             id=self.name,
             created=self.created,
             owned_by="symbiosis-priv",
-            root=self.name,
+            root=self.root,
             parent=None,
             max_model_len=self.context,
         )

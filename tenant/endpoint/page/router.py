@@ -56,10 +56,11 @@ class SessionLedger(BaseModel):
     """The providers of the session.
 
     `summary` names the parties that can read rows, and `assumption` states when rows are hidden from the others.
-    `remote`: True if rows are sent to providers; `exposed`: True if an executor can read them. `media`: True if chats
-    may have pictures or sounds.
+    `model`: the base model; with its commit if it is on the hub. `remote`: True if rows are sent to providers;
+    `exposed`: True if an executor can read them. `media`: True if chats may have pictures or sounds.
     """
 
+    model: str
     masking: str
     summary: str
     assumption: str
@@ -70,7 +71,7 @@ class SessionLedger(BaseModel):
     providers: list[Provider]
 
 
-def page_router(scheme: Scheme, ledger: Callable[[], Ledger | None], *, media: bool = False) -> APIRouter:
+def page_router(scheme: Scheme, ledger: Callable[[], Ledger | None], *, model: str, media: bool = False) -> APIRouter:
     """Return the routes of the page. `/ledger` needs a key, which the application checks. `scheme`: the masking scheme
     of the model. `ledger`: returns the counters of the session; None if the scheme has no session. `media`: whether
     chats may have pictures or sounds."""
@@ -85,6 +86,7 @@ def page_router(scheme: Scheme, ledger: Callable[[], Ledger | None], *, media: b
         counted = ledger()
         providers = [] if counted is None else counted.providers
         return SessionLedger(
+            model=model,
             masking=scheme.name,
             summary=scheme.summary,
             assumption=scheme.assumption,

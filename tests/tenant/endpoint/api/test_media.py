@@ -222,7 +222,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A folder, a part of a message, what the processor takes for it, a client of an endpoint, and its engine."""
     family = request.param
-    folder = tmp_path_factory.mktemp(family)
+    folder = tmp_path_factory.mktemp(family) / "models--owner--tiny" / "snapshots" / "0123abc"  # as on the hub
     write(folder, family)
     part: Any = picture_part(png())
     given: dict[str, Any] = {"images": [Image.open(io.BytesIO(png()))]}
@@ -266,6 +266,8 @@ def test_an_answer_has_the_bits_of_generate(case: Any) -> None:
     found = [one.logprob for one in answer.choices[0].logprobs.content]
     assert found == expected[: len(found)]
     other = client.chat.completions.create(messages=[{"role": "user", "content": "what is it?"}], **asked)
+    ledger = client.get(str(client.base_url.copy_with(path="/ledger")), cast_to=object)
+    assert client.models.retrieve("tiny").root == ledger["model"] == "owner/tiny@0123abc"
     said: Any = [{"role": "user", "content": [input_part(part), {"type": "input_text", "text": "what is it?"}]}]
     response = client.responses.create(model="tiny", input=said, max_output_tokens=6, temperature=0)
     assert response.output_text == answer.choices[0].message.content
@@ -284,7 +286,7 @@ def test_an_answer_has_the_bits_of_generate(case: Any) -> None:
 
 def test_a_chat_goes_on_after_a_picture_or_sound(case: Any) -> None:
     folder, part, _, client, _ = case
-    again = [] if "AudioFlamingo3" in folder.name else [part]  # its processor takes one sound
+    again = [] if "AudioFlamingo3" in str(folder) else [part]  # its processor takes one sound
     messages: Any = [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": [part, {"type": "text", "text": "and"}, *again]},

@@ -66,7 +66,7 @@ def served(
         tasks.register("lora", adapters / "lora")
         engine = SequentialEngine(model, tokenizer, tasks=tasks)
         settings = Settings(keys=(KEY,), drain_s=1.0, open_paths=frozenset(FILES))
-        router = page_router(scheme_named("pad"), lambda: ledger_of(model))
+        router = page_router(scheme_named("pad"), lambda: ledger_of(model), model="tiny")
         listener = socket.create_server(("127.0.0.1", 0))
         app = create_app(Service(engine, model, tokenizer, name="tiny", tasks=tasks), settings, routers=[router])
         server = Server(app, listener, drain_s=1.0)

@@ -54,7 +54,7 @@ if (!end.includes("cut off")) throw new Error(`no error at an early end: ${end}`
 def client() -> TestClient:
     app = FastAPI()
     ledger = Ledger(providers=(EXECUTOR,))
-    app.include_router(page_router(scheme_named("pad"), lambda: ledger))
+    app.include_router(page_router(scheme_named("pad"), lambda: ledger, model="tiny"))
     return TestClient(app)
 
 

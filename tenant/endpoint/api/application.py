@@ -237,7 +237,7 @@ async def _wrong_field(_: Request, error: Exception) -> Response:
     where, *location = inner["loc"]
     if where == "body":
         # a location also names alternatives of a type (`str`), which are no fields
-        absent = [location.pop()] if inner["type"] == "missing" else []
+        absent = location[-1:] if inner["type"] == "missing" else []
         body, path = error.body, []
         for part in location:
             if part in body if isinstance(body, Mapping) else isinstance(body, list) and isinstance(part, int):

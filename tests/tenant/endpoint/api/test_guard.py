@@ -80,6 +80,7 @@ def test_what_needs_no_key(served: Served) -> None:
 @pytest.mark.parametrize(
     ("body", "status"),
     [
+        (None, 400),
         (b"[" * 100_000, 400),
         (b'{"model":"tiny","prompt":"x","max_tokens":1' + b"0" * 5000 + b"}", 400),
         (b'{"model":"tiny","prompt":"x","temperature":NaN}', 400),

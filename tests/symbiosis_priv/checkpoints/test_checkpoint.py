@@ -150,9 +150,11 @@ def test_resolve(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve("~/copy") == copied.resolve()
 
 
-def test_resolve_refuses_a_folder_without_a_config(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        resolve(tmp_path)
+def test_resolve_refuses_a_folder_without_a_config_and_a_file(copied: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        resolve(copied.parent)
+    with pytest.raises(CheckpointError, match="is a file; name the folder"):
+        resolve(copied / "config.json")
 
 
 @pytest.mark.parametrize("name", ["somebody/not-in-the-cache", "no such/model/name", "/nowhere/at/all"])

@@ -325,23 +325,6 @@ def test_an_adapter_of_another_family_is_refused(tiny: Path, save_gpt2: Callable
         load_adapter(load_model(tiny, remote=SIMULATE), adapter)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("/no/such/folder", "/no/such/folder does not exist"),
-        ("./model", "model does not exist"),
-        ("{folder}/config.json", "is a file; name the folder"),
-        ("{folder}/..", "has no config.json"),
-    ],
-)
-def test_a_folder_that_is_not_a_checkpoint_is_a_clear_error(
-    name: str, message: str, tiny: Path, text: Path, tmp_path: Path
-) -> None:
-    """The message is not about a missing tokenizer."""
-    with pytest.raises(CheckpointError, match=message):
-        finetune(name.format(folder=tiny), text, tmp_path / "adapter", remote=SIMULATE)
-
-
 def test_padded_batches_show_only_rounded_lengths() -> None:
     one, other = Example([1, 2, 3], [1, 2, 3]), Example([4] * 5, [4] * 5)
     assert set(collate([other])) == {"input_ids", "labels"}

@@ -379,13 +379,14 @@ def forgery_chart(suite: Suite) -> str:
 _CSS = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2rem auto;padding:0 1rem;color:#1a1a1a;background:#fff}
 h2{margin-top:2.5rem;border-bottom:1px solid #ddd;padding-bottom:.2rem}
-table{border-collapse:collapse;margin:1rem 0;font-size:13px}td,th{border:1px solid #ddd;padding:3px 8px;text-align:left}
+table{display:block;overflow-x:auto;border-collapse:collapse;margin:1rem 0;font-size:13px}
+td,th{border:1px solid #ddd;padding:3px 8px;text-align:left}
 th{background:#f4f4f5}.party{background:#f4f4f5;font-weight:600}.cells td+td{white-space:nowrap;text-align:right}
 .hidden{background:#dcfce7}.broken{background:#fee2e2}.resisted{background:#fef9c3}.by-design{background:#cffafe}
 .absent{color:#777}.alarm{outline:3px solid #b91c1c}.wide{overflow-x:auto}
 .legend span{padding:2px 8px;margin-right:.5rem;font-size:13px}.state{padding:.6rem 1rem;border-radius:6px}
-.pictures{display:grid;grid-template-columns:repeat(auto-fill,minmax(460px,1fr))}figure{margin:.5rem 0}
-svg{max-width:100%;height:auto}small{color:#555}nav ol{columns:2;font-size:14px}
+.pictures{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(460px,100%),1fr))}figure{margin:.5rem 0}
+svg{max-width:100%;height:auto}small{color:#555}nav ol{columns:2 20rem;font-size:14px}
 """
 
 
@@ -440,8 +441,10 @@ def to_html(suite: Suite) -> str:
     body = re.sub("<h2>", lambda _: f'<h2 id="s{next(numbers)}">', "".join(sections[2:]))
     contents = "".join(f'<li><a href="#s{number}">{title}</a></li>' for number, title in enumerate(titles))
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>symbiosis-priv threat model</title>'
-        f"<style>{_CSS}</style></head><body>{''.join(sections[:2])}<nav><ol>{contents}</ol></nav>{body}</body></html>"
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width"><title>symbiosis-priv threat model</title>'
+        f"<style>{_CSS}</style></head><body>{''.join(sections[:2])}"
+        f'<nav aria-label="Contents"><ol>{contents}</ol></nav>{body}</body></html>'
     )
 
 

@@ -47,16 +47,17 @@ class Bar:
 
 def lines(title: str, series: Mapping[str, Sequence[tuple[float, float]]], x: Axis, y: Axis) -> str:
     """A picture with one line per series and marked points."""
-    body = []
+    body, names = [], []
     for i, (name, points) in enumerate(series.items()):
         colour = COLOURS[i % len(COLOURS)]
         path = " ".join(f"{_x(x, a):.1f},{_y(y, b):.1f}" for a, b in points)
         body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         if len(points) <= 12:
             body += [f'<circle cx="{_x(x, a):.1f}" cy="{_y(y, b):.1f}" r="3" fill="{colour}"/>' for a, b in points]
-        body.append(_text(_WIDTH - _RIGHT, _TOP + 14 + 14 * i, name, f'text-anchor="end" fill="{colour}"'))
+        look = f'text-anchor="end" fill="{colour}" stroke="#fff" stroke-width="4" paint-order="stroke"'  # before lines
+        names.append(_text(_WIDTH - _RIGHT, _TOP + 14 + 14 * i, name, look))
     marks = [_text(_x(x, t), _HEIGHT - _BOTTOM + 16, f"{t:.3g}", 'text-anchor="middle"') for t in x.ticks()]
-    return _frame(title, x.label, y, [*marks, *body])
+    return _frame(title, x.label, y, [*marks, *body, *names])
 
 
 def bars(title: str, values: Sequence[Bar], y: Axis) -> str:

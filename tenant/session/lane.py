@@ -29,7 +29,7 @@ from tenant.routing.known_provider import KnownProvider
 from tenant.routing.routes import Routes
 from tenant.session import tally
 from tenant.session.supply import Supply, has_effects
-from tenant.session.tally import Tally, clock, sight
+from tenant.session.tally import Tally, clock, sights
 
 
 class Attempt(NamedTuple):
@@ -123,7 +123,8 @@ class Lane:
                 return Unfinished(few.part(rows, space, pads, None))
             effects = few.effects(pads)
         times.append(clock())
-        sight.before(space.words)
+        if sights:
+            tally.before_mask(space.words)
         sent = mask(space.words, pads)
         times.append(clock())
         since = time.monotonic()
@@ -143,7 +144,8 @@ class Lane:
             return self._unfinished(few.part(rows, space, pads, sent), nonce, since, answer)
         if tally.recording is not None:
             tally.record_steps([*times, clock()])
-        sight.answered(sent.masked_words, ring_bits=rows.ring_bits)
+        if sights:
+            tally.after_answer(sent.masked_words, ring_bits=rows.ring_bits)
         routes.answered(provider, seconds=answer.seconds, size=self._size)
         routes.record_verified(provider, sent.holders)
         with self._tally.lock:

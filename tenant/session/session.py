@@ -52,7 +52,7 @@ from tenant.session.part_queue import multiply_parts, part_rows, said_most
 from tenant.session.refused import correct_or_blame
 from tenant.session.runtime import Runtime, forget_all
 from tenant.session.supply import most_rows
-from tenant.session.tally import Ledger, Tally, clock, record, sight
+from tenant.session.tally import Ledger, Tally, after_answer, before_mask, clock, record, sights
 
 
 class Session:
@@ -267,7 +267,8 @@ def send_part(runtime: Runtime, part: Part, preferred: KnownProvider | None, *, 
     """
     if not part.is_masked:
         started = clock()
-        sight.before(part.encoded)
+        if sights:
+            before_mask(part.encoded)
         part.mask()
         record("mask", since=started)
     routes, tally = runtime.routes, runtime.tally
@@ -340,7 +341,8 @@ def send_part(runtime: Runtime, part: Part, preferred: KnownProvider | None, *, 
             tally.counts.answers_verified += part.count
             tally.counts.effects_verified += part.count if part.sent.holders else 0
             tally.counts.rows_relayed += part.count if answer.relayed else 0
-        sight.answered(part.sent.masked_words, ring_bits=part.rows.ring_bits)
+        if sights:
+            after_answer(part.sent.masked_words, ring_bits=part.rows.ring_bits)
         routes.record_verified(provider, part.sent.holders)
         if recovery is not None:
             recovery.succeeded(provider)

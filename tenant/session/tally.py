@@ -60,33 +60,43 @@ class Tally:
         self.counts, self.lock = Ledger(), threading.Lock()
 
 
-class Sight(threading.local):
-    """The first row of this thread's next product, before and after its mask. `wanted`: True until there was a product;
-    False by default, so that no product is copied."""
+@dataclass
+class Sight:
+    """The first row of a product: `hidden` before its mask, and later both, as the tenant has it and as the executor
+    that answered `saw` it."""
 
-    wanted = False
     hidden: Tensor | None = None
     seen: tuple[list[int], list[int]] | None = None
 
-    def before(self, words: Tensor) -> None:
-        """Copy a row, if wanted, before it is masked. `words`: int32 `[r, d]`."""
-        if self.wanted:
-            self.hidden = words[0].clone()
 
-    def answered(self, masked: Tensor, *, ring_bits: int) -> None:
-        """Keep the row and what the executor that has answered saw of it. `masked`: int32 `[r, d]`, as it was sent."""
-        if self.wanted and self.hidden is not None:
-            narrow = 32 - ring_bits
-            self.seen = self.hidden.tolist(), (masked[0] << narrow >> narrow).tolist()
-            self.wanted, self.hidden = False, None
-
-    def take(self) -> tuple[list[int], list[int]] | None:
-        """Return the row, quantised, and what the executor saw of it, once. None if there was no product."""
-        self.wanted, self.hidden, seen, self.seen = False, None, self.seen, None
-        return seen
+sights: Final[dict[int, Sight]] = {}
+"""By thread. Empty unless a row is wanted: while it is, products copy nothing."""
 
 
-sight: Final = Sight()
+def look() -> None:
+    """Keep a row of this thread's next product."""
+    sights[threading.get_ident()] = Sight()
+
+
+def taken_sight() -> tuple[list[int], list[int]] | None:
+    """Return the row since `look`, quantised, and what the executor saw of it. None if there was no product."""
+    sight = sights.pop(threading.get_ident(), None)
+    return None if sight is None else sight.seen
+
+
+def before_mask(words: Tensor) -> None:
+    """Copy a row that is wanted. `words`: int32 `[r, d]`."""
+    sight = sights.get(threading.get_ident())
+    if sight is not None and sight.hidden is None:
+        sight.hidden = words[0].clone()
+
+
+def after_answer(masked: Tensor, *, ring_bits: int) -> None:
+    """Keep what the executor saw of a row that is wanted. `masked`: int32 `[r, d]`, of which it got the low bits."""
+    sight, narrow = sights.get(threading.get_ident()), 32 - ring_bits
+    if sight is not None and sight.hidden is not None and sight.seen is None:
+        sight.seen = sight.hidden.tolist(), (masked[0] << narrow >> narrow).tolist()
+
 
 Span = Literal["quantise", "take pads", "mask", "network + product", "wait for effects", "unmask + verify + dequantise"]
 SPANS: Final[tuple[Span, ...]] = get_args(Span)

@@ -19,7 +19,7 @@ from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.endpoint.engine.queued import QueuedEngine, Turn, Turns
 from tenant.endpoint.engine.requests import EngineRequest, Load
 from tenant.endpoint.engine.sequence import Drafter, Sequence
-from tenant.session.tally import sight
+from tenant.session.tally import look
 from tenant.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -186,8 +186,8 @@ class ContinuousEngine(QueuedEngine):
         """Compute some rows. After an error that a single request may cause, compute each request alone."""
         if not chosen:
             return
-        # with others' rows in the pass, the first row may be another client's
-        sight.wanted = len(chosen) == 1 and chosen[0][0].request.shows_row and chosen[0][0].decoding
+        if len(chosen) == 1 and chosen[0][0].request.shows_row and chosen[0][0].decoding:
+            look()  # only alone: among rows of others, the first row may be another client's
         try:
             try:
                 outputs = self._packed([rows for _, rows in chosen])

@@ -15,7 +15,7 @@ from tenant.endpoint.engine.answer import GeneratedAnswer
 from tenant.endpoint.engine.requests import Engine, EngineRequest, Load, ShownRow, Sink
 from tenant.endpoint.engine.sequence import Sequence
 from tenant.model.ledger import ledger_of, since
-from tenant.session.tally import Ledger, sight
+from tenant.session.tally import Ledger, taken_sight
 from tenant.tasks import Tasks
 from tenant.training.corpus import check_context
 
@@ -187,7 +187,7 @@ class QueuedEngine(Engine):
 
     def keep_row(self, sequence: Sequence) -> None:
         """Keep the row of the last pass, which had no rows of other requests, for the client that asked for it."""
-        if (seen := sight.take()) is not None:
+        if (seen := taken_sight()) is not None:
             hidden, saw = map(tuple, seen)
             sequence.answer.row = ShownRow(hidden=hidden, saw=saw)
 

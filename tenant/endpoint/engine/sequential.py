@@ -25,7 +25,7 @@ from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.endpoint.engine.queued import QueuedEngine, Turn
 from tenant.endpoint.engine.requests import Engine, EngineRequest, Handle, Load, Sink
 from tenant.endpoint.engine.sequence import Drafter, Sequence
-from tenant.session.tally import sight
+from tenant.session.tally import look, taken_sight
 from tenant.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class SequentialEngine(QueuedEngine):
             self.charge([sequence], [1])
             self.end(sequence)
         finally:
-            sight.take()
+            taken_sight()
 
     def _answer(self, sequence: Sequence) -> None:
         request, answer = sequence.request, sequence.answer
@@ -123,7 +123,8 @@ class SequentialEngine(QueuedEngine):
         self._tokens += 1
         self.charge([sequence], [1])
         self.keep_row(sequence)
-        sight.wanted = sequence.request.shows_row  # in the next pass, which is of one token
+        if sequence.request.shows_row:
+            look()  # the next pass is of one token
         token = sequence.answer.add(logits)
         self._turn.pass_on()
         return token

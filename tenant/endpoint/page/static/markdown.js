@@ -1,4 +1,5 @@
-// Shows Markdown as elements: paragraphs, headings, lists, quotes, code blocks, and bold, italic and code within a line.
+// Shows Markdown as elements: paragraphs, headings, lists, quotes, tables, code blocks, and bold, italic and code within
+// a line.
 //
 // Texts become text nodes, never HTML. Links and pictures stay text: a model could hide words of the conversation in an
 // address, and opening it would tell them to that server.
@@ -7,46 +8,86 @@ import { add, copyButton } from "./dom.js";
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
 const HEADING = /^(#{1,6})\s+(.*)/;
-const ITEM = /^\s*(?:([-*+])|(\d{1,9})[.)])\s+(.*)/;
+const RULE = /^ {0,3}([-*_])(?: *\1){2,}\s*$/;
+const ITEM = /^(\s*)(?:[-*+]|(\d{1,9})[.)])\s+(.*)/;
+const QUOTE = /^ {0,3}> ?/;
+const UNDER_HEADINGS = /^[\s|:-]*-[\s|:-]*\|[\s|:-]*$/; // of a table
 const INLINE = /(`+)(.+?)\1|\*\*(?=\S)(.+?)\*\*|\*(?=\S)([^*]+?)\*/;
 
 // Replaces what `place` shows.
 export function show(place, text) {
   place.replaceChildren();
-  const lines = text.split("\n");
+  blocks(place, text.split("\n"));
+}
+
+function blocks(place, lines) {
   let at = 0;
+  const taken = (goesOn) => {
+    const begin = at;
+    while (at < lines.length && goesOn(lines[at])) at++;
+    return lines.slice(begin, at);
+  };
   while (at < lines.length) {
     const line = lines[at];
     const fence = line.match(FENCE);
     const heading = line.match(HEADING);
     if (fence) {
-      const begin = ++at;
-      while (at < lines.length && !lines[at].trim().startsWith(fence[1])) at++;
-      codeBlock(place, lines.slice(begin, at).join("\n"), fence[2]);
+      at++;
+      codeBlock(place, taken((one) => !one.trim().startsWith(fence[1])).join("\n"), fence[2]);
       at++;
     } else if (heading) {
       inline(add(place, `h${Math.min(heading[1].length + 3, 6)}`), heading[2]);
       at++;
+    } else if (RULE.test(line)) {
+      add(place, "hr");
+      at++;
     } else if (ITEM.test(line)) {
-      const list = add(place, line.match(ITEM)[1] ? "ul" : "ol");
-      if (line.match(ITEM)[2]) list.start = Number(line.match(ITEM)[2]);
-      for (; at < lines.length && ITEM.test(lines[at]); at++) inline(add(list, "li"), lines[at].match(ITEM)[3]);
-    } else if (line.startsWith(">")) {
-      const quoted = [];
-      for (; at < lines.length && lines[at].startsWith(">"); at++) quoted.push(lines[at].replace(/^>\s?/, ""));
-      inline(add(add(place, "blockquote"), "p"), quoted.join("\n"));
+      at = list(place, lines, at);
+    } else if (QUOTE.test(line)) {
+      blocks(add(place, "blockquote"), taken((one) => QUOTE.test(one)).map((one) => one.replace(QUOTE, "")));
+    } else if (line.includes("|") && UNDER_HEADINGS.test(lines[at + 1] ?? "")) {
+      table(place, taken((one) => one.includes("|")));
     } else if (!line.trim()) {
       at++;
     } else {
-      const begin = at++;
-      while (at < lines.length && lines[at].trim() && !isBlock(lines[at])) at++;
-      inline(add(place, "p"), lines.slice(begin, at).join("\n"));
+      at++;
+      inline(add(place, "p"), [line, ...taken((one) => one.trim() && !isBlock(one))].join("\n"));
     }
   }
 }
 
 function isBlock(line) {
-  return FENCE.test(line) || HEADING.test(line) || ITEM.test(line) || line.startsWith(">");
+  return [FENCE, HEADING, RULE, ITEM, QUOTE].some((kind) => kind.test(line));
+}
+
+// Adds a list whose items may have lists and code blocks in them. Returns the number of the line after it.
+function list(place, lines, at) {
+  const [, margin, number] = lines[at].match(ITEM);
+  const made = add(place, number ? "ol" : "ul");
+  if (number) made.start = Number(number);
+  const isInside = (line) => line?.search(/\S/) >= margin.length + 2;
+  const isItem = (line) => ITEM.test(line ?? "") && !isInside(line) && Boolean(line.match(ITEM)[2]) === Boolean(number);
+  while (isItem(lines[at])) {
+    const [whole, , , first] = lines[at++].match(ITEM);
+    const item = [first];
+    for (; at < lines.length; at++) {
+      const next = lines.slice(at).find((line) => line.trim());
+      if (lines[at].trim() ? !isInside(lines[at]) : !isInside(next)) break;
+      item.push(lines[at].slice(Math.min(whole.length - first.length, Math.max(0, lines[at].search(/\S/)))));
+    }
+    blocks(add(made, "li"), item);
+    const next = lines.findIndex((line, number) => number >= at && line.trim());
+    if (isItem(lines[next])) at = next;
+  }
+  return at;
+}
+
+function table(place, [headings, , ...rows]) {
+  const made = add(place, "table");
+  for (const [line, tag] of [[headings, "th"], ...rows.map((row) => [row, "td"])]) {
+    const row = add(made, "tr");
+    for (const cell of line.trim().replace(/^\||\|$/g, "").split("|")) inline(add(row, tag), cell.trim());
+  }
 }
 
 function codeBlock(place, code, language) {

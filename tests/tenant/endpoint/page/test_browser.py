@@ -248,17 +248,22 @@ def test_a_new_user_is_shown_what_happens_and_can_begin_with_an_example(page: An
 
 def test_markdown_is_shown_and_never_html(page: Any) -> None:
     text = "# Title\n\nSome **bold** and `code`.\n\n* one\n* <img src=x onerror=alert(1)>\n\n"
+    text += "| a | b |\n|---|---|\n| <i>1</i> | 2 |\n\n1. first\n   - inner\n\n2. second\n\n   ```sh\n   ls\n   ```\n"
     text += "```python\nprint('<b>')\n```\n\n[link](https://evil.example/?words)"
     answers_with(page, text)
     assert ask(page, "Format it") == text
     shown = page.locator("#chat .assistant .text").last
     assert shown.locator("strong").inner_text() == "bold"
-    assert shown.locator("li").count() == 2
-    assert shown.locator("pre code").inner_text() == "print('<b>')"
-    assert shown.locator("img, a, script, b").count() == 0
+    assert shown.locator("> ul > li").count() == 2
+    assert shown.locator("> ol").count() == 1
+    assert shown.locator("> ol > li:first-child > ul > li").all_inner_texts() == ["inner"]
+    assert shown.locator("> ol > li:nth-child(2) pre").inner_text() == "ls"
+    assert shown.locator("td").all_inner_texts() == ["<i>1</i>", "2"]
+    assert shown.locator("> figure pre code").inner_text() == "print('<b>')"
+    assert shown.locator("img, a, script, b, i").count() == 0
     assert "https://evil.example/?words" in shown.inner_text()
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    shown.get_by_role("button", name="Copy").click()
+    shown.get_by_role("button", name="Copy").last.click()
     shown.get_by_role("button", name="Copied").wait_for()
     assert page.evaluate("navigator.clipboard.readText()") == "print('<b>')"
 

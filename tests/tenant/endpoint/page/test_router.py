@@ -52,9 +52,13 @@ if (!end.includes("cut off")) throw new Error(`no error at an early end: ${end}`
 
 @pytest.fixture(scope="module")
 def client() -> TestClient:
+    return client_of("pad")
+
+
+def client_of(masking: str) -> TestClient:
     app = FastAPI()
     ledger = Ledger(providers=(EXECUTOR,))
-    app.include_router(page_router(scheme_named("pad"), lambda: ledger, model="tiny"))
+    app.include_router(page_router(scheme_named(masking), lambda: ledger, model="tiny"))
     return TestClient(app)
 
 
@@ -101,6 +105,9 @@ def test_a_scheme_that_hides_no_rows_says_so() -> None:
     for scheme in registered():
         for role in scheme.roles:
             assert ("read your text" in sees(scheme, role)) is (role not in scheme.hides_from)
+    told = {one.name: client_of(one.name).get("/ledger").json() for one in registered()}
+    assert {name for name, ledger in told.items() if ledger["exposed"]} == {"none", "paper-pool"}
+    assert {name for name, ledger in told.items() if not ledger["remote"]} == {"simulate"}
 
 
 def test_events_are_read_across_chunks() -> None:

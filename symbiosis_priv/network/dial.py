@@ -43,6 +43,7 @@ from symbiosis_priv.network.stream import FrameStream, Waiting, shut, within
 T = TypeVar("T")
 R = TypeVar("R", bound=msgspec.Struct)
 _BUSY_S = 0.05  # seconds before a request to a busy provider is repeated
+_KEEP_ALIVE_S = 30  # a NAT or firewall forgets connections that are idle for some minutes, and tells nobody
 
 # an address as `getaddrinfo` returns it
 _Found = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]
@@ -108,6 +109,9 @@ class ClientConnection:
             try:
                 raw = self._dial(deadline)
                 raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                if (idle := getattr(socket, "TCP_KEEPIDLE", None)) is not None:  # not on every system
+                    raw.setsockopt(socket.IPPROTO_TCP, idle, _KEEP_ALIVE_S)
             # a host like a..b is not a valid name; or no thread can be started
             except (OSError, UnicodeError, RuntimeError) as error:
                 reason = getattr(error, "strerror", None) or error

@@ -64,6 +64,8 @@ def test_connections_spread_over_the_addresses_of_a_provider_and_fail_over(
             connection = alpha.connection(scripted.new_federation([alpha]).tls_context(alpha))
             connections.callback(connection.close)
             connection.open(time.monotonic() + 20)
+            assert connection.stream is not None
+            assert connection.stream.raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)  # NATs forget idle ones
         until(lambda: all(len(place._connections) == 2 for place in places), within_s=20)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         for fault in ("refuses", "is silent", "shows another certificate"):

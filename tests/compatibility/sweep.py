@@ -114,7 +114,6 @@ def sweep(pairs: list[tuple[str, str]], path: Path) -> None:
 # The table of docs/compatibility.md
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
-BEGIN, END = "<!-- families:begin -->\n", "<!-- families:end -->"
 _NAMED = 3  # matrices shown in a cell
 
 
@@ -141,8 +140,10 @@ def cells(result: Result) -> list[str]:
     return [result.stages + modes, f"{result.offloaded:.0%}", stayed.replace("*", "\\*")]
 
 
-def committed() -> str:
-    return DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+def committed(table: str = "families") -> str:
+    """What the document says between the marks of a table."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    return text.partition(f"<!-- {table}:begin -->\n")[2].partition(f"<!-- {table}:end -->")[0]
 
 
 def parse(text: str) -> dict[str, list[str]]:
@@ -151,9 +152,9 @@ def parse(text: str) -> dict[str, list[str]]:
     return {name: cells for name, *cells in rows if name in families.FAMILIES}
 
 
-def write(text: str) -> None:
-    before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
-    DOCUMENT.write_text(f"{before}{BEGIN}{text}{END}{rest.partition(END)[2]}", encoding="utf-8")
+def write(text: str, table: str = "families") -> None:
+    before, begin, rest = DOCUMENT.read_text(encoding="utf-8").partition(f"<!-- {table}:begin -->\n")
+    DOCUMENT.write_text(before + begin + text + rest.removeprefix(committed(table)), encoding="utf-8")
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ compatibility` tries every pair, which takes some minutes, and writes the table.
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -17,12 +16,11 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file, save_file
 
 from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedWeight
+from tests.compatibility.sweep import DOCUMENT, committed, write
 
 # PEFT's methods log many warnings that do not matter here.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
-BEGIN, END = "<!-- compatibility:begin -->", "<!-- compatibility:end -->"
 Table = dict[tuple[str, str], str]
 
 
@@ -38,15 +36,6 @@ def render(found: Table, architectures: dict[str, list[Any]], methods: list[str]
     return "\n".join(lines) + "\n"
 
 
-def committed() -> str:
-    return DOCUMENT.read_text(encoding="utf-8").partition(BEGIN + "\n")[2].partition(END)[0]
-
-
-def write(tables: str) -> None:
-    before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN + "\n")
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{tables}{END}{rest.partition(END)[2]}", encoding="utf-8")
-
-
 def parse(text: str) -> Table:
     table: Table = {}
     for block in text.split("\n\n"):
@@ -59,10 +48,10 @@ def parse(text: str) -> Table:
 @pytest.fixture(scope="module")
 def found(pytestconfig: pytest.Config, compatibility: Any) -> Iterator[Table]:
     """The results of this run and of earlier runs. At the end they are written if an option says so."""
-    table = parse(committed())
+    table = parse(committed("compatibility"))
     yield table
     if pytestconfig.getoption("compatibility") == "write":
-        write(render(table, compatibility.ARCHITECTURES, list(compatibility.METHODS)))
+        write(render(table, compatibility.ARCHITECTURES, list(compatibility.METHODS)), "compatibility")
 
 
 def test_each_pair_gives_the_result_in_the_table(
@@ -78,7 +67,7 @@ def test_the_table_is_complete(compatibility: Any) -> None:
     """The table contains every PEFT method and architecture: a method that PEFT adds must be tried."""
     kinds = {kind for kind, _ in compatibility.METHODS.values()} | set(compatibility.NOT_TRIED)
     assert kinds == {kind.name for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
-    table = parse(committed())
+    table = parse(committed("compatibility"))
     names = [architecture.name for kind in compatibility.ARCHITECTURES.values() for architecture in kind]
     assert list(table) == [
         (architecture.name, method)
@@ -86,7 +75,7 @@ def test_the_table_is_complete(compatibility: Any) -> None:
         for method in compatibility.METHODS
         for architecture in kind
     ]
-    assert committed() == render(table, compatibility.ARCHITECTURES, list(compatibility.METHODS))
+    assert committed("compatibility") == render(table, compatibility.ARCHITECTURES, list(compatibility.METHODS))
     assert "not tried" not in table.values()
     assert all(set("FBH") <= set(table[name, "LoRA"]) for name in names)
     for reason in compatibility.NOT_TRIED.values():
@@ -98,7 +87,7 @@ def test_the_table_is_complete(compatibility: Any) -> None:
 )
 def test_refusals_name_what_works(weight: type[OffloadedWeight], models: tuple[str, ...], compatibility: Any) -> None:
     """An error names the adapters that work on such a layer in the table, with and without a bias."""
-    table = parse(committed())
+    table = parse(committed("compatibility"))
     working = {
         PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType[kind]].__name__.removesuffix("Config")
         for method, (kind, options) in compatibility.METHODS.items()

@@ -9,17 +9,23 @@ cost is assumed (`Hardware`); docs/scale.md says from where the figures come.
 import argparse
 import random
 import statistics
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from provider.announce.placement import Placed, better, coverage, most_needed
 from provider.config.schema import AnnounceConfig, SchedulerConfig
+from provider.registry.server import RegistryServer
 from provider.scheduler.scheduler import Scheduler
 from tests.provider.scheduler.rehearsal import GROUPS, ONE_CORE, Executor, Hardware, Tenant, play
+from tests.registries import registry_config
+from tests.vouching import DIGEST, Vouching
 
 LAYERS, SERVED = 32, 8
 WARM_UP_S = 1.0
@@ -122,6 +128,25 @@ def after_a_loss(executors: int, *, lost: float, seed: int = 0) -> Iterator[floa
         yield share()
 
 
+def registry_load(executors: int, folder: Path, *, sessions: int = 100) -> tuple[float, float, int]:
+    """Processor seconds of an announcement and of a session's list, each with its connection and with what the client
+    does, over a real registry; and the bytes of the list."""
+    vouching = Vouching.in_folder(folder)
+    says = [vouching.says(f"e{number:03}") for number in range(executors)]
+    with RegistryServer(registry_config(vouching, database=folder / "registry.sqlite")) as server:
+        began = time.process_time()
+        for said in says:
+            with vouching.client(server.address) as client:
+                client.announce(said)
+        between = time.process_time()
+        for _ in range(sessions):
+            with vouching.client(server.address) as client:
+                listed = client.list(DIGEST)
+        ended = time.process_time()
+    assert sorted(listed) == sorted(says)
+    return (between - began) / executors, (ended - between) / sessions, sum(map(len, listed))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tenants", type=int, default=1000)
@@ -151,7 +176,12 @@ def main() -> None:
     lifetime_s = AnnounceConfig().lifetime_s
     console = Console()
     console.print(table)
-    console.print(f"a registry gets {3 * arguments.executors / lifetime_s:.2f} announcements a second")
+    with tempfile.TemporaryDirectory() as folder:
+        announcement_s, list_s, size = registry_load(arguments.executors, Path(folder))
+    console.print(
+        f"a registry gets {3 * arguments.executors / lifetime_s:.2f} announcements a second; processor time, with the "
+        f"client's, of one: {announcement_s * 1e3:.1f} ms; of a list, {size / 1024:.0f} KiB: {list_s * 1e3:.1f} ms"
+    )
     before, lost, *later = after_a_loss(arguments.executors, lost=0.1)
     shares = " ".join(f"{share:.0%}" for share in later)
     console.print(f"least served layer over the mean: {before:.0%}; a tenth lost: {lost:.0%}; then by period {shares}")

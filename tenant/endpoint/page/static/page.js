@@ -124,13 +124,19 @@ function showMessage({ role, content, model }, at) {
     picturesOf(content).forEach((url) => pictures.show(text, url, "Picture"));
     add(text, "div", textOf(content));
   } else show(text, content);
-  if (at === undefined) return;
+  if (at !== undefined) addActions(article, at);
+  return article;
+}
+
+function addActions(article, at) {
+  const { role, content } = chat.messages[at];
   const actions = add(article, "div", "", "actions");
   if (role === "user") actions.append(button("Edit", () => edit(at)));
   else actions.append(copyButton(content), button("Regenerate", () => regenerate(at)));
 }
 
 function showChat() {
+  byId("chat").ariaLive = "off"; // screen readers read new answers only
   byId("chat").querySelectorAll("article").forEach((article) => article.remove());
   byId("welcome").hidden = chat.messages.length > 0;
   chat.messages.forEach(showMessage);
@@ -148,6 +154,7 @@ function showChats() {
       chats.remove(one.id);
       if (one.id === chat.id) openChat(newChat());
       showChats();
+      write();
     });
     remove.setAttribute("aria-label", `Delete the chat ${one.title}`);
     item.append(open, remove);
@@ -201,7 +208,8 @@ async function ask(content) {
   const model = byId("model").value;
   const asking = chat;
   const sent = [...asking.messages, { role: "user", content }];
-  showMessage(sent.at(-1));
+  byId("chat").ariaLive = "polite";
+  const question = showMessage(sent.at(-1));
   const { article, text } = bubble("assistant", model);
   for (const busy of [article, byId("status")]) busy.ariaBusy = "true"; // screen readers wait for the whole answer
   answering = new AbortController();
@@ -238,7 +246,7 @@ async function ask(content) {
       if (chunk.usage) ledger.showRow(chunk.usage.row);
       if (answer) say(`Answering, ${(chunks / secondsSince(began)).toFixed(1)} tokens per second`);
     }
-    say(answer ? speed(tokens, secondsSince(began)) : "The model ended its answer at once.");
+    follow(() => say(answer ? speed(tokens, secondsSince(began)) : "The model ended its answer at once."));
   } catch (error) {
     if (error.name === "AbortError") say("Stopped.");
     else {
@@ -257,15 +265,9 @@ async function ask(content) {
     article.ariaBusy = byId("status").ariaBusy = null;
   }
   if (!answer || chat !== asking) return; // there may be a new chat by now
-  const status = byId("status").textContent;
   asking.messages = [...sent, { role: "assistant", content: answer, model }];
   chats.keep(asking.id, asking.messages, textOf(sent[0].content));
-  const kept = [...byId("chat").querySelectorAll(".error")];
-  follow(() => {
-    showChat();
-    byId("chat").lastElementChild.append(...kept);
-    say(status);
-  });
+  follow(() => [question, article].forEach((one, at) => addActions(one, sent.length - 1 + at)));
   showChats();
 }
 

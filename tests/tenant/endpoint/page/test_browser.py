@@ -347,6 +347,9 @@ def test_pictures_are_dropped_pasted_and_chosen(browser: Any, tmp_path: Path) ->
                 [{"name": "c.png", "mimeType": "image/png", "buffer": png(4000, 20)}]
             )
             page.get_by_role("button", name="Remove picture 3").click()
+            huge = {"name": "huge.png", "mimeType": "image/png", "buffer": bytes((20 << 20) + 1)}
+            page.locator("#picture").set_input_files([huge])
+            page.get_by_text("huge.png is larger than 20 MiB").wait_for()
             page.evaluate(DROP, ["drop", "image/png", base64.b64encode(b"no picture").decode()])
             page.get_by_text("cannot read a.png").wait_for()
             with page.expect_request("**/v1/chat/completions") as asked:

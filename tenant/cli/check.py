@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.checkpoints.vetting import form_of, read_json
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
@@ -75,7 +76,6 @@ def check(
         import torch
 
         from symbiosis_priv.checkpoints.discovery.skeleton import architecture, load_config
-        from symbiosis_priv.checkpoints.layers import Scope
         from symbiosis_priv.checkpoints.weights import WeightStore
         from tenant.masking.registry import session_scheme
         from tenant.model.hf import RemoteConfig, backend_of
@@ -94,7 +94,8 @@ def check(
     terminal.console().print(table_of_parts)
     if masking is not None and session_scheme(masking).keeps_hints:
         bits = weight_bits if pinned is None else pinned.weight_bits
-        _show_hints(folder, tied_head=tied_head, bits=checked_hint_bits(hint_bits), weight_bits=bits)
+        scope = Scope(tied_head=tied_head, round_trips=2 if two_round_trips else 4)
+        _show_hints(folder, scope, bits=checked_hint_bits(hint_bits), weight_bits=bits)
     if text is None and inputs is None:
         return
     kind = architecture(load_config(folder))
@@ -150,7 +151,7 @@ _PLACES = (("1 Gbit/s, a GPU", 1e9, 1e12), ("1 Gbit/s, a CPU", 1e9, 2e10), ("100
 
 def _division_table(folder: Path, *, tied_head: bool, two_round_trips: bool, federation: Federation | None) -> Table:
     from symbiosis_priv.checkpoints.discovery.skeleton import build, discover, load_config
-    from symbiosis_priv.checkpoints.layers import GroupSpec, Scope
+    from symbiosis_priv.checkpoints.layers import GroupSpec
     from symbiosis_priv.checkpoints.manifest import GroupEntry, price_of_composing
     from tenant.model.division import division
     from tenant.session.traffic import DIRECT, PredictedTraffic, Transport, of_token
@@ -199,15 +200,16 @@ def _division_table(folder: Path, *, tied_head: bool, two_round_trips: bool, fed
     return table
 
 
-def _show_hints(folder: Path, *, tied_head: bool, bits: HintBits, weight_bits: int) -> None:
+def _show_hints(folder: Path, scope: Scope, *, bits: HintBits, weight_bits: int) -> None:
     """Show what hints cost, before any is made, and say if they do not pay."""
     from symbiosis_priv.checkpoints.discovery.skeleton import discover
-    from symbiosis_priv.checkpoints.layers import Scope
     from tenant.preparation.hints import forecast, seconds_to_make
 
-    groups = discover(folder, Scope(tied_head=tied_head)).groups
+    groups = discover(folder, scope).groups
     inference, training = (forecast(groups, bits=bits, weight_bits=weight_bits, training=t) for t in (False, True))
-    weights, minutes = inference.products / 2, seconds_to_make(inference) / 60
+    minutes = seconds_to_make(inference) / 60
+    ordinary = [group for group in groups if group.composed is None and group.experts == 1]
+    weights = sum(group.inputs * sum(group.outputs) for group in ordinary) / 2
     table = table_of(f"masking = lwe (experimental), hints of {bits} bits", "inference", "training")
     table.add_row(
         "hints, on disk and in memory",
@@ -247,6 +249,7 @@ def _comparison(models: dict[str, Any], *, of: str) -> Table:
             "perplexity": ("perplexity", ".4f"),
             "fp32's perplexity": ("reference_perplexity", ".4f"),
             "difference": ("perplexity_change", "+.3%"),
+            "divergence (KL) from fp32": ("kl", ".2e"),
             "smallest cosine of logits": ("min_cosine", ".6f"),
         }
     for label, (name, form) in figures.items():

@@ -219,7 +219,7 @@ def forecast(groups: Sequence[GroupSpec], *, bits: HintBits, weight_bits: int, t
     rounding = (WEIGHT / 12) ** 0.5 * (1 << 32 - bits) * (bits < 32)
     return Forecast(
         forward=sum(hint_bytes(o, bits) for _, o in sizes),
-        backward=sum(hint_bytes(d, bits) for d, _ in sizes),
+        backward=sum(hint_bytes(group.inputs, bits) for group in groups if group.composed is None),
         uniform=panel_bytes(max(wide, *(o for _, o in sizes)) if training else wide, bits=32),
         products=sum(d * o for d, o in sizes),
         additions=sum(WEIGHT * (d + o) for d, o in sizes),

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, cross_entropy
+from torch.nn.functional import cosine_similarity, cross_entropy, kl_div, log_softmax
 
 from symbiosis_priv.arithmetic.ring import row_blocks
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -22,11 +22,13 @@ _SHOWN = 200  # characters shown of an error of the model's own code
 @dataclass(frozen=True, kw_only=True)
 class Quality:
     """Comparison of a model with the unquantised fp32 model on the same tokens. `top1` is the share of positions where
-    both models rank the same token first, `min_cosine` the smallest cosine between their logits at one position."""
+    both models rank the same token first, `min_cosine` the smallest cosine between their logits at one position,
+    `kl` the mean Kullback-Leibler divergence of the compared model's predictions from fp32's, in nats."""
 
     tokens: int
     top1: float
     min_cosine: float
+    kl: float
     perplexity: float
     reference_perplexity: float
 
@@ -49,7 +51,7 @@ def compare(
     tokens of one pass of `model`, which then reads the block with its cache; None for a block in one pass. `progress`
     is called with (blocks done, number of blocks)."""
     tokens = agree = 0
-    nll = reference_nll = 0.0
+    nll = reference_nll = kl = 0.0
     min_cosine = 1.0
     for done, block in enumerate(blocks, start=1):
         ids = torch.tensor([block], dtype=torch.long, device="cpu")
@@ -58,6 +60,7 @@ def compare(
         tokens += len(target)
         agree += int((want.argmax(-1) == got.argmax(-1)).sum())
         min_cosine = min(min_cosine, float(cosine_similarity(want, got, dim=-1).min()))
+        kl += float(kl_div(log_softmax(got, -1), log_softmax(want, -1), log_target=True, reduction="sum"))
         reference_nll += float(cross_entropy(want, target, reduction="sum"))
         nll += float(cross_entropy(got, target, reduction="sum"))
         if progress:
@@ -66,6 +69,7 @@ def compare(
         tokens=tokens,
         top1=agree / tokens,
         min_cosine=min_cosine,
+        kl=kl / tokens,
         perplexity=math.exp(nll / tokens),
         reference_perplexity=math.exp(reference_nll / tokens),
     )

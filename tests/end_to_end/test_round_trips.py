@@ -12,12 +12,16 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from provider.gateway.usage import read
 from symbiosis_priv.checkpoints.layers import Scope
+from symbiosis_priv.checkpoints.manifest import while_decoding
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.network import wire
 from tenant import RemoteConfig, backend_of
+from tenant.model.ledger import ledger_of
+from tests.waiting import until
 
 IDS = torch.arange(3, 10).view(1, 7)
 DEADLINE_S = 60.0
@@ -81,7 +85,7 @@ class _Meeting:
 
     def __init__(self, together: set[int]) -> None:
         self._together, self._barrier = together, threading.Barrier(2)
-        self.requests, self.alone = Counter[int](), 0
+        self.requests, self.relayed = Counter[int](), Counter[int]()
         self._lock = threading.Lock()
 
     def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
@@ -89,6 +93,7 @@ class _Meeting:
             return
         with self._lock:
             self.requests[message.group] += 1
+            self.relayed[message.group] += len(message.blocks) > 0
         if message.group in self._together:
             self._barrier.wait(DEADLINE_S)
 
@@ -96,9 +101,16 @@ class _Meeting:
         pass
 
 
-def test_a_token_waits_half_as_often(llama: Path, served: LocalFederation) -> None:
+def billed(served: LocalFederation, name: str) -> int:
+    """The rows and multiply-adds on both executors' bills."""
+    files = [served.directory / f"executor-{number}.usage.sqlite" for number in (1, 2)]
+    return sum(int(row[name]) for file in files for row in read(file) if row["role"] == "executor")
+
+
+def test_a_token_waits_half_as_often_and_is_relayed_and_billed(llama: Path, served: LocalFederation) -> None:
     together = set[int]()
     tap = _Meeting(together)
+    before = {name: billed(served, name) for name in ("rows", "work")}
     model = loaded(llama, federation=served.federation, wiretap=tap)
     groups = {facts.entry.members: index for index, facts in enumerate(backend_of(model).facts)}
     ordinary = sum("@" not in members[0] for members in groups)
@@ -106,7 +118,16 @@ def test_a_token_waits_half_as_often(llama: Path, served: LocalFederation) -> No
         if "@" in members[0]:
             together |= {index, groups[tuple(member.partition("@")[0] for member in members[1:])]}
     model.generate(input_ids=IDS, max_new_tokens=TOKENS, do_sample=False)
+    ledger, entries = ledger_of(model), [facts.entry for facts in backend_of(model).facts]
     backend_of(model).close()
+    assert ledger is not None
+    rows = dict.fromkeys(while_decoding(entries), IDS.shape[1] + TOKENS - 1)
+    rows[entries[-1]] = TOKENS  # the LM head
+    assert ledger.rows == ledger.rows_relayed == sum(rows.values())
+    assert tap.relayed == tap.requests
+    multiply_adds = sum(count * entry.inputs * entry.stacked_outputs for entry, count in rows.items())
+    until(lambda: billed(served, "rows") - before["rows"] == ledger.rows, within_s=DEADLINE_S)
+    assert billed(served, "work") - before["work"] == multiply_adds
     met = sum(tap.requests[index] for index in together)
     blocks = 2
     assert tap.requests.total() == TOKENS * ordinary

@@ -54,6 +54,7 @@ class Composed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Args:
         residual: the norm whose input is added to the first linear's output.
         norm: the norm of that sum.
+        beside: a linear whose output is added, too, and that is called earlier: attention's, beside the MLP. Or "".
         parameters: the norm's parameters: `weight`, `weight` and `bias`, or none.
         one_plus: True if the norm multiplies by one plus its weight.
         centred: True if the norm subtracts the mean of a row first, as LayerNorm does.
@@ -61,6 +62,7 @@ class Composed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     residual: str
     norm: str
+    beside: str = ""
     parameters: tuple[str, ...] = ("weight",)
     one_plus: bool = False
     centred: bool = False

@@ -18,6 +18,9 @@ The model's own code runs as ever: it adds, normalises, and calls the next linea
     the next norm      its hook compares its input with h + o, and its output with `r (h' * g) + b`, which gives r
     W2                 `LayerGroup.output` returns what the hook has set, if its input is the norm's output
 
+Where attention and MLP stand side by side, h includes attention's output, which `Beside` has kept: the block takes two
+round trips instead of three.
+
 Nothing is assumed about a model or an adapter. If a sum, a norm or a tensor is not the expected one, the next linears
 make a round trip of their own. An adapter may add to the output of W1: what it adds is computed before the rows are
 sent, and belongs to h. If it changes the output in another way, the comparison fails, and the block takes four round
@@ -51,7 +54,47 @@ _REST = 256  # passes in four round trips after a comparison has failed, before 
 _ROUNDINGS = 4  # of a norm or a sum in the model's dtype, for comparisons
 
 
-class Trip:
+class Beside:
+    """A linear whose output is added to the residual stream, too, before a trip. Its product is an ordinary one.
+
+    Args:
+        group: its layer group, which has no other member.
+        owner, leaf: the module that calls the linear, and its attribute.
+    """
+
+    def __init__(self, group: LayerGroup, owner: nn.Module, leaf: str) -> None:
+        self._group, self._owner, self._leaf = weakref.ref(group), weakref.ref(owner), leaf  # `group` holds this object
+        self._width = sum(group.backend.facts[group.index].entry.outputs)
+
+    def send(self, x: Tensor) -> Tensor | None:
+        """Compute the output, and keep it with what an adapter adds. Returns None if no trip can follow."""
+        if _state.adding is self:
+            return x.new_zeros((*x.shape[:-1], self._width), dtype=output_dtype(x))
+        group = self._group()
+        if group is None or _state.residual is None:
+            return None
+        [o] = group.forward(x, output_dtype(x))
+        added = self._added(x)
+        _state.beside = self, o if added is None else o + added
+        return o
+
+    def _added(self, x: Tensor) -> Tensor | None:
+        """What an adapter adds to the output for an input `x`: its own output where the linear returns zeros."""
+        owner = self._owner()
+        module = None if owner is None else owner._modules.get(self._leaf)
+        if module is None or (isinstance(module, RemoteLayer) and not module.adds):
+            return None
+        _state.adding = self
+        try:
+            if not isinstance(module, RemoteLayer):  # a layer of PEFT around it
+                return module(x)  # type: ignore[no-any-return]
+            zeros = module.forward(x)
+            return zeros if module.tasks is None else module.tasks(module, zeros)
+        finally:
+            _state.adding = None
+
+
+class Trip(Beside):
     """The round trip of one composed group.
 
     Args:
@@ -59,13 +102,23 @@ class Trip:
         before, after: the names of the norms before W1 and after it.
         first, second: the layer groups of W1 and W2.
         owner, leaf: the module that calls W1, and its attribute.
+        beside: the linear whose output is part of h, if there is one.
     """
 
     def __init__(
-        self, index: int, first: LayerGroup, second: LayerGroup, *, before: str, after: str, owner: nn.Module, leaf: str
+        self,
+        index: int,
+        first: LayerGroup,
+        second: LayerGroup,
+        *,
+        before: str,
+        after: str,
+        owner: nn.Module,
+        leaf: str,
+        beside: Beside | None = None,
     ) -> None:
-        self.index, self.second, self.before, self.after = index, second, before, after
-        self._first, self._owner, self._leaf = weakref.ref(first), weakref.ref(owner), leaf  # `first` holds this object
+        super().__init__(first, owner, leaf)
+        self.index, self.second, self.before, self.after, self.beside = index, second, before, after, beside
         self._rests = 0
         entry, facts = second.backend.facts[index].entry, second.backend.facts
         assert entry.composed is not None
@@ -89,8 +142,11 @@ class Trip:
         if sent is not None:  # the norm after another W1 was not called
             sent.trip.failed()
         norm, h = state.residual or (None, x)
+        (beside, other), state.beside = state.beside, (None, None)
         width, count = self._width, x.numel() // x.shape[-1]
         if norm != self.before or h.numel() != count * width or h.device != x.device or self._has_other_rows():
+            return None
+        if beside is not self.beside or (other is not None and other.numel() != h.numel()):
             return None
         if self._rests:
             self._rests -= 1
@@ -98,11 +154,8 @@ class Trip:
         added = self._added(x)
         if added is not None and added.numel() != h.numel():
             return None
-        h = h.reshape(count, width)
-        total = h + self._first_bias.to(x.device)
-        if added is not None:
-            added = added.reshape(count, width)
-            total += added
+        terms = [term.reshape(count, width) for term in (h, other, added) if term is not None]
+        total = sum(terms, self._first_bias.to(x.device))
         o, through, own = (
             torch.empty((count, size), dtype=torch.float32, device=x.device)
             for size in (width, sum(self._widths), sum(self._widths))
@@ -117,8 +170,8 @@ class Trip:
             )
         y = own.add_(through).sub_(self._bias.to(x.device))
         o = o.to(dtype)
-        size = h.abs() + o.abs() if added is None else h.abs() + o.abs() + added.abs()
-        state.sent = _Sent(self, h + o if added is None else h + (o + added), size.to(torch.float32), y)
+        size = sum((term.abs() for term in terms), o.abs())
+        state.sent = _Sent(self, sum(terms, o), size.to(torch.float32), y)
         return o.view(*x.shape[:-1], width)
 
     def finish(self, sent: "_Sent", total: Tensor, norm: nn.Module, normed: Tensor) -> bool:
@@ -167,23 +220,8 @@ class Trip:
         self._rests = _REST
 
     def _has_other_rows(self) -> bool:
-        first = self._first()
+        first = self._group()
         return first is None or len(first.adapter_rows) + len(self.second.adapter_rows) > 0
-
-    def _added(self, x: Tensor) -> Tensor | None:
-        """What an adapter adds to the output of W1 for its input `x`: its own output where W1 returns zeros."""
-        owner = self._owner()
-        module = None if owner is None else owner._modules.get(self._leaf)
-        if module is None or (isinstance(module, RemoteLayer) and not module.adds):
-            return None
-        _state.adding = self
-        try:
-            if not isinstance(module, RemoteLayer):  # a layer of PEFT around it
-                return module(x)  # type: ignore[no-any-return]
-            zeros = module.forward(x)
-            return zeros if module.tasks is None else module.tasks(module, zeros)
-        finally:
-            _state.adding = None
 
 
 class _Sent(NamedTuple):
@@ -207,12 +245,14 @@ class _State(local):
     Attributes:
         residual: the last norm, and its input.
         sent: the last round trip, until the norm after it is called.
-        adding: the trip whose adapter is being computed alone.
+        adding: the linear whose adapter is being computed alone.
+        beside: the last output that `Beside` has kept.
     """
 
     residual: tuple[str, Tensor] | None = None
     sent: _Sent | None = None
-    adding: Trip | None = None
+    adding: Beside | None = None
+    beside: tuple[Beside | None, Tensor | None] = None, None
 
 
 _state = _State()
@@ -267,8 +307,14 @@ def join_groups(model: PreTrainedModel, groups: Mapping[tuple[str, ...], LayerGr
         if first is None or second is None or before is None or after is None or linear is None:
             continue
         owner, _, leaf = linear.rpartition(".")
-        trip = Trip(group.index, first, second, before=names[0], after=names[1], owner=modules[owner], leaf=leaf)
-        first.trip = trip
+        beside = None
+        if entry.composed.beside:
+            other, path = groups.get((entry.composed.beside,)), name_in(model, entry.composed.beside, modules)
+            if other is None or path is None:
+                continue
+            beside = other.trip = Beside(other, modules[path.rpartition(".")[0]], path.rpartition(".")[2])
+        where = {"before": names[0], "after": names[1], "owner": modules[owner], "leaf": leaf, "beside": beside}
+        first.trip = trip = Trip(group.index, first, second, **where)
         for name, module in ((names[0], modules[before]), (names[1], modules[after])):
             if name not in hooked:
                 module.register_forward_hook(_AfterNorm(name))

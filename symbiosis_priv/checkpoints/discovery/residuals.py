@@ -7,7 +7,8 @@
 
 Then `y = r (W2 (C h * g) + W2 diag(g) C W1 a) + W2 b`. The first product is an ordinary one, and the second one, with
 `W1 a`, is that of a composed group, whose bias is `W2 b`. A tenant knows h and a at the same time, so one round trip
-brings both (`tenant.model.trips`).
+brings both (`tenant.model.trips`). Where attention and MLP stand side by side, attention's output is part of h, and W1
+is the MLP's last linear.
 
 What is found here decides what providers serve, and not what a tenant computes: it compares the sum and the norm with
 these formulas in every pass.
@@ -16,7 +17,7 @@ these formulas in every pass.
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,13 @@ def with_composed(model: PreTrainedModel, specs: Sequence[GroupSpec]) -> list[Gr
     return [spec for made in found.values() for spec in made]
 
 
+class _Sum(NamedTuple):
+    """The linears whose outputs were added, and the last norm of the other term, or ""."""
+
+    outputs: frozenset[str]
+    residual: str = ""
+
+
 class _Trace(TorchFunctionMode):
     """Follows outputs of linears through sums and norms to the next linears, in one run.
 
@@ -66,10 +74,10 @@ class _Trace(TorchFunctionMode):
         """Run a function of the model. Returns False if it failed; then nothing was found."""
         self._alive: list[Any] = []  # so that no other tensor gets the `id` of one of these
         self._outputs: dict[int, str] = {}
-        self._sums: dict[int, tuple[str, str]] = {}  # the linear whose output was added, and the last norm of the other
+        self._sums: dict[int, _Sum] = {}
         self._rows: dict[int, int] = {}  # a view: a tensor with the same rows
         self._inputs: dict[int, str] = {}  # the last norm of a tensor
-        self._normed: dict[int, tuple[str, tuple[str, str] | None]] = {}  # a norm, and the sum that it was given
+        self._normed: dict[int, tuple[str, _Sum | None]] = {}  # a norm, and the sum that it was given
         self._reached: dict[str, int] = {}
         handles = [m.register_forward_hook(self._linear(n), with_kwargs=True) for n, m in self._linears.items()]
         handles += [m.register_forward_hook(self._norm(n), with_kwargs=True) for n, m in self._modules.items()]
@@ -106,16 +114,20 @@ class _Trace(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if called(func) in _SUMS and not kwargs and len(args) == 2 and all(isinstance(x, Tensor) for x in args):
             self._alive += [*args, result]
-            terms = [self._id(x) for x in args]
-            self._sums.pop(self._id(result), None)
-            for h, o in (terms, terms[::-1]):
-                if o in self._outputs and h in self._inputs:
-                    self._sums[self._id(result)] = self._outputs[o], self._inputs[h]
-            self._outputs.pop(self._id(result), None)  # a sum in place is no output any more
+            one, other = (self._terms(self._id(x)) for x in args)
+            for of in (self._sums, self._outputs, self._inputs):
+                of.pop(self._id(result), None)  # a sum in place
+            if one is not None and other is not None and not (one.residual and other.residual):
+                self._sums[self._id(result)] = _Sum(one.outputs | other.outputs, one.residual or other.residual)
         elif called(func) in _VIEWS and isinstance(result, Tensor) and result.shape[-1:] == args[0].shape[-1:]:
             self._alive += [args[0], result]
             self._rows[id(result)] = self._id(args[0])
         return result
+
+    def _terms(self, x: int) -> "_Sum | None":
+        if x in self._inputs:
+            return _Sum(frozenset(), self._inputs[x])
+        return _Sum(frozenset({self._outputs[x]})) if x in self._outputs else self._sums.get(x)
 
     def _id(self, x: Tensor) -> int:
         """The identity of the first tensor with these rows."""
@@ -129,11 +141,12 @@ class _Trace(TorchFunctionMode):
         taken: set[str] = set()
         for normed, (norm, total) in self._normed.items():
             second = [self._groups[name] for name in by_input.get(normed, ())]
-            if total is None or total[0] in taken or not second:
+            if total is None or not total.residual or not 1 <= len(total.outputs) <= 2 or not second:
                 continue
-            first, residual = total
-            if len(self._groups[first].members) == 1 and {*second[0].members} <= {*by_input[normed]}:
-                composed = Composed(residual=residual, norm=norm, **self._norms[norm])
+            first, *beside = [name for name in reversed(self._reached) if name in total.outputs]
+            alone = all(len(self._groups[name].members) == 1 for name in total.outputs)
+            if first not in taken and alone and {*second[0].members} <= {*by_input[normed]}:
+                composed = Composed(residual=total.residual, norm=norm, beside="".join(beside), **self._norms[norm])
                 places.append((composed, self._groups[first], second[0]))
                 taken.add(first)
         return places

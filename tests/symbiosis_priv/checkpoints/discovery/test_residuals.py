@@ -76,8 +76,6 @@ def test_every_block_of_a_pre_norm_model_is_found(kind: str, architecture: str, 
         ("gemma2", "Gemma2ForCausalLM"),  # a norm after attention, before the sum
         ("olmo2", "Olmo2ForCausalLM"),
         ("granite", "GraniteForCausalLM"),  # multiplies the output before the sum
-        ("cohere", "CohereForCausalLM"),  # attention and MLP side by side
-        ("falcon", "FalconForCausalLM"),  # so are these, and one is added to the other in place
         ("mixtral", "MixtralForCausalLM"),  # experts follow the norm
     ],
 )

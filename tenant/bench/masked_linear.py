@@ -2,9 +2,13 @@
 
 Every repetition measures each quantity once, so that other work on the machine affects all quantities alike. "masked"
 is a call whose pads were drawn ahead: the clock starts when the pool has pads for this call and the next, so that no
-pads are made on the same cores meanwhile. "back to back" is a call that directly follows another one, while the helper
-makes pads for the next call. Such calls are measured after the other quantities. "pad" is the time to draw a pad and
-its effects, which is otherwise spent ahead; "float32" is the same linear with the weights here.
+pads are made on the same cores meanwhile. During that wait the cores sleep and the caches lose the weights. So "rested
+floor" is measured after a wait of the same length: one exchange with the echo server, which multiplies between reading
+and answering with its own copy of the weights, as an executor does. "echo" and "product" follow one another without a
+wait, in two processes; their sum is the warm floor, the stricter of the two. "back to back" is a call that directly
+follows another one, while the helper makes pads for the next call; it is divided by the warm floor. Such calls are
+measured after the other quantities. "pad" is the time to draw a pad and its effects, which is otherwise spent ahead;
+"float32" is the same linear with the weights here.
 """
 
 import contextlib
@@ -43,15 +47,19 @@ from tenant.session.supply import Supply
 from tenant.session.tally import SPANS, recorded
 
 _WARM_UP = 3
-_PREFETCH_DEADLINE_S, _ECHO_S = 60.0, 60.0
-_HEADER = struct.Struct("<III")  # bytes up, bytes down, repetitions
+_PREFETCH_DEADLINE_S, _ECHO_S, _NAP_S = 60.0, 60.0, 2e-4
+_HEADER = struct.Struct("<IIIII")  # bytes up, bytes down, repetitions, layer group, rows
+
+
+_RATIOS = ("masked_over_floor", "masked_over_rested_floor", "back_to_back_over_floor")
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
     for row in rows:
         if figure(row, "width") >= 2048:
-            what = f"a masked linear over product and echo, width {row['width']}, rows {row['rows']}"
-            yield Goal(what, figure(row, "masked_over_floor"), at_most=1.3)
+            for ratio in _RATIOS:
+                what = f"{ratio.replace('_', ' ')} of a linear, width {row['width']}, rows {row['rows']}"
+                yield Goal(what, figure(row, ratio), at_most=1.3)
 
 
 @benchmark("linear", goals=goals)
@@ -67,8 +75,8 @@ def linear(
 ) -> Iterator[Row]:
     """Time one masked, verified linear and its parts, a bare TLS echo of the same bytes, and the bare product.
 
-    Pads are drawn before the clock starts. "back to back" is a call with the pads that were drawn during the call
-    before.
+    Pads are drawn before the clock starts. "rested floor" is an exchange and product in another process, after a wait
+    like that for pads. "back to back" is a call with the pads that were drawn during the call before.
 
     Example: symbiosis-priv bench linear --rows 1,256 --width 2048
     """
@@ -91,7 +99,8 @@ def linear(
             options = SessionOptions(masking=masking_scheme, ring_bits=transport.ring_bits)
             session = Session(federation, preparation, options=options, store=store)
             backend = RingBackend(named.facts(preparation, transport.ring_bits), session)
-            with contextlib.closing(backend), Child("echo", serve_echo, executor.certificate, key, authority) as echo:
+            served = executor.certificate, key, authority, model, local.cache, threads
+            with contextlib.closing(backend), Child("echo", serve_echo, *served) as echo:
                 connect = partial(echo_connection, federation, executor, port=echo.ask(None, timeout_s=_ECHO_S))
                 for count in counts:
                     figures = _measured(session, backend, store, connect, rows=count, repeat=repeat)
@@ -102,7 +111,7 @@ def _measured(
     session: Session,
     backend: RingBackend,
     store: WeightStore,
-    connect: Callable[..., AbstractContextManager[Callable[[], None]]],
+    connect: Callable[..., AbstractContextManager[Callable[[bool], None]]],
     *,
     rows: int,
     repeat: int,
@@ -121,26 +130,31 @@ def _measured(
     after = session.ledger()
     up = after.bytes_to_executors - before.bytes_to_executors  # of one request
     down = after.bytes_from_executors - before.bytes_from_executors
-    names: tuple[str, ...] = ("echo", "product", "float32", "pad", "masked", "back to back", *SPANS)
+    names: tuple[str, ...] = ("echo", "product", "float32", "pad", "masked", "rested floor", "back to back", *SPANS)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     turns = _WARM_UP + repeat
-    with connect(up=up, down=down, repetitions=turns) as exchange:
+    with connect(up=up, down=down, repetitions=2 * turns, group=index, rows=rows) as exchange:
         for _ in range(turns):
-            seconds["echo"].append(_seconds(exchange))
+            seconds["echo"].append(_seconds(partial(exchange, False)))
             seconds["product"].append(_seconds(partial(matrix.product, xq)))
             seconds["float32"].append(_seconds(plain))
             seconds["pad"].append(_seconds(partial(_draw, session.runtime.pads, GroupIndex(index), rows)))
             # wait for the pads of the next two calls, if the scheme has pads, so that none are drawn meanwhile
             session.runtime.pads.order(GroupIndex(index), FORWARD, 2 * rows)
-            deadline = time.monotonic() + _PREFETCH_DEADLINE_S
+            began = time.monotonic()
             while (ledger := session.ledger()).pads_taken and ledger.pads_ready < 2 * rows:
-                if time.monotonic() > deadline:
+                if time.monotonic() > began + _PREFETCH_DEADLINE_S:
                     raise DeadlineExceededError(f"no pads for {2 * rows} rows within {_PREFETCH_DEADLINE_S:g} s")
-                time.sleep(2e-4)
+                time.sleep(_NAP_S)
+            waited = time.monotonic() - began
             with recorded() as spent:
                 seconds["masked"].append(_seconds(call))
             for span in SPANS:
                 seconds[span].append(spent.get(span, 0.0))
+            began = time.monotonic()
+            while time.monotonic() < began + waited:
+                time.sleep(_NAP_S)
+            seconds["rested floor"].append(_seconds(partial(exchange, True)))
     seconds["back to back"] = [_seconds(call) for _ in range(turns)]
     p50, p99 = ({name: percentile(seconds[name][_WARM_UP:], q, unit=1e-6) for name in names} for q in (50, 99))
     return {
@@ -152,11 +166,14 @@ def _measured(
         "pad_p50_us": p50["pad"],
         "masked_p50_us": p50["masked"],
         "masked_p99_us": p99["masked"],
+        "rested_floor_p50_us": p50["rested floor"],
         "back_to_back_p50_us": p50["back to back"],
         **{f"{span}_us": p50[span] for span in SPANS},
         "relative_error": error,
         "masked_over_echo": p50["masked"] / p50["echo"],
         "masked_over_floor": p50["masked"] / (p50["echo"] + p50["product"]),
+        "masked_over_rested_floor": p50["masked"] / p50["rested floor"],
+        "back_to_back_over_floor": p50["back to back"] / (p50["echo"] + p50["product"]),
     }
 
 
@@ -174,8 +191,13 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 @contextmanager
-def serve_echo(certificate: Path, key: Path, tenant_authority: Path) -> Iterator[Callable[[None], int]]:
-    """The work of a `Child`: an echo server for one connection at a time. The handler returns its port."""
+def serve_echo(
+    certificate: Path, key: Path, tenant_authority: Path, model: Path, cache: Path, threads: int
+) -> Iterator[Callable[[None], int]]:
+    """The work of a `Child`: an echo server for one connection at a time, which multiplies by weights of the model for
+    requests whose first byte is not 0. The handler returns its port."""
+    torch.set_num_threads(threads)
+    store = WeightStore(model, cache=cache)
     context = server_context(certificate=certificate, key=key, tenant_authority=tenant_authority)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -187,10 +209,13 @@ def serve_echo(certificate: Path, key: Path, tenant_authority: Path) -> Iterator
                 with context.wrap_socket(raw, server_side=True) as connection:
                     header = bytearray(_HEADER.size)
                     _fill(connection, header)
-                    up, down, repetitions = _HEADER.unpack(header)
-                    request, reply = bytearray(up), bytes(down)
+                    up, down, repetitions, group, rows = _HEADER.unpack(header)
+                    request, reply, matrix = bytearray(up), bytes(down), store.matrix(group)
+                    xq = probe_rows(rows, store.manifest().entry(group, by_expert=False).inputs)
                     for _ in range(repetitions):
                         _fill(connection, request)
+                        if request[0]:
+                            matrix.product(xq)
                         connection.sendall(reply)
 
         threading.Thread(target=accept, daemon=True).start()
@@ -208,20 +233,20 @@ def _fill(connection: socket.socket, buffer: bytearray) -> None:
 
 @contextmanager
 def echo_connection(
-    federation: Federation, peer: Peer, *, port: int, up: int, down: int, repetitions: int
-) -> Iterator[Callable[[], None]]:
+    federation: Federation, peer: Peer, *, port: int, up: int, down: int, repetitions: int, group: int, rows: int
+) -> Iterator[Callable[[bool], None]]:
     """Open a connection to the echo server, which shows the certificate of `peer`. Yields a function that makes one
-    exchange of `up` and `down` bytes."""
+    exchange of `up` and `down` bytes, with a product of `rows` rows if its argument is True."""
     context = federation.tls_context(peer)
     raw = socket.create_connection((peer.host, port), timeout=_ECHO_S)
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with context.wrap_socket(raw, server_hostname=peer.host) as connection:
         check_pin(connection, pins=peer.pins)
-        connection.sendall(_HEADER.pack(up, down, repetitions))
-        request, reply = bytes(up), bytearray(down)
+        connection.sendall(_HEADER.pack(up, down, repetitions, group, rows))
+        requests, reply = [bytes([multiplied]) + bytes(up - 1) for multiplied in (0, 1)], bytearray(down)
 
-        def exchange() -> None:
-            connection.sendall(request)
+        def exchange(multiplied: bool) -> None:
+            connection.sendall(requests[multiplied])
             _fill(connection, reply)
 
         yield exchange

@@ -83,6 +83,9 @@ def check_linear(rows: list[Row], folder: Path, shown: str) -> None:
         assert 0 < sum(numbers[f"{span}_us"] for span in tally.SPANS) <= numbers["masked_p99_us"]
         floor = numbers["echo_p50_us"] + numbers["product_p50_us"]
         assert numbers["masked_over_floor"] == pytest.approx(numbers["masked_p50_us"] / floor)
+        rested = numbers["rested_floor_p50_us"]
+        assert numbers["masked_over_rested_floor"] == pytest.approx(numbers["masked_p50_us"] / rested)
+        assert numbers["back_to_back_over_floor"] == pytest.approx(numbers["back_to_back_p50_us"] / floor)
 
 
 def check_network(rows: list[Row], folder: Path, shown: str) -> None:

@@ -44,7 +44,7 @@ def finetune(
     """
     folder = resolve(model)
     check_output(output, resume=options.resume, model=folder, checkpoint=remote.checkpoint)
-    corpus.check(text, model=folder)
+    corpus.check(text, model=folder, preferences=None if options.beta is None else True)
     remote.check()
     with loading():
         from tenant.model import ledger as ledgers

@@ -170,7 +170,7 @@ def check(path: Path, *, model: Path | None = None, preferences: bool | None = N
     `preferences`: whether the file must have preferences, or must not."""
     forms = {line.form for _, line in _read_lines(path)} if path.suffix.lower() in _JSON_LINES else {None}
     if preferences is not None and preferences != (_PREFERENCES in forms):
-        needed = "the method dpo needs" if preferences else "only the method dpo takes"
+        needed = "--beta and the method dpo need" if preferences else "only the method dpo takes"
         raise ConfigError(f'{path}: {needed} lines of {{"input", "preferred_output", "non_preferred_output"}}')
     if forms != {None}:
         if forms & {"messages", _PREFERENCES} and model is not None:

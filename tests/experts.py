@@ -50,3 +50,9 @@ def two_steps(model: Any, ids: Tensor) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return found
+
+
+def join(stack: Tensor, *, joined: str, transposed: bool) -> Tensor:
+    """The dense matrix `[o, d]` of a stack `[experts, out, in]` (`[experts, in, out]` if `transposed`)."""
+    matrices = stack.transpose(1, 2) if transposed else stack
+    return matrices.flatten(0, 1) if joined == "outputs" else matrices.transpose(0, 1).flatten(1)

@@ -49,7 +49,7 @@ def floats(ending: str, block: tuple[int, int] | None, dtype: torch.dtype) -> Pa
     def pack(rows: int, columns: int, rng: np.random.Generator) -> Packed:
         height, width = block or (1, columns)
         values = torch.from_numpy(rng.normal(size=(rows, columns)) * 40).to(torch.float8_e4m3fn)
-        drawn = scales((-(-rows // height), -(-columns // width)), rng, torch.float32)
+        drawn = scales((-(-rows // height), -(-columns // width)), rng, torch.float32) / 8
         if dtype == torch.float8_e8m0fnu:
             drawn = drawn.log2().round().exp2()
         grid = drawn.to(dtype)
@@ -198,6 +198,8 @@ def publish(source: Path, folder: Path, form: str, *, chosen: str = r"layers\.")
     """Write a checkpoint whose matrices are in a form if their names match `chosen`. Beside it, in `<folder>-wide`,
     write the same model without the form, in float32 or, where a weight is not a float32, in float64. Returns that
     folder."""
+    if form == "mxfp4":
+        return publish_mxfp4(source, folder)
     entry, pack = FORMS[form]
     return _write(source, folder, entry, lambda tensors: _packed(tensors, pack, chosen))
 

@@ -223,7 +223,8 @@ class FloatGroups:
         # the system gets this memory back when the group is dropped; the C library would keep much of it
         weight = large_tensor((sum(outputs), entry.inputs), dtype=torch.float32)
         for layer, part in zip(layers, weight.split(outputs), strict=True):
-            part.copy_(layer.weight)
+            for rows, columns, matrix in layer.blocks():
+                part[rows, columns] = matrix
         bias = torch.zeros(sum(outputs), dtype=torch.float32, device="cpu")
         for layer, part in zip(layers, bias.split(outputs), strict=True):
             if layer.bias is not None:

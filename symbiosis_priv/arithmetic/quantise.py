@@ -6,8 +6,9 @@ that share an input are one layer group: their matrices are stacked along the ou
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -31,6 +32,44 @@ class Layer:
     name: str
     weight: Tensor
     bias: Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.weight.shape)
+
+    def blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """The weight in blocks: their rows, their columns, and their numbers."""
+        yield slice(None), slice(None), self.weight
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack of experts as one frozen linear `[o, d]` without a bias. Its matrices are in memory one at a time.
+
+    Args:
+        shape: (o, d).
+        matrices: each reads the matrix of one expert, float.
+        joined: the matrices' rows follow each other, or their columns (`layers.GroupSpec`).
+    """
+
+    name: str
+    shape: tuple[int, int]
+    matrices: Sequence[Callable[[], Tensor]]
+    joined: Literal["outputs", "inputs"]
+    bias: None = None
+
+    def blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """As `Layer.blocks`: a block for each expert."""
+        size = self.shape[0 if self.joined == "outputs" else 1] // len(self.matrices)
+        for index, read in enumerate(self.matrices):
+            place, whole = slice(index * size, (index + 1) * size), slice(None)
+            yield (place, whole, read()) if self.joined == "outputs" else (whole, place, read())
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole matrix `[o, d]`, in the dtype of the first expert's."""
+        blocks = list(self.blocks())
+        return torch.cat([matrix for _, _, matrix in blocks], dim=0 if self.joined == "outputs" else 1)
 
 
 @dataclass(frozen=True)
@@ -70,23 +109,32 @@ class QuantisedGroup:
         return bounds_of(inputs, outputs, absmax=absmax, row_norm=math.sqrt(row), column_norm=math.sqrt(column))
 
 
-def quantise(layers: Sequence[Layer], *, weight_bits: int = DEFAULT_WEIGHT_BITS) -> QuantisedGroup:
+def quantise(layers: Sequence[Layer | Stack], *, weight_bits: int = DEFAULT_WEIGHT_BITS) -> QuantisedGroup:
     """Quantise the members of one group. Raises `CheckpointError`: a weight or bias holds inf or nan, a bias has the
     wrong length, or members disagree on the input width; `ConfigError`: `weight_bits` outside 4..12."""
     if not MIN_WEIGHT_BITS <= weight_bits <= MAX_WEIGHT_BITS:
         raise ConfigError(f"weight_bits = {weight_bits} is outside {MIN_WEIGHT_BITS}..{MAX_WEIGHT_BITS}")
-    if len({layer.weight.shape[1] for layer in layers}) != 1:
+    if len({layer.shape[1] for layer in layers}) != 1:
         raise CheckpointError(f"{[layer.name for layer in layers]} do not share an input width")
-    outputs = [len(layer.weight) for layer in layers]
-    weight = large_tensor((sum(outputs), layers[0].weight.shape[1]), dtype=torch.int16)
+    outputs = [layer.shape[0] for layer in layers]
+    weight = large_tensor((sum(outputs), layers[0].shape[1]), dtype=torch.int16)
     channel_scale = torch.empty(sum(outputs), dtype=torch.float64, device="cpu")
-    biases = []
-    for layer, rows, scale in zip(layers, weight.split(outputs), channel_scale.split(outputs), strict=True):
-        if not _quantise(layer.weight.cpu(), levels=2 ** (weight_bits - 1) - 1, out=rows, scale=scale):
-            raise CheckpointError(f"the weight of {layer.name} holds inf or nan")
-        bias = torch.zeros(len(rows), dtype=torch.float32, device="cpu") if layer.bias is None else layer.bias
+    biases, levels = [], 2 ** (weight_bits - 1) - 1
+    for layer, out, scale in zip(layers, weight.split(outputs), channel_scale.split(outputs), strict=True):
+        known = isinstance(layer, Stack) and layer.joined == "inputs"
+        if known:  # a row goes through all matrices, so they are read twice
+            peak = torch.zeros_like(scale)
+            for _, _, matrix in layer.blocks():
+                low, high = matrix.cpu().aminmax(dim=1)
+                torch.maximum(peak, torch.maximum(-low, high).to(torch.float64), out=peak)
+            scale.copy_(_steps(peak, levels))
+        for rows, columns, matrix in layer.blocks():
+            matrix, part = matrix.cpu(), out[rows, columns]
+            if not _quantise(matrix, levels=0 if known else levels, out=part, scale=scale[rows]):
+                raise CheckpointError(f"the weight of {layer.name} holds inf or nan")
+        bias = torch.zeros(len(out), dtype=torch.float32, device="cpu") if layer.bias is None else layer.bias
         bias = bias.to(device="cpu", dtype=torch.float32)
-        if bias.shape != (len(rows),) or not bool(torch.isfinite(bias).all()):
+        if bias.shape != (len(out),) or not bool(torch.isfinite(bias).all()):
             raise CheckpointError(f"the bias of {layer.name} holds inf or nan, or has the wrong length")
         biases.append(bias)
     stacked = torch.cat(biases) if any(layer.bias is not None for layer in layers) else None
@@ -150,23 +198,28 @@ def _rounded(weight: Tensor, levels: float) -> tuple[Tensor, Tensor]:
 
 
 def _quantise(weight: Tensor, *, levels: int, out: Tensor, scale: Tensor) -> bool:
-    """Fill int16 `[o, d]` and float64 `[o]` from a float matrix; False if it holds inf or nan."""
+    """Fill int16 `[o, d]` and float64 `[o]` from a float matrix; False if it holds inf or nan. With `levels` = 0, the
+    scales are filled already."""
     library = native.library()
     rows, width = out.shape
-    if library is None:
+    if library is None or not levels:
         for start, stop in row_blocks(rows, width):
             w = weight[start:stop].to(torch.float64)
-            peak = w.abs().amax(dim=1)
-            if not bool(torch.isfinite(peak).all()):
+            if levels:
+                scale[start:stop] = _steps(w.abs().amax(dim=1), levels)
+            if not bool(scale[start:stop].isfinite().all()):
                 return False
-            # a zero channel, or a subnormal scale: too coarse to keep |Wq| < 2^(b-1), and no float32 output shows it
-            step = peak / levels
-            scale[start:stop] = torch.where(step < _TINY, 1.0, step)
             out[start:stop] = (w / scale[start:stop, None]).round_()
         return True
     parts = readable([weight])
     how = native.best(library), layout(parts), width, levels, out.data_ptr(), scale.data_ptr()
     return all_rows(library.ring_quantise, *how, rows=rows, width=width)
+
+
+def _steps(peak: Tensor, levels: int) -> Tensor:
+    """The scales of channels whose largest |w| is `peak`, float64 `[o]`."""
+    # a zero channel, or a subnormal scale: too coarse to keep |Wq| < 2^(b-1), and no float32 output shows it
+    return torch.where(peak / levels < _TINY, 1.0, peak / levels)
 
 
 def _norms(weight: Tensor) -> tuple[int, int, int]:

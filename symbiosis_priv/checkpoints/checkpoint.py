@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -206,14 +207,14 @@ class Checkpoint:
             return self._made(name, widening.shape, at="meta")
         return self._read(name, lambda file: tuple(file.get_slice(name).get_shape()))
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, *, at: int | None = None) -> Tensor:
         """Read one tensor in its stored dtype, or a weight that is stored in 8 or 4 bits without any rounding in
-        float32 or float64."""
+        float32 or float64; only the matrix `at` of a stack."""
         if name in self._parts:
             from symbiosis_priv.checkpoints import widening
 
-            return self._made(name, widening.widen)
-        tensor = self._stored(name)
+            return self._made(name, partial(widening.widen, at=at))
+        tensor = self._stored(name) if at is None else self._read(name, lambda file: file.get_tensor(name)[at])
         if tensor.element_size() == 1 and tensor.is_floating_point():
             raise CheckpointError(f"{self.path} holds {name} as {tensor.dtype} without its scales; fetch it again")
         return tensor

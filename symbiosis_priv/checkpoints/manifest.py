@@ -8,7 +8,7 @@ checkpoint, layer by layer, and are cached under the manifest's digest. They are
 product wrong, but cannot reveal a row.
 
 A model holds a stack of experts, the matrices of all experts of a layer, as `[experts, out, in]`, or transposed as
-`[experts, in, out]`. A layer group holds it as one matrix `[o, d]` (`join`), so that products, masks, checks and
+`[experts, in, out]`. A layer group holds it as one matrix `[o, d]` (`Stack`), so that products, masks, checks and
 quantisation are those of a linear. Gate and up are joined along the outputs: every row is multiplied by every expert.
 Down is joined along the inputs: its product is the sum over experts, and a row has zeros where an expert does not take
 part.
@@ -145,15 +145,9 @@ def price_of_composing(groups: Sequence[GroupEntry]) -> tuple[float, float]:
     return every / ordinary, token / ordinary
 
 
-def join(stack: Tensor, *, joined: Joined, transposed: bool) -> Tensor:
-    """The dense matrix `[o, d]` of a stack `[experts, out, in]` (`[experts, in, out]` if `transposed`). Shares the
-    stack's memory where the layout allows it."""
-    matrices = stack.transpose(1, 2) if transposed else stack
-    return matrices.flatten(0, 1) if joined == "outputs" else matrices.transpose(0, 1).flatten(1)
-
-
 def separate(matrix: Tensor, *, experts: int, joined: Joined, transposed: bool) -> Tensor:
-    """The stack of a dense matrix `[o, d]`: the inverse of `join`."""
+    """The stack `[experts, out, in]` (`[experts, in, out]` if `transposed`) of a dense matrix `[o, d]`
+    (`quantise.Stack`). Shares its memory."""
     matrices: Tensor
     if joined == "outputs":
         matrices = matrix.unflatten(0, (experts, -1))

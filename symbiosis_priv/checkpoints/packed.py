@@ -47,7 +47,7 @@ def probe(width: int) -> Tensor:
 def probe_products(weight: Tensor, *, weight_bits: int) -> Products:
     """The products of the public probe row (`probe`) with int16 weights `[o, d]`, in both directions."""
     kernel = KERNELS["int32"]
-    packed = kernel.pack(weight, weight_bits=weight_bits)
+    packed = Packed(kernel.layout, weight.shape[0], weight.shape[1], weight_bits, weight)
     products: Products = {}
     for direction in DIRECTIONS:
         width, columns = packed.columns(direction)

@@ -21,12 +21,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, centred, compose, quantise
+from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, Stack, centred, compose, quantise
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD
 from symbiosis_priv.checkpoints import packed
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
 from symbiosis_priv.checkpoints.layers import AGAIN, DEFAULT_SCOPE, THROUGH, GroupSpec, LayerRange, Scope, layers_of
-from symbiosis_priv.checkpoints.manifest import MANIFEST_VERSION, GroupEntry, Manifest, join
+from symbiosis_priv.checkpoints.manifest import MANIFEST_VERSION, GroupEntry, Manifest
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.kernels import Choice, Packed, RingMatrix, choose, kernel_of, tune
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, GroupIndex
@@ -194,7 +194,7 @@ class WeightStore:
     def _pack(self, entry: GroupEntry, weight: Tensor) -> RingMatrix:
         """Pack a group and write it to the cache. Returns the mapped copy if the cache can be written."""
         if entry.transposed:
-            weight = weight.t().contiguous()
+            weight = weight.t()
         if self._kernel == "auto":
             self._write_to_cache(lambda: tune(weight, **self._tuning(entry)))
         choice = self._choice(entry)
@@ -206,18 +206,18 @@ class WeightStore:
         matrix = RingMatrix.of_packed(made, choice, device=self.device)
         return matrix.as_stack(entry.experts, transposed=entry.transposed)
 
-    def layers(self, index: int) -> list[Layer]:
+    def layers(self, index: int) -> list[Layer | Stack]:
         """The float members of a group, as stored in the checkpoint (the float path's weights)."""
         return self.floats(self.manifest().groups[index].members)
 
-    def floats(self, members: tuple[str, ...]) -> list[Layer]:
-        """The float weights and biases of linears, as stored in the checkpoint."""
-        with Checkpoint(self.path) as checkpoint:
-            return list(self._layers(checkpoint, members))
+    def floats(self, members: tuple[str, ...]) -> list[Layer | Stack]:
+        """The float weights and biases of linears, as stored in the checkpoint. A stack reads its matrices when it is
+        asked for them, and keeps the checkpoint's files open."""
+        return list(self._layers(Checkpoint(self.path), members))
 
     def _layers(
         self, checkpoint: Checkpoint, members: tuple[str, ...], stored: Mapping[str, Source] | None = None
-    ) -> Iterator[Layer]:
+    ) -> Iterator[Layer | Stack]:
         skeleton = self.skeleton
         if stored is None:
             stored = skeleton.names.by_parameter(checkpoint.names())
@@ -238,7 +238,7 @@ class WeightStore:
             first, norm = group.members[0].removesuffix(AGAIN), group.composed
             [below] = self._layers(checkpoint, (first,), stored)
             if member == group.members[0]:
-                return below
+                return Layer(below.name, below.weight, below.bias)
             of = {n: self._checked(read(f"{norm.norm}.{n}"), norm.norm, n, group.outputs[:1]) for n in norm.parameters}
             ones = torch.ones(group.outputs[0], dtype=torch.float64, device="cpu")
             gain = of["weight"].to(torch.float64) + int(norm.one_plus) if "weight" in of else ones
@@ -247,15 +247,27 @@ class WeightStore:
             below_weight = centred(below.weight) if norm.centred else below.weight
             return Layer(member, compose(above.weight, gain, below_weight), bias)
 
+        def stack(name: str, group: GroupSpec, transposed: bool) -> Stack:
+            if name not in stored:
+                checkpoint.tensor(name)  # raises an error that names what is missing
+            reads, shape = stored[name].matrices(checkpoint, name, group.experts), skeleton.shapes[name]
+
+            def matrix(read: Callable[[], Tensor]) -> Tensor:
+                found = self._checked(read(), name, "weight", shape[1:])
+                return found.t() if transposed else found
+
+            matrices = [functools.partial(matrix, read) for read in reads]
+            return Stack(name, (sum(group.outputs), group.inputs), matrices, group.joined)
+
         for name in members:
             group, transposed = skeleton.group_of[name], name in skeleton.transposed
             if group.composed is not None:
                 yield composed(name, group)
                 continue
-            weight = self._checked(read(self._weight_of(name)), name, "weight", skeleton.shapes[name])
             if group.experts > 1:
-                yield Layer(name, join(weight, joined=group.joined, transposed=transposed), None)
+                yield stack(name, group, transposed)
                 continue
+            weight = self._checked(read(f"{name}.weight"), name, "weight", skeleton.shapes[name])
             outputs = skeleton.shapes[name][1 if transposed else 0]
             bias = self._checked(read(f"{name}.bias"), name, "bias", (outputs,)) if name in skeleton.biased else None
             yield Layer(name, weight.t() if transposed else weight, bias)
@@ -315,7 +327,7 @@ class WeightStore:
             with one_stack if spec.experts > 1 else contextlib.nullcontext():
                 with Checkpoint(self.path) as checkpoint:  # a checkpoint's files are for one thread
                     layers = list(self._layers(checkpoint, spec.members, stored))
-                group = quantise(layers, weight_bits=self.weight_bits)
+                    group = quantise(layers, weight_bits=self.weight_bits)
                 del layers
                 return work(GroupIndex(index), GroupEntry(digest=group.digest(), **vars(spec)), group)
 

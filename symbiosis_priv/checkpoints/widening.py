@@ -24,9 +24,11 @@ def shape(form: Form, parts: dict[str, Tensor]) -> tuple[int, ...]:
     return tuple((numbers.mT if form.transposed else numbers).shape)
 
 
-def widen(form: Form, parts: dict[str, Tensor]) -> Tensor:
-    """A weight, float32 or float64, from its stored tensors by kind (`forms.Parts`). Raises `ValueError`, or what torch
-    raises: the tensors do not fit together, or the weight holds inf or nan."""
+def widen(form: Form, parts: dict[str, Tensor], *, at: int | None = None) -> Tensor:
+    """A weight, float32 or float64, from its stored tensors by kind (`forms.Parts`); only the matrix `at` of a stack.
+    Raises `ValueError`, or what torch raises: the tensors do not fit together, or the weight holds inf or nan."""
+    if at is not None:
+        parts = {kind: part[at] for kind, part in parts.items()}
     numbers, scales, zeros = _numbers(form, parts)
     *stack, rows, columns = numbers.shape
     grid, scales = _grid(scales, numbers, form.block, grouped="groups" in parts)

@@ -124,6 +124,7 @@ class Kernel(ABC):
 
 
 _PANEL = 64  # PANEL in common.h
+_PACKED_AT_ONCE = 8 * _PANEL  # outputs
 _TILE_ROWS = 16  # as in tiles.h
 # bytes of weights; with up to _SLICE_ROWS rows they take 30 µs, about the time to wake another thread
 _SLICE_BYTES = 1 << 21
@@ -172,11 +173,12 @@ class CompiledKernel(Kernel):
     def pack(self, weight: Tensor, *, weight_bits: int) -> Packed:
         lib = native.library()
         assert lib is not None  # `supports` has returned True
-        weight = weight.contiguous()
         outputs, inputs = weight.shape
         dtype, shape = self.form(outputs, inputs, weight_bits=weight_bits)
         data = large_tensor(shape, dtype=dtype)
-        lib.ring_pack(weight.data_ptr(), outputs, inputs, dtype.itemsize, data.data_ptr())
+        for start in range(0, outputs, _PACKED_AT_ONCE):  # a transposed weight is not copied as a whole
+            rows = weight[start : start + _PACKED_AT_ONCE].contiguous()
+            lib.ring_pack(rows.data_ptr(), len(rows), inputs, dtype.itemsize, data[start // _PANEL :].data_ptr())
         return Packed(self.layout, outputs, inputs, weight_bits, data)
 
     def product(
@@ -240,7 +242,8 @@ class _PlainKernel(Kernel):
     def pack(self, weight: Tensor, *, weight_bits: int) -> Packed:
         outputs, inputs = weight.shape
         dtype, _ = self.form(outputs, inputs, weight_bits=weight_bits)
-        return Packed(self.layout, outputs, inputs, weight_bits, weight.to(dtype, copy=True).contiguous())
+        data = weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        return Packed(self.layout, outputs, inputs, weight_bits, data)
 
     def product(
         self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor, *, ring_bits: RingBits = 32

@@ -7,6 +7,7 @@ and their numbers are read as every other reader of this project reads them.
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,19 @@ class WidenedQuantizer(HfQuantizer):
             return
         with Checkpoint(self._folder) as checkpoint:
             for name, source in self._widened(model, checkpoint).items():
-                held, value = model.get_parameter_or_buffer(name), source.read(checkpoint, name)
-                if held.shape != value.shape:
-                    raise CheckpointError(
-                        f"{name} is {list(value.shape)} in {self._folder} and {list(held.shape)} in the model; load it "
-                        f"with the config.json that it was published with"
-                    )
-                held.copy_(value)
+                held = model.get_parameter_or_buffer(name)
+                stack = held.ndim == 3  # its matrices are read one at a time
+                reads = (
+                    source.matrices(checkpoint, name, len(held)) if stack else [partial(source.read, checkpoint, name)]
+                )
+                for index, read in enumerate(reads):
+                    value, part = read(), held[index] if stack else held
+                    if part.shape != value.shape:
+                        raise CheckpointError(
+                            f"{name} is {list(value.shape)} in {self._folder} and {list(part.shape)} in the model; "
+                            f"load it with the config.json that it was published with"
+                        )
+                    part.copy_(value)
 
     @staticmethod
     def _widened(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -53,9 +53,13 @@ def own_digest(store: WeightStore, manifest: Manifest) -> str:
     with Checkpoint(store.path) as checkpoint:
         for parameter, stored in sorted((store.skeleton.names.parameter(name), name) for name in checkpoint.names()):
             if not is_offloaded(parameter, served):
-                tensor = checkpoint.tensor(stored)
-                sha.update(msgspec.json.encode([parameter, str(tensor.dtype), list(tensor.shape)]))
-                sha.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                shape = checkpoint.shape(stored)
+                stack = len(shape) == 3 and checkpoint.is_widened(stored)  # its matrices are read one at a time
+                for at in range(shape[0]) if stack else [None]:
+                    tensor = checkpoint.tensor(stored, at=at)
+                    if not at:
+                        sha.update(msgspec.json.encode([parameter, str(tensor.dtype), shape]))
+                    sha.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
 
 

@@ -134,10 +134,12 @@ def rounding(store: WeightStore) -> tuple[float, int]:
         group, before = store.group(index), error
         rounded = zip(group.weight.split(entry.outputs), group.channel_scale.split(entry.outputs), strict=True)
         for layer, (integers, scale) in zip(store.layers(index), rounded, strict=True):
-            for start, stop in row_blocks(*integers.shape):
-                exact = layer.weight[start:stop].to(torch.float64)
-                error += float((integers[start:stop] * scale[start:stop, None] - exact).square().sum())
-                norm += float(exact.square().sum())
+            for rows, columns, matrix in layer.blocks():
+                held, step = integers[rows, columns], scale[rows, None]
+                for start, stop in row_blocks(*held.shape):
+                    exact = matrix[start:stop].to(torch.float64)
+                    error += float((held[start:stop] * step[start:stop] - exact).square().sum())
+                    norm += float(exact.square().sum())
         unchanged += error == before
     return math.sqrt(error / norm) if norm else 0.0, unchanged
 

@@ -8,6 +8,7 @@ its classes. `build(model)` is a model of a class, and `inputs_of` makes what it
 import dataclasses
 import inspect
 import itertools
+import re
 from copy import deepcopy
 from typing import Any
 
@@ -16,6 +17,8 @@ import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto import modeling_auto
+
+from tests import forms
 
 DECODERS = ("CAUSAL_LM",)
 KINDS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -69,6 +72,14 @@ KINDS: dict[str, tuple[tuple[str, ...], str]] = {
 FAMILIES: dict[str, str] = {family: kind for kind, (_, names) in KINDS.items() for family in names.split()}
 """The kind of every family."""
 
+PUBLISHED = (
+    *(f"qwen3 in {form}" for form in forms.FORMS if not re.search("DeepSeek|FP4|fp4", form)),
+    *(f"deepseek_v3 in {form}" for form in ("fp8 blocks, float32", "fp4 pairs", "compressed 4 bits", "awq")),
+    *("deepseek_v4 in fp8 of DeepSeek-V4", "gpt_oss in mxfp4"),
+    *(f"qwen3_moe in {form}" for form in ("fp8 blocks", "compressed fp8", "gptq 4 bits, ordered", "awq")),
+)
+"""Families whose checkpoints are tried in the forms of `tests.forms`, too."""
+
 OTHER_HEADS = (
     *("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION"),
     *("QUESTION_ANSWERING", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "CTC", "IMAGE_TEXT_TO_TEXT", ""),
@@ -87,7 +98,8 @@ def heads(family: str, kinds: tuple[str, ...] = OTHER_HEADS) -> list[str]:
 
 
 def head(family: str) -> str:
-    """Return the name of the class that is tried for a family."""
+    """Return the name of the class that is tried for a family, or for one in `PUBLISHED`."""
+    family = family.partition(" in ")[0]
     return heads(family, KINDS[FAMILIES[family]][0])[0]
 
 

@@ -24,6 +24,7 @@ from tenant.model.loading import load_model
 from tenant.model.offloaded import OffloadedWeight
 from tenant.model.remote_linear import RemoteLayer
 from tenant.options import Experts
+from tests import forms
 from tests.compatibility.families import ROWS, inputs_of, small
 
 TOLERANCE = 1e-2
@@ -32,6 +33,7 @@ ROUNDING = 1 / 500
 """Largest allowed difference of a weight, as a share of the matrix's largest weight: more than rounding it to 10 bits
 changes."""
 _HUGE = 1e30  # larger values are taken for masked logits
+_SIZES = {"mxfp4": {"intermediate_size": 64}}  # a scale for 32 columns
 _MAMBAS = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 _NEW = 4  # generated tokens
 _OUTPUTS = (
@@ -45,13 +47,19 @@ class WrongError(AssertionError):
 
 
 class Trial:
-    """Build a class of a family and write it to `folder`. Raises whatever transformers raises."""
+    """Build a class of a family, or of one of `families.PUBLISHED`, and write it to `folder`. Raises whatever
+    transformers raises."""
 
     def __init__(self, family: str, model: str, folder: Path) -> None:
-        self.folder = folder
+        family, _, form = family.partition(" in ")
+        self.folder = folder / "model"
         self.kind = getattr(transformers, model)
-        _write_checkpoint(self.kind, small(family), folder)
-        self.stored: Any = load_model(folder, kind=self.kind, dtype=torch.float32)
+        _write_checkpoint(self.kind, small(family, **_SIZES.get(form, {})), self.folder)
+        if form:
+            source, self.folder = self.folder, folder / "published"
+            chosen = r"\.experts\." if form == "fp4 pairs" else r"layers\..*(proj|attn\.w|experts)"
+            forms.publish(source, self.folder, form, chosen=chosen)
+        self.stored: Any = load_model(self.folder, kind=self.kind, dtype=torch.float32)
         self.inputs = inputs_of(self.stored)
         self.outputs(self.stored)
         self.note = ""

@@ -7,8 +7,8 @@ import json
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
@@ -60,17 +67,37 @@ class Source:
         """Returns True if one of the stored tensors is in 8 or 4 bits."""
         return any(checkpoint.is_widened(name) for _, name in self.parts)
 
+    def matrices(self, checkpoint: Checkpoint, parameter: str, count: int) -> list[Callable[[], Tensor]]:
+        """Ways to read each of the `count` matrices of a stack, `parameter[i]`, alone, so that the stack is not in
+        memory where its matrices are stored one by one, or in 8 or 4 bits. Raises what `read` raises."""
+        joining, *others = self.converter.operations if self.converter else (None,)
+        by_pattern: dict[str | None, list[str]] = {}
+        for pattern, name in self.parts:
+            by_pattern.setdefault(pattern, []).append(name)
+        if joining is None and checkpoint.shape(self.parts[0][1])[:1] == (count,):
+            self._check_size(checkpoint, parameter)
+            return [partial(checkpoint.tensor, self.parts[0][1], at=index) for index in range(count)]
+
+        def alone(index: int) -> Tensor:
+            one = replace(self, parts=[(pattern, names[index]) for pattern, names in by_pattern.items()])
+            return one.read(checkpoint, parameter)[0]
+
+        inside = all(isinstance(step, Concatenate) and step.dim > 0 for step in others)
+        whole = all(len(names) == count for names in by_pattern.values())
+        if isinstance(joining, MergeModulelist) and joining.dim == 0 and inside and whole:
+            self._check_size(checkpoint, parameter)
+            return [partial(alone, index) for index in range(count)]
+        stack = self.read(checkpoint, parameter)
+        if len(stack) != count:
+            raise CheckpointError(f"{parameter} has {len(stack)} experts, not {count}; fetch the checkpoint again")
+        return [partial(stack.__getitem__, index) for index in range(len(stack))]
+
     def read(self, checkpoint: Checkpoint, parameter: str) -> Tensor:
         """The value of one of the parameters. The sizes of the stored tensors are checked before they are read. Raises
         `CheckpointError`: a stored tensor is missing or damaged, or the tensors do not fit together."""
         if self.converter is None and not self.is_widened(checkpoint):
             return checkpoint.tensor(self.parts[0][1])
-        stored = sum(math.prod(checkpoint.shape(name)) for _, name in self.parts)
-        if stored > sum(self.model.get_parameter_or_buffer(target).numel() for target in self.targets()):
-            raise CheckpointError(
-                f"{parameter} would be made of {len(self.parts)} tensors with {stored:,} numbers, more than config.json"
-                f" says; fetch the checkpoint again"
-            )
+        self._check_size(checkpoint, parameter)
         if self.converter is None:
             return checkpoint.tensor(self.parts[0][1])
         converter: Any = copy.deepcopy(self.converter)
@@ -89,6 +116,14 @@ class Source:
                 f"fetch the checkpoint again"
             ) from error
         return tensor[0] if isinstance(tensor, list) else tensor
+
+    def _check_size(self, checkpoint: Checkpoint, parameter: str) -> None:
+        stored = sum(math.prod(checkpoint.shape(name)) for _, name in self.parts)
+        if stored > sum(self.model.get_parameter_or_buffer(target).numel() for target in self.targets()):
+            raise CheckpointError(
+                f"{parameter} would be made of {len(self.parts)} tensors with {stored:,} numbers, more than config.json"
+                f" says; fetch the checkpoint again"
+            )
 
 
 class StoredNames:

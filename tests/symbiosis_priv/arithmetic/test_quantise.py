@@ -6,6 +6,8 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +16,13 @@ from hypothesis.strategies import DataObject
 from torch import Tensor
 
 from symbiosis_priv import native
-from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, quantise
+from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, Stack, quantise
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.harness import strategies as testing
 from tests import drawn
 from tests.builds import BUILDS, build
+from tests.experts import join
 
 
 def layer(weight: Tensor, bias: Tensor | None = None) -> Layer:
@@ -180,3 +183,25 @@ def test_a_bias_of_the_wrong_length_is_refused() -> None:
 def test_weight_bits_outside_the_proof_are_refused(bits: int) -> None:
     with pytest.raises(ConfigError, match=str(bits)):
         quantise([layer(torch.ones(3, 4))], weight_bits=bits)
+
+
+@given(
+    experts=st.integers(1, 4),
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    joined=st.sampled_from(["outputs", "inputs"]),
+    bits=drawn.weight_bits(),
+    data=st.data(),
+)
+def test_a_stack_that_is_read_matrix_by_matrix_is_the_same_as_its_whole_matrix(
+    experts: int, shape: tuple[int, int], joined: Any, bits: int, data: DataObject
+) -> None:
+    stack = data.draw(testing.float_rows(count=experts * shape[0], width=shape[1])).unflatten(0, (experts, -1))
+    reads = [partial(stack.__getitem__, index) for index in range(experts)]
+    whole = join(stack, joined=joined, transposed=False)
+    lazy = Stack("stack", (whole.shape[0], whole.shape[1]), reads, joined)
+    assert torch.equal(lazy.weight, whole)
+    assert same(quantise([lazy], weight_bits=bits), quantise([layer(whole)], weight_bits=bits))
+    for wrong in (math.inf, -math.inf, math.nan):
+        stack.view(-1)[data.draw(st.integers(0, stack.numel() - 1))] = wrong
+        with pytest.raises(CheckpointError, match="the weight of stack holds inf or nan"):
+            quantise([lazy], weight_bits=bits)

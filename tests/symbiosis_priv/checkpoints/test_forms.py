@@ -58,6 +58,34 @@ def test_the_manifest_of_experts_is_that_of_the_same_weights_in_floats(moe: Path
         assert WeightStore(tmp_path / form).manifest() == WeightStore(wide).manifest()
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system has no peak of memory to reset")
+@pytest.mark.parametrize("form", ["fp8 blocks, float32", "compressed 4 bits", "mxfp4"])
+def test_one_matrix_of_a_stack_is_widened_at_a_time(form: str, tmp_path: Path) -> None:
+    """While a store reads and quantises 64 experts, its memory grows by less than their weights in float32."""
+    family, inner = ("GptOss", "num_local_experts") if form == "mxfp4" else ("DeepseekV3", "n_routed_experts")
+    growth = []
+    for experts_each in (8, 64):  # the first time, modules are imported and pools are filled
+        sizes = {"hidden_size": 256, inner: experts_each, "num_hidden_layers": 1, "first_k_dense_replace": 0}
+        sizes |= {"intermediate_size" if family == "GptOss" else "moe_intermediate_size": 256}
+        source = experts.write(family, tmp_path / f"{experts_each}", **sizes)
+        forms.publish(source, tmp_path / f"{experts_each}-published", form, chosen=r"\.experts\.")
+        store = WeightStore(tmp_path / f"{experts_each}-published", cache=tmp_path / "cache")
+        for work in (lambda: store.each_group(lambda *_: None), store.manifest):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+            before = peak_kib()
+            work()
+            growth.append(1024 * (peak_kib() - before))
+    weights = max(entry.stacked_outputs * entry.inputs for entry in store.manifest().groups)
+    assert weights == 64 * 512 * 256
+    assert growth[2] < 4 * weights  # 2 bytes quantised, and up to 1 in the file
+    assert growth[3] < 8 * weights  # also packed, and mapped
+
+
+def peak_kib() -> int:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+
+
 # Against the computations of transformers
 
 

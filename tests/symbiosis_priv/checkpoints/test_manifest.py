@@ -9,8 +9,9 @@ from hypothesis import example, given, strategies as st
 from torch import Tensor
 
 from symbiosis_priv.checkpoints.layers import GroupSpec
-from symbiosis_priv.checkpoints.manifest import MANIFEST_VERSION, GroupEntry, Manifest, join, separate
+from symbiosis_priv.checkpoints.manifest import MANIFEST_VERSION, GroupEntry, Manifest, separate
 from symbiosis_priv.errors import CheckpointError
+from tests.experts import join
 
 entries = st.builds(
     GroupEntry,
@@ -91,7 +92,7 @@ def test_a_matrix_is_separated_into_the_stack_it_was_joined_from(
     e: int, o: int, d: int, transposed: bool, joined: str
 ) -> None:
     stack = stack_of(e, o, d, transposed=transposed)
-    matrix = join(stack, joined=joined, transposed=transposed)  # type: ignore[arg-type]
+    matrix = join(stack, joined=joined, transposed=transposed)
     back = separate(matrix, experts=e, joined=joined, transposed=transposed)  # type: ignore[arg-type]
     assert torch.equal(back, stack)
     group = GroupSpec(("experts.stack",), matrix.shape[1], (matrix.shape[0],), e, joined)  # type: ignore[arg-type]

@@ -10,11 +10,10 @@ from transformers.core_model_loading import MergeModulelist
 
 from symbiosis_priv.checkpoints.discovery.skeleton import discover, traced
 from symbiosis_priv.checkpoints.layers import GroupSpec
-from symbiosis_priv.checkpoints.manifest import join
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError
 from tests.compatibility.families import small
-from tests.experts import FAMILIES, write
+from tests.experts import FAMILIES, join, write
 
 
 @pytest.mark.parametrize("family", FAMILIES)

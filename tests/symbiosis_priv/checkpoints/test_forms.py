@@ -1,6 +1,7 @@
 """Weights in 8 and 4 bits: every number is what its packer says, and what a stranger may write is refused."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_one_matrix_of_a_stack_is_widened_at_a_time(form: str, tmp_path: Path) -
         source = experts.write(family, tmp_path / f"{experts_each}", **sizes)
         forms.publish(source, tmp_path / f"{experts_each}-published", form, chosen=r"\.experts\.")
         store = WeightStore(tmp_path / f"{experts_each}-published", cache=tmp_path / "cache")
-        for work in (lambda: store.each_group(lambda *_: None), store.manifest):
+        for work in (partial(store.each_group, lambda *_: None), store.manifest):
             Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
             before = peak_kib()
             work()

@@ -41,7 +41,7 @@ def serve(
     *,
     config: Config,
     ready_file: Annotated[
-        Path | None, typer.Option(help="Write the bound address here once ready (for port 0).")
+        Path | None, typer.Option(help="Write the bound address here once ready, one line per gateway (for port 0).")
     ] = None,
     stop_with_stdin: Annotated[bool, typer.Option("--stop-with-stdin", help="Also stop when stdin closes.")] = False,
 ) -> None:
@@ -50,6 +50,13 @@ def serve(
     from provider.config.provider_toml import load
 
     settings = load(config)
+    if settings.executor.gateways == "all" and settings.executor.ranks > 1:  # torchrun takes the place of this process
+        from provider.executor.supervisor import group_command
+
+        words = ["--config", str(config), *(["--stop-with-stdin"] if stop_with_stdin else [])]
+        words += [] if ready_file is None else ["--ready-file", str(ready_file)]
+        command, environment = group_command(settings.executor, *words)
+        os.execve(command[0], command, environment)
     logs.setup(settings.log_level)
     log = logs.EventLog("provider")
 

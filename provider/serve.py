@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -33,7 +34,7 @@ from provider.shards.line import GatewayStatus, Member
 from symbiosis_priv.checkpoints.layers import LayerRange, whole_layers
 from symbiosis_priv.checkpoints.manifest import price_of_composing
 from symbiosis_priv.checkpoints.weights import Progress
-from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.errors import ConfigError, RankLostError
 from symbiosis_priv.system.files import write_atomically
 from symbiosis_priv.system.pacing import Periodic
 from symbiosis_priv.system.processes import when_stdin_closes
@@ -44,7 +45,7 @@ if TYPE_CHECKING:  # set in `start`
 log = logs.EventLog(__name__)
 
 _SPARE_DESCRIPTORS = 128
-_TELL_S = 1.0
+_TELL_S, _POLL_S = 1.0, 0.05
 
 
 class Provider:
@@ -83,8 +84,8 @@ class Provider:
             config = msgspec.structs.replace(config, listen=f"{host}:{port}")
         elif config.executor.gateways == "all":
             raise ConfigError(
-                '[executor] gateways = "all": start the ranks with `python -m provider.processes.launch` '
-                "(docs/provider.md)"
+                '[executor] gateways = "all": set ranks and run `symbiosis-priv provider serve`, or start the ranks '
+                "of several machines with `python -m provider.processes.launch` (docs/provider.md)"
             )
         self.config = config
         self._unplaced = self._reloaded = config
@@ -103,6 +104,18 @@ class Provider:
         """The bound address, as `host:port`."""
         assert self._gateway is not None, "start it first"
         return self._gateway.listener.address
+
+    def addresses(self) -> list[str]:
+        """The bound addresses of the gateways of all ranks, when all of them listen. Raises `RankLostError`: one does
+        not listen in time."""
+        if self._accounts is None:
+            return [self.address]
+        until = time.monotonic() + self.config.executor.group_timeout_s
+        while len(self._accounts.gateways) < dist.get_world_size() - 1:
+            if time.monotonic() > until:
+                raise RankLostError("the gateway of a rank does not listen: read the reason in the log")
+            time.sleep(_POLL_S)
+        return [each.address for each in self.status().gateways]
 
     @property
     def metrics_address(self) -> str | None:
@@ -160,7 +173,9 @@ class Provider:
                 self._accounts = Accounts(gateway.state, self.executor, self._lines, dist.get_world_size())
             gateway.listener.start()
             if member is not None:
-                self._tells = Periodic(lambda: member.tell(self._gateway_status()), every_s=_TELL_S, name="status")
+                self._tells = Periodic(
+                    lambda: member.tell(self._gateway_status()), every_s=_TELL_S, name="status", at_once=True
+                )
                 self._tells.start()
             self._reloader.start()
             if config.registry.announce:
@@ -308,7 +323,7 @@ def serve(
 
     Args:
         source, progress: see `Provider`.
-        ready_file: file for the bound address, written when the provider is ready.
+        ready_file: file for the bound addresses, one line for each gateway, written when the provider is ready.
         stop_with_stdin: also stop when stdin closes, so that the provider ends with its parent.
     """
     logs.setup(config.log_level)
@@ -334,7 +349,7 @@ def serve(
     try:
         if not stop.is_set():
             if ready_file is not None:
-                write_atomically(ready_file, provider.address.encode())
+                write_atomically(ready_file, "\n".join(provider.addresses()).encode())
             ready = {"event": "listening", "address": provider.address, "model_digest": provider.model_digest}
             if lines is not None:
                 ready["rank"] = str(dist.get_rank())

@@ -204,6 +204,8 @@ class Rebalancer:
             check_plan(memory_plan(config, store.manifest(), store.served))
             for group in store.served:
                 store.matrix(group)  # packs and caches it
+            if store.cache_failed:
+                raise StorageError(f"the new weights do not fit in {store.cache}: make room there")
         except (ConfigError, StorageError) as error:
             log.warning("cannot_move", to=str(best), reason=str(error))
             return

@@ -391,15 +391,18 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         parse_address(self.listen)
         if self.executor.gateways == "all":
-            refused = {
-                'roles = ["helper"]': "helper" in self.roles,
-                "[relay]": self.relay.to or self.relay.helpers,
-                "[registry] announce": self.registry.announce,
-                "[executor] float": self.executor.float_path,
+            way_out = {
+                'roles = ["helper"]; let another provider be the helper': "helper" in self.roles,
+                "[relay]; blocks must reach the process that has the rows": self.relay.to or self.relay.helpers,
+                "[registry] announce; a descriptor has one address, so tenants list yours in federation.toml": (
+                    self.registry.announce
+                ),
+                "[executor] float; let another provider serve it": self.executor.float_path,
             }
-            if wrong := [name for name, is_set in refused.items() if is_set]:
+            if wrong := [text for text, is_set in way_out.items() if is_set]:
                 raise ValueError(
-                    f'[executor] gateways = "all" does not work with {", ".join(wrong)}: remove one of them'
+                    f'[executor] gateways = "all" does not work with {", nor with ".join(wrong)}. Remove this, or '
+                    f'write gateways = "first"'
                 )
         if self.relay.to and "helper" not in self.roles:
             raise ValueError('[relay] to is for helpers: add "helper" to roles, or remove to')

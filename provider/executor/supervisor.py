@@ -22,7 +22,7 @@ import torch.distributed as dist
 import zmq
 
 from provider import logs
-from provider.config.schema import INPROC, RANKS_VARIABLE, ProviderConfig, to_json
+from provider.config.schema import INPROC, RANKS_VARIABLE, ExecutorConfig, ProviderConfig, to_json
 from provider.executor.client import STARTUP_S, ExecutorHandle, ExecutorRequester
 from provider.executor.executor import build
 from provider.executor.queues import (
@@ -281,23 +281,29 @@ class GroupExecutor(ProcessExecutor):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _spawn(self) -> Popen[bytes]:
-        settings = self.config.executor
-        threads = settings.threads or os.cpu_count() or 1
         rendezvous = Path(self._folder, "rendezvous")
         shutil.rmtree(rendezvous, ignore_errors=True)  # the folder of the previous group
         rendezvous.mkdir(mode=0o700)
-        environment = {
-            **os.environ,
+        command, environment = group_command(self.config.executor)
+        environment |= {
             RANKS_VARIABLE: f"{self.model_digest} {to_json(self.config).decode()}",
             FOLDER_VARIABLE: str(rendezvous),
-            "OMP_NUM_THREADS": str(max(1, threads // settings.ranks)),
-            "GLOO_SOCKET_IFNAME": _LOOPBACK,  # torch.distributed does not authenticate
-            "NCCL_SOCKET_IFNAME": _LOOPBACK,
         }
-        torchrun = start.command("provider.processes.launch", f"--nproc-per-node={settings.ranks}")
-        command = [*torchrun, *start.command("provider.processes.rank")[1:]]
         # Rank 0 inherits stdin and ends when it closes. The new session keeps a terminal's signals from the ranks.
         return Popen(command, stdin=PIPE, env=environment, start_new_session=True)
+
+
+def group_command(settings: ExecutorConfig, *words: str) -> tuple[list[str], dict[str, str]]:
+    """The command that starts the ranks on this machine, with options for each, and its environment."""
+    threads = settings.threads or os.cpu_count() or 1
+    torchrun = start.command("provider.processes.launch", f"--nproc-per-node={settings.ranks}")
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(max(1, threads // settings.ranks)),
+        "GLOO_SOCKET_IFNAME": _LOOPBACK,  # torch.distributed does not authenticate
+        "NCCL_SOCKET_IFNAME": _LOOPBACK,
+    }
+    return [*torchrun, *start.command("provider.processes.rank", *words)[1:]], environment
 
 
 def make(config: ProviderConfig, *, model_digest: str) -> ExecutorHandle:

@@ -32,15 +32,22 @@ def main() -> None:
     """Run one rank. Exits with status 1 if the group cannot be formed or has lost a rank."""
     parser = argparse.ArgumentParser(prog="provider.processes.launch ... -m provider.processes.rank")
     parser.add_argument("--config", type=Path, help="provider.toml")
+    parser.add_argument("--ready-file", type=Path, help="file for the addresses of all gateways")
+    parser.add_argument("--stop-with-stdin", action="store_true", help="also stop when stdin closes")
     rank_group.end_with_torchrun()
     rank_group.show_rank()
-    path: Path | None = parser.parse_args().config
+    words = parser.parse_args()
+    path: Path | None = words.config
     if (path is None) == (RANKS_VARIABLE not in os.environ):
         parser.error("name the provider's configuration: --config provider.toml")
     try:
         if path is not None:
             config = load(path)
-            _run(config, lead=lambda lines: server.serve(config, source=path, lines=lines))
+            whole = {"ready_file": words.ready_file, "stop_with_stdin": words.stop_with_stdin}
+            _run(
+                config,
+                lead=lambda lines: server.serve(config, source=path, lines=lines, **({} if dist.get_rank() else whole)),
+            )
         else:
             digest, _, text = os.environ[RANKS_VARIABLE].partition(" ")
             config = from_json(text.encode())

@@ -13,6 +13,7 @@ import http.client
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,11 +53,22 @@ def silenced(name: str) -> Iterator[None]:
 METRICS: Final[dict[str, object]] = {"listen": "127.0.0.1:0"}
 """`[metrics]` of a provider whose `status` is read."""
 
-_POLL_S, _STATUS_S = 0.02, 10.0
+_POLL_S, _STATUS_S, _TRIES = 0.02, 10.0, 100
 _REGISTRY, _OWN_CACHE = "registry", Path("cache")
 
 ProviderOptions = Mapping[str, Mapping[str, object]]
 """Tables of provider.toml, for every provider: `{"executor": {"threads": 1}, "limits": {"max_rows": 64}}`."""
+
+
+def consecutive_ports(host: str, count: int) -> int:
+    """The first of some consecutive free ports. Raises `ConfigError`: none were found."""
+    for _ in range(_TRIES):
+        with contextlib.ExitStack() as bound, contextlib.suppress(OSError, OverflowError):
+            first = bound.enter_context(socket.create_server((host, 0))).getsockname()[1]
+            for port in range(first + 1, first + count):
+                bound.enter_context(socket.create_server((host, port)))
+            return int(first)
+    raise ConfigError(f"{host} has no {count} consecutive free ports: stop some programs that listen there")
 
 
 @dataclass
@@ -65,7 +77,7 @@ class _Provider:
     role: Role
     identity: Identity
     service: ManagedProcess
-    address: str  # a restarted provider uses the same port
+    addresses: list[str]  # a restarted provider uses the same ports
     layers: str | None = None
     listed: bool = True
 
@@ -113,8 +125,8 @@ class LocalFederation:
         return tuple(self._providers)
 
     def address(self, name: str) -> str:
-        """`host:port` of a provider."""
-        return self._provider(name).address
+        """`host:port` of a provider; with several gateways, of the first."""
+        return self._provider(name).addresses[0]
 
     def pid(self, name: str) -> int | None:
         """Process id of a provider, None while it is killed."""
@@ -152,7 +164,7 @@ class LocalFederation:
         self.kill(name)
         provider = self._provider(name)
         self._launch(provider)
-        provider.address = provider.service.wait_ready(time.monotonic() + self.deadline_s)
+        provider.addresses = provider.service.wait_ready(time.monotonic() + self.deadline_s)
 
     def start(self) -> Self:
         """Issue certificates, start every provider, write `federation.toml`. Raises `ConfigError`: a provider ended
@@ -181,7 +193,7 @@ class LocalFederation:
                     "--database": self.directory / f"{_REGISTRY}.sqlite",
                 }
                 service.launch(["registry", "serve", *(str(word) for pair in options.items() for word in pair)])
-                self.registry_address = service.wait_ready(deadline)
+                (self.registry_address,) = service.wait_ready(deadline)
             everyone = list(self._providers.values())
             if self.relay:  # helpers that relay need the executors' addresses first
                 self._run([p for p in everyone if p.role == "executor"], deadline)
@@ -235,7 +247,10 @@ class LocalFederation:
 
     def _make(self, name: str, role: Role, layers: str | None, *, listed: bool = True) -> _Provider:
         service = ManagedProcess(f"provider {name!r}", self.directory, name)
-        provider = _Provider(name, role, self._issue(name), service, f"{self.host}:0", layers, listed)
+        executor = self.provider_options.get("executor", {})
+        every = role == "executor" and executor.get("gateways") == "all"
+        port = consecutive_ports(self.host, int(str(executor.get("ranks", 1)))) if every else 0
+        provider = _Provider(name, role, self._issue(name), service, [f"{self.host}:{port}"], layers, listed)
         self._providers[name] = provider
         return provider
 
@@ -249,7 +264,8 @@ class LocalFederation:
         pads = {} if self.pad_helpers is None else {"helpers": self.pad_helpers}
         registry = {"addresses": [self.registry_address], "authority": self._authority.certificate}
         entries = [
-            {"name": p.name, "operator": f"operator of {p.name}", "role": p.role, "address": p.address}
+            {"name": p.name, "operator": f"operator of {p.name}", "role": p.role}
+            | {"address": p.addresses if len(p.addresses) > 1 else p.addresses[0]}
             | {"certificate": p.identity.certificate, **({"layers": p.layers} if p.layers else {})}
             for p in self._providers.values()
             if p.listed
@@ -277,12 +293,12 @@ class LocalFederation:
         for provider in providers:
             self._launch(provider)
         for provider in providers:
-            provider.address = provider.service.wait_ready(deadline)
+            provider.addresses = provider.service.wait_ready(deadline)
             while self.registry and provider.role == "executor":
                 trust = Trust.load(self._authority.certificate)
                 with RegistryClient(self.registry_address, trust, deadline_s=self.deadline_s) as registry:
                     found = [verify(data, trust, now=time.time()) for data in registry.list(self._digest)]
-                if provider.address in (announced.descriptor.address for announced in found):
+                if provider.addresses[0] in (announced.descriptor.address for announced in found):
                     break
                 if time.monotonic() > deadline:
                     raise DeadlineExceededError(
@@ -305,10 +321,14 @@ class LocalFederation:
             tables["registry"] = {"announce": [self.registry_address], "authority": self._authority.certificate}
         for table, entries in self.provider_options.items():
             tables.setdefault(table, {}).update(entries)
-        head = toml_table("", name=provider.name, listen=provider.address, roles=[provider.role])
+        if provider.role == "helper":
+            tables["executor"].pop("gateways", None)
+        head = toml_table("", name=provider.name, listen=provider.addresses[0], roles=[provider.role])
         others = [other for other in self._providers.values() if self.relay and other.role != provider.role]
         if provider.role == "executor" and self.relay:
             relay = [toml_table("[relay]", **{"from": [other.identity.certificate for other in others]})]
         else:
-            relay = [toml_table("[[relay.to]]", address=p.address, certificate=p.identity.certificate) for p in others]
+            relay = [
+                toml_table("[[relay.to]]", address=p.addresses[0], certificate=p.identity.certificate) for p in others
+            ]
         return "\n".join([head, *(toml_table(f"[{name}]", **entries) for name, entries in tables.items()), *relay])

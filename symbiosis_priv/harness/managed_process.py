@@ -30,7 +30,7 @@ class ManagedProcess:
     @property
     def pid(self) -> int | None:
         """The process id; None while the service does not run."""
-        return self._process.pid if self._process else None
+        return self._process.pid if self._process and self._process.poll() is None else None
 
     def logs(self) -> str:
         """The output of the service since its first start."""
@@ -50,8 +50,8 @@ class ManagedProcess:
                 start_new_session=True,  # Ctrl-C must only reach the parent, which stops the providers later
             )
 
-    def wait_ready(self, until: float) -> str:
-        """Wait until the service is ready, and return its address. `until`: deadline by `time.monotonic`. Raises
+    def wait_ready(self, until: float) -> list[str]:
+        """Wait until the service is ready, and return its addresses. `until`: deadline by `time.monotonic`. Raises
         `ConfigError`: the service has ended; `DeadlineExceededError`: it is not ready in time. Both quote its log."""
         assert self._process is not None
         while not self._ready.exists():
@@ -64,7 +64,7 @@ class ManagedProcess:
                     f"{self.logs()[-_TAIL:]}"
                 )
             time.sleep(_POLL_S)
-        return self._ready.read_text(encoding="utf-8").strip()
+        return self._ready.read_text(encoding="utf-8").split()
 
     def terminate(self) -> None:
         """Ask the service to stop (SIGTERM)."""

@@ -9,45 +9,31 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from provider.gateway.usage import read
-from provider.operations.top import ask
-from symbiosis_priv.harness.local import LocalFederation
+from symbiosis_priv.harness.local import METRICS, LocalFederation
 from tenant import RemoteConfig, backend_of
 from tests.experts import two_steps
-from tests.provider.groups import Group
 from tests.waiting import until
 
 IDS = torch.arange(3, 3 + 2 * 11).view(2, 11)
 
 
 class Ranks(NamedTuple):
-    """A group, and the federation.toml with the addresses of both ranks, and with that of rank 1."""
-
-    group: Group
+    local: LocalFederation
     both: Path
     second: Path
 
 
 @pytest.fixture(scope="module", params=["columns", "gathered"])
 def ranks(llama: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """A helper, and an executor of two ranks."""
-    folder = tmp_path_factory.mktemp("ranks")
-    with LocalFederation(llama, folder, provider_options={"executor": {"threads": 1}}) as local:
-        local.kill("executor")
-        file = folder / "executor.toml"
-        settings = f'[executor]\ngateways = "all"\nwarm_up = false\nsharding = "{request.param}"'
-        settings = f'[metrics]\nlisten = "127.0.0.1:0"\n{settings}'
-        text = file.read_text(encoding="utf-8").replace("[executor]", settings)
-        file.write_text(text.replace(local.address("executor"), "127.0.0.1:0"), encoding="utf-8")
-        group = Group(file, 2)
-        try:
-            text, files = local.federation.read_text(encoding="utf-8"), []
-            for name, places in (("both", group.places), ("rank 1", group.places[1:])):
-                addresses = ", ".join(f'"{place.address}"' for place in places)
-                files.append(folder / f"{name}.toml")
-                files[-1].write_text(text.replace(f'"{local.address("executor")}"', f"[{addresses}]"), encoding="utf-8")
-            yield Ranks(group, *files)
-        finally:
-            group.close()
+    """A helper, and an executor of two ranks with a gateway each, as `provider serve` starts them. The files are the
+    federation.toml with the addresses of both ranks, and one with that of rank 1."""
+    executor = {"threads": 1, "ranks": 2, "gateways": "all", "warm_up": False, "sharding": request.param}
+    options: dict[str, dict[str, object]] = {"executor": executor, "metrics": METRICS}
+    with LocalFederation(llama, tmp_path_factory.mktemp("ranks"), provider_options=options) as local:
+        second = local.directory / "rank 1.toml"
+        text = local.federation.read_text(encoding="utf-8")
+        second.write_text(text.replace(f'"{local.address("executor")}", ', ""), encoding="utf-8")
+        yield Ranks(local, local.federation, second)
 
 
 def trained(path: Path, **options: Any) -> list[torch.Tensor]:
@@ -68,20 +54,20 @@ def test_training_and_tokens_have_the_bits_of_the_simulation(llama: Path, ranks:
     and the bill is one."""
     expected = trained(llama, masking="simulate")
     assert len(expected) > 3
-    before = ask(ranks.group.metrics)
+    before = ranks.local.status("executor")
 
     def settled() -> bool:
-        status = ask(ranks.group.metrics)
         bills = [row for row in read(ranks.both.with_name("executor.usage.sqlite")) if row["role"] == "executor"]
         assert len(bills) == 1
-        return sum(each.rows for each in status.gateways) == int(bills[0]["rows"])
+        rows = [int(each["rows"]) for each in ranks.local.status("executor")["gateways"]]
+        return sum(rows) == int(bills[0]["rows"])
 
     for federation in (ranks.second, ranks.both):
         found = trained(llama, masking=masking, federation=federation)
         assert all(map(torch.equal, found, expected))
         until(settled, within_s=20)
         if federation is ranks.second:
-            after = ask(ranks.group.metrics)
-            assert after.visits == before.visits  # no connection was opened at rank 0
-            assert after.gateways[0].rows == before.gateways[0].rows
-            assert after.gateways[1].rows > sum(each.rows for each in before.gateways[1:])
+            after = ranks.local.status("executor")
+            assert after["visits"] == before["visits"]  # no connection was opened at rank 0
+            assert after["gateways"][0]["rows"] == before["gateways"][0]["rows"]
+            assert after["gateways"][1]["rows"] > before["gateways"][1]["rows"]

@@ -2,7 +2,9 @@
 layers for a new provider is compared with an exhaustive search.
 """
 
+import contextlib
 import math
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +17,18 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from provider.announce.placement import Placed, Served, better, coverage, has_turn, most_needed, placed, unplaced
+from provider.announce.placement import (
+    Placed,
+    Placement,
+    Rebalancer,
+    Served,
+    better,
+    coverage,
+    has_turn,
+    most_needed,
+    placed,
+    unplaced,
+)
 from provider.config.schema import AnnounceConfig, ProviderConfig, TlsConfig
 from provider.products.model import open_store
 from provider.registry.server import RegistryServer
@@ -165,6 +178,36 @@ def test_a_lying_registry_can_only_cause_a_bad_choice_of_layers(
         for says, chosen in ((vouching.says, "1"), (stranger.says, "0")):
             liar.show(says("seven", layers="0", model_digest=digest), b"what?", vouching.says("seven", after_ms=-1))
             assert placed(joining).model.layers == chosen
+
+
+@pytest.mark.parametrize("lacking", ["memory", "disk"])
+def test_an_executor_stays_where_it_is_while_the_new_weights_do_not_fit(
+    announcing: Announcing,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    lacking: str,
+) -> None:
+    """Layer 1 has no operator, so the executor would move there. It moves once there is room."""
+    config = announcing("mover", layers="auto", capacity_layers=1, rebalance_s=0.1)
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, cache=tmp_path))
+    others = [Placed(name, name, LayerRange(0, 0), 1.0) for name in ("one", "two")]
+    monkeypatch.setattr(Placement, "others", lambda self: others)
+    moved: list[ProviderConfig] = []
+    rebalancer = Rebalancer(config, layers=LayerRange(0, 0), move=moved.append)
+    with monkeypatch.context() as small, contextlib.ExitStack() as full:
+        if lacking == "memory":
+            small.setattr("provider.config.memory_plan._container_limit", lambda: 10 << 20)
+        else:
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            full.callback(resource.setrlimit, resource.RLIMIT_FSIZE, before)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        rebalancer.periodic.start()
+        until(lambda: "cannot_move" in caplog.messages)
+        assert not moved
+    until(lambda: bool(moved))
+    rebalancer.periodic.close(20)
+    assert moved[0].model.layers == "1"
 
 
 def test_choosing_layers_needs_a_registry(announcing: Announcing) -> None:

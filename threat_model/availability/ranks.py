@@ -4,7 +4,8 @@ Each tenant is a process with its own session. The tenant requests one product a
 with its own product. A rank of the busiest group is killed (SIGKILL) or stopped (SIGSTOP). The provider must detect the
 loss, name the rank, and restart the group. With one group, all tenants wait for the restart; with two groups, they can
 use the other group. In practice a second group has its own machine. So the restarting group has low priority here,
-unless `apart` is False, and its restart takes longer.
+unless `apart` is False, and its restart takes longer. With a gateway for each rank, the whole provider ends with its
+rank. The benchmark starts it again, as systemd would.
 """
 
 import contextlib
@@ -71,6 +72,7 @@ class Sharding:
             help="Let a group that starts again leave the cores to another group, as if each had its own machine.",
         ),
     ] = True
+    gateways: Annotated[bool, Option("--gateways", help="Give every rank a gateway.")] = False
     pause_s: float = 0.0
 
 
@@ -185,7 +187,9 @@ def measure_ranks(
     `SymbiosisError`: a tenant has failed."""
     processes.check_supported()
     model = shape.save(directory / "model")
-    options: dict[str, dict[str, object]] = {"executor": {"threads": 1, "ranks": sharding.ranks}, "metrics": METRICS}
+    executor: dict[str, object] = {"threads": 1, "ranks": sharding.ranks}
+    executor |= {"gateways": "all"} if sharding.gateways else {}
+    options = {"executor": executor, "metrics": METRICS}
     roles = session_scheme(sharding.masking).roles
     for (number, executors), what in itertools.product(enumerate(groups), losses):
         on_event(f"{executors} x {sharding.ranks} ranks: {what}")
@@ -201,15 +205,16 @@ def measure_ranks(
                 children.append(running.enter_context(child))
             for child in children:
                 child.wait_ready()
-            loss = _lose(local, what, seconds=sharding.seconds, apart=sharding.apart and executors > 1)
+            loss = _lose(local, what, sharding, apart=sharding.apart and executors > 1 and not sharding.gateways)
             for child in children:
                 child.send(None)
             answers = [answer for child in children for answer in child.receive(timeout_s=PATIENCE_S)]
             yield {"lost": what, "groups": executors, **_row(loss, answers, sharding)}
 
 
-def _lose(local: LocalFederation, what: str, *, seconds: float, apart: bool) -> _Loss:
+def _lose(local: LocalFederation, what: str, sharding: Sharding, *, apart: bool) -> _Loss:
     """Kill or stop a rank of the executor with the most requests, and wait until the executor is ready again."""
+    seconds = sharding.seconds
     executors = [name for name in local.names if name.startswith("executor")]
     earlier = {name: local.status(name) for name in executors}
     time.sleep(seconds)
@@ -231,7 +236,17 @@ def _lose(local: LocalFederation, what: str, *, seconds: float, apart: bool) -> 
                 os.setpriority(os.PRIO_PROCESS, int(task.name), _NICE)
     at = time.monotonic()
     os.kill(pids[last], LOSSES[what])
-    while not ((now := local.status(victim))["ready"] and now["restarts"] > statuses[victim]["restarts"]):
+    if sharding.gateways:
+        while local.pid(victim) is not None:
+            if time.monotonic() > at + PATIENCE_S:
+                raise DeadlineExceededError(f"{victim} has not ended {PATIENCE_S:g} s after {what}")
+            time.sleep(_LOOK_S)
+        local.restart(victim)
+        gateway = local.pid(victim)
+        assert gateway is not None, "it was started"
+    while not sharding.gateways and not (
+        (now := local.status(victim))["ready"] and now["restarts"] > statuses[victim]["restarts"]
+    ):
         if time.monotonic() > at + PATIENCE_S:
             raise DeadlineExceededError(f"{victim} is not back {PATIENCE_S:g} s after {what}")
         if apart:  # Linux divides cores among sessions first, and torchrun starts a session for every rank

@@ -427,6 +427,17 @@ def test_layers_split_over_executors(new_provider: NewProvider, new_session: New
     assert all_right(session)
 
 
+def test_an_executor_that_has_moved_is_asked_for_the_layers_that_it_states_itself(
+    new_provider: NewProvider, new_session: NewSession
+) -> None:
+    """A registry still lists the range before the move."""
+    low, moved = new_provider(layers="0"), new_provider(layers="1")
+    session = new_session("pad", [low], [new_provider()])
+    session.routes.update([dataclasses.replace(moved.peer("executor"), layers=LayerRange.parse("0"))])
+    assert all_right(session)
+    assert {h.request.group for h in moved.executed} == set(range(4, 9))
+
+
 def test_unserved_layers_are_an_error_before_anything_is_sent(scripted: Scripted) -> None:
     low, gone = scripted.new_provider(layers="0"), scripted.new_provider(layers="1")
     gone.close()

@@ -48,15 +48,14 @@ def serve(
     """Serve until SIGTERM or Ctrl-C. When ready, print one line of JSON to stdout; logs go to stderr."""
     from provider import logs
     from provider.config.provider_toml import load
+    from provider.config.schema import group_command
 
     settings = load(config)
     if settings.executor.gateways == "all" and settings.executor.ranks > 1:  # torchrun takes the place of this process
-        from provider.executor.supervisor import group_command
-
         words = ["--config", str(config), *(["--stop-with-stdin"] if stop_with_stdin else [])]
         words += [] if ready_file is None else ["--ready-file", str(ready_file)]
-        command, environment = group_command(settings.executor, *words)
-        os.execve(command[0], command, environment)
+        ranks, environment = group_command(settings.executor, *words)
+        os.execve(ranks[0], ranks, environment)
     logs.setup(settings.log_level)
     log = logs.EventLog("provider")
 

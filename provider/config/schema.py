@@ -3,6 +3,7 @@
 `provider_toml.template` writes the "Args" below into the file that `provider init` makes, so operators read them there.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,6 +26,7 @@ from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import TenantIdentity
 from symbiosis_priv.registry.descriptor import MAX_LIFETIME_S
 from symbiosis_priv.system.files import UNDECODABLE
+from symbiosis_priv.system.processes import command
 
 MIB = 1 << 20
 INPROC = "inproc://executor"
@@ -165,8 +167,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         sharding: `columns` sends rows to the weights, `gathered` sends weights to the rows; `auto` measures in idle
             time which one is faster for each number of rows. Results are equal.
         gateways: `all` gives every rank a gateway, at the port of `listen` plus the rank's number on its machine, for
-            the rows of the tenants that connect to it; `first` gives one to rank 0 only. With `all`, start the ranks
-            with `provider.processes.launch`.
+            the rows of the tenants that connect to it; `first` gives one to rank 0 only. With ranks on several
+            machines, start them with `provider.processes.launch`.
         group_timeout_s: time that ranks wait for a running rank that does not take part. A rank that has died or
             stopped is noticed within seconds.
         hang_timeout_s: an executor that does not answer for this time is killed and restarted. With ranks, the
@@ -206,6 +208,19 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"endpoint: a socket's path may have {_MAX_SOCKET_PATH} bytes; choose a shorter one")
         if self.ranks > 1 and self.device.startswith("cuda:"):
             raise ValueError(f"device = {self.device!r}: every rank needs its own GPU; write device = 'cuda'")
+
+
+def group_command(settings: ExecutorConfig, *words: str) -> tuple[list[str], dict[str, str]]:
+    """The command that starts the ranks on this machine, with options for each, and its environment."""
+    threads = settings.threads or os.cpu_count() or 1
+    torchrun = command("provider.processes.launch", f"--nproc-per-node={settings.ranks}")
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(max(1, threads // settings.ranks)),
+        "GLOO_SOCKET_IFNAME": "lo",  # torch.distributed does not authenticate
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+    return [*torchrun, *command("provider.processes.rank", *words)[1:]], environment
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

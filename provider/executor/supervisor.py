@@ -22,7 +22,7 @@ import torch.distributed as dist
 import zmq
 
 from provider import logs
-from provider.config.schema import INPROC, RANKS_VARIABLE, ExecutorConfig, ProviderConfig, to_json
+from provider.config.schema import INPROC, RANKS_VARIABLE, ProviderConfig, group_command, to_json
 from provider.executor.client import STARTUP_S, ExecutorHandle, ExecutorRequester
 from provider.executor.executor import build
 from provider.executor.queues import (
@@ -49,7 +49,6 @@ log = logs.EventLog(__name__)
 _FIRST_BACKOFF_S = 0.5  # a failed start is reported before the next attempt
 _MAX_BACKOFF_S = 5.0
 _LONG_LIFE_S = 10 * _MAX_BACKOFF_S
-_LOOPBACK = "lo"
 Context = zmq.Context[zmq.Socket[bytes]]
 _POSTS = "inproc://executor"  # carries the messages of `SocketInbox.post`
 _LINGER_MS = 1000
@@ -291,19 +290,6 @@ class GroupExecutor(ProcessExecutor):
         }
         # Rank 0 inherits stdin and ends when it closes. The new session keeps a terminal's signals from the ranks.
         return Popen(command, stdin=PIPE, env=environment, start_new_session=True)
-
-
-def group_command(settings: ExecutorConfig, *words: str) -> tuple[list[str], dict[str, str]]:
-    """The command that starts the ranks on this machine, with options for each, and its environment."""
-    threads = settings.threads or os.cpu_count() or 1
-    torchrun = start.command("provider.processes.launch", f"--nproc-per-node={settings.ranks}")
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(max(1, threads // settings.ranks)),
-        "GLOO_SOCKET_IFNAME": _LOOPBACK,  # torch.distributed does not authenticate
-        "NCCL_SOCKET_IFNAME": _LOOPBACK,
-    }
-    return [*torchrun, *start.command("provider.processes.rank", *words)[1:]], environment
 
 
 def make(config: ProviderConfig, *, model_digest: str) -> ExecutorHandle:

@@ -237,13 +237,13 @@ def test_a_key_leaves_places_for_other_keys(served: Served) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = served.service.engine
-    load, count = engine.load, engine.count
+    load, choose = engine.load, engine.choose
 
-    def slow(sequence: Any) -> None:  # all tokens take 5 s
-        count(sequence)
+    def slow(sequence: Any, logits: Any) -> int:  # all tokens take 5 s
         time.sleep(0.01)
+        return int(choose(sequence, logits))
 
-    monkeypatch.setattr(engine, "count", slow)
+    monkeypatch.setattr(engine, "choose", slow)
     body = json.dumps(COMPLETION | {"max_tokens": 480, "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"

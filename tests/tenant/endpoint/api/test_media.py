@@ -20,7 +20,7 @@ import pytest
 import transformers
 from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, WhisperFeatureExtractor
+from transformers import PreTrainedTokenizerFast
 
 from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError
 from symbiosis_priv.harness.local import LocalFederation
@@ -53,129 +53,57 @@ def letters(**special: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=whole, extra_special_tokens=special, **tokens)
 
 
-def square(config: Any) -> dict[str, Any]:
-    """Settings of an image processor that scales pictures to the size that the model sees."""
-    side = config.vision_config.image_size
-    return {"size": {"height": side, "width": side}}
-
-
-def whisper(config: Any) -> dict[str, Any]:
-    """A processor's extractor of sounds of one second."""
-    bins = config.audio_config.num_mel_bins
-    return {"feature_extractor": WhisperFeatureExtractor(feature_size=bins, chunk_length=1)}
-
-
-def patches(config: Any) -> int:
-    """The number of patches of a picture."""
-    return int(config.vision_config.image_size // config.vision_config.patch_size) ** 2
-
-
-def clip(config: Any, image: str = "CLIPImageProcessorPil", **settings: Any) -> dict[str, Any]:
-    """A processor of the LLaVA kind."""
-    seen = getattr(transformers, image)(**(settings or {**square(config), "do_center_crop": False}))
-    more = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    return {"image_processor": seen, "patch_size": config.vision_config.patch_size, **more}
-
-
-def idefics(image: str, tokens: int, **settings: Any) -> dict[str, Any]:
-    """A processor of the Idefics kind."""
-    seen = getattr(transformers, image)(do_image_splitting=False, **settings)
-    return {"image_processor": seen, "image_seq_len": tokens}
-
-
-FAKE = {"image_token": "<image>", "image_boundary_token": "<fake_token_around_image>", "end": "<end_of_utterance>"}
-GEMMA = {"boi_token": "<image>", "eoi_token": "</image>", "image_token": "<soft>"}
+IMAGE, SIDE = {"image_token": "<image>"}, {"height": 16, "width": 16}
+FAKE = {"image_boundary_token": "<fake_token_around_image>", "end": "<end_of_utterance>"}
 AYA = {"image_token": "<patch>", "place": "<image>", "begin": "<|START_OF_IMG|>", "end": "<|END_OF_IMG|>"}
 SOUND = {"audio_token": "<|AUDIO|>", "begin": "<|audio_bos|>", "end": "<|audio_eos|>"}
-FAMILIES: dict[str, tuple[str, dict[str, str], dict[str, Any], Any]] = {
-    "Llava": ("LlavaProcessor", {"image_token": "<image>"}, {}, clip),
-    "VipLlava": ("LlavaProcessor", {"image_token": "<image>"}, {}, clip),
-    "LlavaNext": (
-        "LlavaNextProcessor",
-        {"image_token": "<image>"},
-        {},
-        lambda config: clip(
-            config,
-            "LlavaNextImageProcessorPil",
-            size={"shortest_edge": 16},
-            crop_size={"height": 16, "width": 16},
-            image_grid_pinpoints=config.image_grid_pinpoints,
-        ),
-    ),
+CLIP = ("CLIPImageProcessorPil", {"size": SIDE, "do_center_crop": False})
+NEXT = {"size": {"shortest_edge": 16}, "crop_size": SIDE, "image_grid_pinpoints": [[16, 16]]}
+SMALL = {"size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 16}, "do_image_splitting": False}
+SHORT = {"size": {"shortest_edge": 8, "longest_edge": 16}, "do_image_splitting": False}
+WHISPER = ("WhisperFeatureExtractor", {"feature_size": 16, "chunk_length": 1})  # sounds of one second
+LLAVA = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+SIZES = {"patch_size": 8, "img_size": 16, "downsample_factor": 1, "img_patch_token": "<patch>"}
+HEARS, MISTRAL = {"audio_config": {"max_source_positions": 50}}, {"text_config": {"model_type": "mistral"}}
+FAMILIES: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, dict[str, Any]], dict[str, Any]]] = {
+    "Llava": (IMAGE, {}, CLIP, LLAVA),
+    "VipLlava": (IMAGE, {}, CLIP, LLAVA),
+    "LlavaNext": (IMAGE, {}, ("LlavaNextImageProcessorPil", NEXT), LLAVA),
     "Gemma3": (
-        "Gemma3Processor",
-        GEMMA,
+        {"boi_token": "<image>", "eoi_token": "</image>", "image_token": "<soft>"},
         {},
-        lambda config: {
-            "image_processor": transformers.Gemma3ImageProcessorPil(**square(config)),
-            "image_seq_length": config.mm_tokens_per_image,
-        },
+        ("Gemma3ImageProcessorPil", {"size": SIDE}),
+        {"image_seq_length": 4},
     ),
-    "PaliGemma": (
-        "PaliGemmaProcessor",
-        {"image_token": "<image>"},
-        {},
-        lambda config: {
-            "image_processor": transformers.SiglipImageProcessorPil(image_seq_length=patches(config), **square(config))
-        },
-    ),
-    "Idefics2": (
-        "Idefics2Processor",
-        FAKE,
-        {"text_config": {"model_type": "mistral"}},
-        lambda config: idefics(
-            "Idefics2ImageProcessorPil",
-            config.perceiver_config.resampler_n_latents,
-            size={"shortest_edge": 8, "longest_edge": 16},
-        ),
-    ),
+    "PaliGemma": (IMAGE, {}, ("SiglipImageProcessorPil", {"size": SIDE, "image_seq_length": 16}), {}),
+    "Idefics2": (IMAGE | FAKE, MISTRAL, ("Idefics2ImageProcessorPil", SHORT), {"image_seq_len": 64}),
     "Idefics3": (
-        "Idefics3Processor",
-        FAKE | {"global": "<global-img>"},
+        IMAGE | FAKE | {"global": "<global-img>"},
         {},
-        lambda config: idefics(
-            "Idefics3ImageProcessorPil",
-            patches(config) // config.scale_factor**2,
-            size={"longest_edge": 16},
-            max_image_size={"longest_edge": 16},
-        ),
+        ("Idefics3ImageProcessorPil", SMALL),
+        {"image_seq_len": 4},
     ),
-    "AyaVision": (
-        "AyaVisionProcessor",
-        AYA,
-        {},
-        lambda config: {
-            "image_processor": transformers.GotOcr2ImageProcessorPil(**square(config), crop_to_patches=False),
-            "patch_size": config.vision_config.patch_size * config.downsample_factor,
-            "img_size": config.vision_config.image_size,
-            "downsample_factor": 1,
-            "img_patch_token": "<patch>",
-        },
-    ),
-    "Qwen2Audio": ("Qwen2AudioProcessor", SOUND, {"audio_config": {"max_source_positions": 50}}, whisper),
-    "AudioFlamingo3": (
-        "AudioFlamingo3Processor",
-        SOUND,
-        {"audio_config": {"max_source_positions": 50}},
-        lambda config: whisper(config) | {"audio_token": "<|AUDIO|>"},
-    ),
+    "AyaVision": (AYA, {}, ("GotOcr2ImageProcessorPil", {"size": SIDE, "crop_to_patches": False}), SIZES),
+    "Qwen2Audio": (SOUND, HEARS, WHISPER, {}),
+    "AudioFlamingo3": (SOUND, HEARS, WHISPER, {"audio_token": "<|AUDIO|>"}),
 }
-"""A family's processor, the special tokens of its tokenizer, its configuration, and what its processor is made of."""
+"""The special tokens of a family's tokenizer, its configuration, what reads pictures or sounds with its settings, and
+the settings of the processor."""
 
 
 def write(folder: Path, family: str) -> None:
     """Write a model of a family in miniature with its processor."""
-    processor, tokens, more, parts = FAMILIES[family]
+    tokens, more, (reader, settings), given = FAMILIES[family]
     tokenizer = letters(**tokens)
-    place = tokenizer.convert_tokens_to_ids(tokens.get("audio_token") or tokens["image_token"])
     kind = "audio" if "audio_token" in tokens else "image"
-    config = getattr(transformers, f"{family}Config")
-    field = next(name for name in (f"{kind}_token_index", f"{kind}_token_id") if name in vars(config()))
+    place = tokenizer.convert_tokens_to_ids(tokens[f"{kind}_token"])
+    fields = vars(getattr(transformers, f"{family}Config")())
+    field = next(name for name in (f"{kind}_token_index", f"{kind}_token_id") if name in fields)
     text = more.get("text_config", {}) | {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
-    model = build(f"{family}ForConditionalGeneration", **more | {field: place, "text_config": text})
-    given = {**parts(model.config), "tokenizer": tokenizer, "chat_template": TEMPLATE}
-    getattr(transformers, processor)(**given).save_pretrained(folder)
-    model.save_pretrained(folder)
+    build(f"{family}ForConditionalGeneration", **more | {field: place, "text_config": text}).save_pretrained(folder)
+    part = {"feature_extractor" if kind == "audio" else "image_processor": getattr(transformers, reader)(**settings)}
+    processor = getattr(transformers, f"{family.removeprefix('Vip')}Processor")
+    processor(**part, **given, tokenizer=tokenizer, chat_template=TEMPLATE).save_pretrained(folder)
 
 
 def png(width: int = 20, height: int = 30, seed: int = 0) -> bytes:
@@ -226,7 +154,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     write(folder, family)
     part: Any = picture_part(png())
     given: dict[str, Any] = {"images": [Image.open(io.BytesIO(png()))]}
-    if "audio_token" in FAMILIES[family][1]:
+    if "audio_token" in FAMILIES[family][0]:
         part = sound_part(wav(NOISE))
         given = {"audio": [(NOISE / 32768).astype(np.float32)], "sampling_rate": RATE}
     options = Serving(media=True)

@@ -71,6 +71,11 @@ class MaskedRows:
         """Split into matrices of at most `rows` rows. Each names all pads and all holders."""
         return [MaskedRows(_MAKER, masked_words, self.pads) for masked_words in self.masked_words.split(rows)]
 
+    def first(self, *, ring_bits: int) -> list[int]:
+        """Return the first row as a provider gets it, as numbers, which no connection takes."""
+        words: list[int] = (self.masked_words[0] << 32 - ring_bits >> 32 - ring_bits).tolist()
+        return words
+
     def __len__(self) -> int:
         return self.masked_words.shape[0]
 

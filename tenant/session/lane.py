@@ -145,7 +145,7 @@ class Lane:
         if tally.recording is not None:
             tally.record_steps([*times, clock()])
         if sights:
-            tally.after_answer(sent.masked_words, ring_bits=rows.ring_bits)
+            tally.after_answer(sent, ring_bits=rows.ring_bits)
         routes.answered(provider, seconds=answer.seconds, size=self._size)
         routes.record_verified(provider, sent.holders)
         with self._tally.lock:

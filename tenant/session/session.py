@@ -342,7 +342,7 @@ def send_part(runtime: Runtime, part: Part, preferred: KnownProvider | None, *, 
             tally.counts.effects_verified += part.count if part.sent.holders else 0
             tally.counts.rows_relayed += part.count if answer.relayed else 0
         if sights:
-            after_answer(part.sent.masked_words, ring_bits=part.rows.ring_bits)
+            after_answer(part.sent, ring_bits=part.rows.ring_bits)
         routes.record_verified(provider, part.sent.holders)
         if recovery is not None:
             recovery.succeeded(provider)

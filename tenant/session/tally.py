@@ -13,6 +13,7 @@ from typing import Final, Literal, get_args
 
 from torch import Tensor
 
+from tenant.core.masked import MaskedRows
 from tenant.routing.known_provider import ProviderFigures
 
 
@@ -91,11 +92,11 @@ def before_mask(words: Tensor) -> None:
         sight.hidden = words[0].clone()
 
 
-def after_answer(masked: Tensor, *, ring_bits: int) -> None:
-    """Keep what the executor saw of a row that is wanted. `masked`: int32 `[r, d]`, of which it got the low bits."""
-    sight, narrow = sights.get(threading.get_ident()), 32 - ring_bits
+def after_answer(sent: MaskedRows, *, ring_bits: int) -> None:
+    """Keep what the executor saw of a row that is wanted."""
+    sight = sights.get(threading.get_ident())
     if sight is not None and sight.hidden is not None and sight.seen is None:
-        sight.seen = sight.hidden.tolist(), (masked[0] << narrow >> narrow).tolist()
+        sight.seen = sight.hidden.tolist(), sent.first(ring_bits=ring_bits)
 
 
 Span = Literal["quantise", "take pads", "mask", "network + product", "wait for effects", "unmask + verify + dequantise"]

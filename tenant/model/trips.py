@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 
 _REST = 256  # passes in four round trips after a comparison has failed, before the next try
 _ROUNDINGS = 4  # of a norm or a sum in the model's dtype, for comparisons
+_OF_SUMS = 16  # of sums over a row, which are float32's in every dtype
 
 
 class Beside:
@@ -280,7 +281,7 @@ class _AfterNorm:
 
 def _same(found: Tensor, expected: Tensor, size: Tensor) -> bool:
     """Returns True if two tensors differ by roundings of values of this size only."""
-    bound = size.mul_(_ROUNDINGS * torch.finfo(found.dtype).eps)
+    bound = size.mul_(_ROUNDINGS * torch.finfo(found.dtype).eps + _OF_SUMS * torch.finfo(torch.float32).eps)
     return bool(((found.to(torch.float32) - expected.to(torch.float32)).abs() <= bound).all())
 
 

@@ -6,29 +6,19 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
-from tenant.endpoint.api import answers
-from tenant.endpoint.api.bodies import (
-    AudioPart,
-    ChatRequest,
-    InputCall,
-    InputImage,
-    InputMessage,
-    InputText,
-    JsonRoute,
-    ResponsesRequest,
-)
+from tenant.endpoint.api import answers, bodies
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.routes.chat import PreparedChat
 from tenant.endpoint.api.running import DOCUMENTED, Running, respond, while_connected
 from tenant.endpoint.api.service import endpoint_of
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=bodies.JsonRoute)
 _PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
 """The field of `ResponsesRequest` for each field of a chat request."""
 
 
 @router.post("/v1/responses", response_model=answers.Response, responses=DOCUMENTED)
-async def responses(body: ResponsesRequest, http: Request) -> Any:
+async def responses(body: bodies.ResponsesRequest, http: Request) -> Any:
     """Answer a conversation."""
     endpoint = endpoint_of(http)
     try:
@@ -39,16 +29,16 @@ async def responses(body: ResponsesRequest, http: Request) -> Any:
     return await respond(_Prepared(body, chat), http, streamed=body.stream)
 
 
-def _chat(body: ResponsesRequest) -> ChatRequest:
+def _chat(body: bodies.ResponsesRequest) -> bodies.ChatRequest:
     """Convert the request to a chat request, with calls inside the assistant's messages."""
     found: list[dict[str, Any]] = []
     if body.instructions is not None:
         found.append({"role": "system", "content": body.instructions})
-    for item in [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input:
-        if isinstance(item, InputMessage):
+    for item in [bodies.InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input:
+        if isinstance(item, bodies.InputMessage):
             parts = item.content if isinstance(item.content, str) else [_part(part) for part in item.content]
             found.append({"role": item.role, "content": parts})
-        elif isinstance(item, InputCall):
+        elif isinstance(item, bodies.InputCall):
             if not found or found[-1]["role"] != "assistant":
                 found.append({"role": "assistant", "content": None})
             function = {"name": item.name, "arguments": item.arguments}
@@ -71,16 +61,16 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
         kind = body.text.format.type
         given["response_format"] = {"type": kind, "json_schema": form if kind == "json_schema" else None}
     try:
-        return ChatRequest.model_validate(given)
+        return bodies.ChatRequest.model_validate(given)
     except ValidationError as error:
         raise ApiError(400, f"too many items, or {error.errors()[0]['msg']}"[:500], param="input") from error
 
 
-def _part(part: InputText | InputImage | AudioPart) -> dict[str, Any]:
+def _part(part: bodies.InputText | bodies.InputImage | bodies.AudioPart) -> dict[str, Any]:
     """Convert a part of a message to a part of a chat."""
-    if isinstance(part, InputText):
+    if isinstance(part, bodies.InputText):
         return {"type": "text", "text": part.text}
-    if isinstance(part, InputImage):
+    if isinstance(part, bodies.InputImage):
         return {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}}
     return part.model_dump()
 
@@ -88,7 +78,7 @@ def _part(part: InputText | InputImage | AudioPart) -> dict[str, Any]:
 class _Prepared:
     """A conversation whose fields have been checked, and its answer."""
 
-    def __init__(self, body: ResponsesRequest, chat: PreparedChat) -> None:
+    def __init__(self, body: bodies.ResponsesRequest, chat: PreparedChat) -> None:
         self.requests = chat.requests
         self._chat = chat
         given = body.model_dump(by_alias=True, include=set(answers.Response.model_fields) - {"id"}, exclude_none=True)

@@ -1,6 +1,7 @@
 """Weights in 8 and 4 bits: every number is what its packer says, and what a stranger may write is refused."""
 
 import json
+import struct
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,27 @@ def test_a_damaged_weight_is_refused_by_name(case: str, llama_path: Path, tmp_pa
     with pytest.raises(CheckpointError, match=says) as error:
         WeightStore(tmp_path / "published", cache=tmp_path / "cache").manifest()
     assert "down_proj" in str(error.value)
+
+
+HEADERS: dict[str, tuple[dict[str, list[list[int]]], int | None]] = {
+    "a header of 2^60 bytes": ({}, 1 << 60),
+    "more numbers than bytes": ({"a.weight": [[1 << 30, 1 << 30], [0, 8]]}, None),
+    "a product that overflows": ({"a.weight": [[1 << 33, 1 << 33], [0, 8]]}, None),
+    "two tensors in the same bytes": ({"a.weight": [[2, 4], [0, 8]], "b.weight": [[2, 2], [4, 8]]}, None),
+    "bytes beyond the file": ({"a.weight": [[1 << 30, 1 << 30], [0, 1 << 60]]}, None),
+    "a negative shape": ({"a.weight": [[-2, -4], [0, 8]]}, None),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_file_that_promises_what_it_does_not_hold_is_refused_before_it_is_read(case: str, tmp_path: Path) -> None:
+    tensors, stated = HEADERS[case]
+    entries = {n: {"dtype": "F8_E4M3", "shape": shape, "data_offsets": at} for n, (shape, at) in tensors.items()}
+    header = json.dumps(entries).encode()
+    length = struct.pack("<Q", stated or len(header))
+    (tmp_path / "model.safetensors").write_bytes(length + header + bytes(8))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged.*fetch it again"):
+        Checkpoint(tmp_path)
 
 
 def test_a_folder_of_gguf_is_refused_with_its_converter(tmp_path: Path) -> None:

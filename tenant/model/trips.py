@@ -125,8 +125,8 @@ class Trip(Beside):
         assert entry.composed is not None
         self._composed, self._width, self._widths = entry.composed, entry.outputs[0], entry.outputs[1:]
         composed, own = (
-            torch.zeros(facts[i].entry.stacked_outputs, device="cpu") if (bias := facts[i].bias) is None else bias
-            for i in (index, second.index)
+            torch.zeros(f.entry.stacked_outputs, dtype=torch.float32, device="cpu") if f.bias is None else f.bias
+            for f in (facts[index], facts[second.index])
         )
         self._first_bias = composed[: self._width].to(torch.float32)
         self._bias = (composed[self._width :] + own).to(torch.float32)  # the norm's factor does not multiply it

@@ -3,7 +3,7 @@
 Every repetition measures each quantity once, so that other work on the machine affects all quantities alike. "masked"
 is a call whose pads were drawn ahead: the clock starts when the pool has pads for this call and the next, so that no
 pads are made on the same cores meanwhile. During that wait the cores sleep and the caches lose the weights. So "rested
-floor" is measured after a wait of the same length: one exchange with the echo server, which multiplies between reading
+floor" follows a wait like that of the turn before: one exchange with the echo server, which multiplies between reading
 and answering with its own copy of the weights, as an executor does. "echo" and "product" follow one another without a
 wait, in two processes; their sum is the warm floor, the stricter of the two. "back to back" is a call that directly
 follows another one, while the helper makes pads for the next call; it is divided by the warm floor. Such calls are
@@ -134,11 +134,14 @@ def _measured(
     seconds: dict[str, list[float]] = {name: [] for name in names}
     turns = _WARM_UP + repeat
     with connect(up=up, down=down, repetitions=2 * turns, group=index, rows=rows) as exchange:
+        waited = 0.0
         for _ in range(turns):
             seconds["echo"].append(_seconds(partial(exchange, False)))
             seconds["product"].append(_seconds(partial(matrix.product, xq)))
             seconds["float32"].append(_seconds(plain))
             seconds["pad"].append(_seconds(partial(_draw, session.runtime.pads, GroupIndex(index), rows)))
+            time.sleep(waited)
+            seconds["rested floor"].append(_seconds(partial(exchange, True)))
             # wait for the pads of the next two calls, if the scheme has pads, so that none are drawn meanwhile
             session.runtime.pads.order(GroupIndex(index), FORWARD, 2 * rows)
             began = time.monotonic()
@@ -151,10 +154,6 @@ def _measured(
                 seconds["masked"].append(_seconds(call))
             for span in SPANS:
                 seconds[span].append(spent.get(span, 0.0))
-            began = time.monotonic()
-            while time.monotonic() < began + waited:
-                time.sleep(_NAP_S)
-            seconds["rested floor"].append(_seconds(partial(exchange, True)))
     seconds["back to back"] = [_seconds(call) for _ in range(turns)]
     p50, p99 = ({name: percentile(seconds[name][_WARM_UP:], q, unit=1e-6) for name in names} for q in (50, 99))
     return {

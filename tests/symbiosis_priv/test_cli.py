@@ -194,7 +194,6 @@ def test_an_unusable_file_is_a_one_line_error(plug: Plug, capsys: pytest.Capture
 REPORTS = [
     ("bench", name, "--json") for name in ("linear", "step", "provider", "chaos", "scale", "kernels", "abuse")
 ] + [
-    ("bench", "provider", "--picture"),
     ("demo", "--json"),
     ("verify", "--json"),
     ("threat-model", "--json"),

@@ -96,6 +96,7 @@ CHANGES = {
     "sequence_length": 128,
     "seed": 1,
     "pad_to_multiple_of": 8,
+    "beta": 0.1,
 }
 
 

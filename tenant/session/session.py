@@ -421,10 +421,10 @@ def _cut(runtime: Runtime, whole: Part, *, limit: int, most: int) -> list[Part]:
 
 
 def _prepare_next(runtime: Runtime, part: Part) -> None:
-    """Work while the answer is awaited: order pads for the next products, and expand their keystreams."""
+    """Work while the answer is awaited: order as many pads as this product took, and expand their keystreams."""
     if part.counts is None:  # the effects of rows for experts depend on counts that are not known yet
         rows = part.rows.count
-        runtime.pads.order_next(part.index, part.direction, rows + -rows % runtime.options.row_bucket)
+        runtime.pads.order(part.index, part.direction, rows + -rows % runtime.options.row_bucket)
     for pad in part.pads:
         for share in pad.shares:
             share.keystream.make_ahead(share.first_row + pad.rows, pad.rows)

@@ -22,7 +22,7 @@ from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 
-from symbiosis_priv.arithmetic.ring import BACKWARD, Direction
+from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.certificates.reading import fingerprint, load_pin
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -56,7 +56,6 @@ _GONE = (TransportError, ProviderError, CertificateError, QuarantinedError)
 _PERMIT_S: Final = 5.0  # longest wait for a permit
 _FIRST_PAUSE_S: Final = 1.0
 _LAST_PAUSE_S: Final = 300.0
-_FOLLOWING: Final = 2  # products for which pads are ordered before they are needed
 _USED_PART: Final = 0.5  # share of an executor's stated times that is used: clocks differ, and messages take time
 
 
@@ -91,9 +90,6 @@ class Supply:
         self._facts, self._routes, self._helpers = preparation.facts, routes, helpers
         self._memory = PoolMemory(options.pool_memory)
         self._pools: dict[tuple[GroupIndex, Direction], PadPool] = {}
-        self._following: dict[tuple[GroupIndex, Direction], tuple[GroupIndex, Direction]] = {}
-        self._thread = threading.local()  # `latest`: the product before, because each thread runs the model on its own
-        self._trains = False  # a gradient was computed
         materials = Materials(preparation=preparation, secret=secret, holders=self._holders, store=store)
         effects = scheme.effects(materials)
         self.source = None if isinstance(effects, UnmaskedByChoice) else effects
@@ -111,10 +107,9 @@ class Supply:
             return UNMASKED_BY_CHOICE
         if counts is not None:
             return [self.source.draw(PadOrder(index, direction, rows, counts))]
-        self._following[getattr(self._thread, "latest", (index, direction))] = index, direction
-        self._thread.latest = index, direction
-        self._trains |= direction == BACKWARD
-        return self._pool(index, direction, self.source).take(rows)
+        if (pool := self._pools.get((index, direction))) is None:
+            pool = self._new_pool(index, direction, self.source)
+        return pool.take(rows)
 
     def take_ready(self, index: GroupIndex, direction: Direction, rows: int) -> Sequence[Pad] | None:
         """See `PadPool.take_ready`."""
@@ -131,28 +126,15 @@ class Supply:
     def order(self, index: GroupIndex, direction: Direction, rows: int) -> None:
         """See `PadPool.order`."""
         if self.source is not None:
-            self._pool(index, direction, self.source).order(rows)
-
-    def order_next(self, index: GroupIndex, direction: Direction, rows: int) -> None:
-        """Order pads while a product of `rows` rows is under way: for the products that followed it the last time, if
-        pools are too small for them, and for the next product by its layer group. Training repeats all products with as
-        many rows; where no gradient was computed, products of few rows probably follow a prompt."""
-        if self.source is None:
-            return
-        place = index, direction
-        for _ in range(_FOLLOWING if rows > _MIN_BLOCK_ROWS // 2 else 0):
-            place = self._following.get(place, place)
-            self._pool(*place, self.source).order(rows, ahead=False)
-        self._pool(index, direction, self.source).order(rows if self._trains else 1)
+            pool = self._pools.get((index, direction)) or self._new_pool(index, direction, self.source)
+            pool.order(rows)
 
     def draw(self, order: PadOrder) -> Pad:
         """Draw a fresh pad now."""
         assert self.source is not None
         return self.source.draw(order)
 
-    def _pool(self, index: GroupIndex, direction: Direction, source: EffectSource) -> "PadPool":
-        if (found := self._pools.get((index, direction))) is not None:
-            return found
+    def _new_pool(self, index: GroupIndex, direction: Direction, source: EffectSource) -> "PadPool":
         facts = self._facts[index]
         kept = facts.outputs(direction) + source.keeps_masks * facts.inputs(direction)
         pool = PadPool(
@@ -281,10 +263,9 @@ class PadPool:
         with self._lock:
             self.taken += rows
 
-    def order(self, rows: int, *, ahead: bool = True) -> None:
+    def order(self, rows: int) -> None:
         """Draw pads in the background until `rows` rows are ready or being drawn, or until the memory budget is used
-        up. For products of few rows, the pool draws many rows at a time, and draws again when half of them are left.
-        `ahead`: as for `PadOrder`."""
+        up. For products of few rows, the pool draws many rows at a time, and draws again when half of them are left."""
         rows = max(rows, self._min_block // 2)
         if self._ahead >= rows:
             return
@@ -294,16 +275,16 @@ class PadPool:
                 if self._ahead >= rows or not self._memory.take(block * self._row_bytes):
                     return
                 self._ahead += block
-            self._refill.submit(self._draw_ahead, block, ahead)
+            self._refill.submit(self._draw_ahead, block)
 
     def ready(self) -> int:
         """Return the number of pad rows whose effects have arrived."""
         with self._lock:
             return sum(pad.rows for pad in self._ready if all(share.effect.done() for share in pad.shares))
 
-    def _draw_ahead(self, rows: int, ahead: bool) -> None:
+    def _draw_ahead(self, rows: int) -> None:
         try:
-            pad = self._source.draw(PadOrder(self._index, self._direction, rows, ahead=ahead))
+            pad = self._source.draw(PadOrder(self._index, self._direction, rows, ahead=True))
         except SymbiosisError as error:
             log.warning("drawing pads ahead failed, the next step draws its own: %s", error)
             with self._lock:

@@ -466,25 +466,6 @@ def test_pads_for_the_next_product_are_ordered_while_the_answer_is_awaited(scrip
     assert (too_early, in_time) == ([False], [True])
 
 
-def test_pads_of_a_prompt_are_ordered_for_the_products_that_followed_before(scripted: Scripted) -> None:
-    """So the helper computes them while the executor has the product before. Single rows follow a prompt, so its rows
-    are not ordered again for the same layer group."""
-    session = scripted.new_session("pad")
-
-    def compute(index: GroupIndex, rows: int) -> None:
-        session.product(index, FORWARD, ring_rows(session.preparation, index, FORWARD, rows))
-
-    for index in (QKV, OUT, MLP):
-        compute(index, 1)
-    until(lambda: session.ledger().pads_ready == 3 * 64, within_s=30)
-    before = len(scripted.helper.effects)
-    compute(QKV, 200)
-    until(lambda: len(scripted.helper.effects) == before + 4, within_s=30)
-    session.close()
-    asked = [(h.request.group, h.request.rows) for h in scripted.helper.effects[before:]]
-    assert sorted(asked) == sorted([(QKV, 200 - 64), (QKV, 64), (OUT, 200), (MLP, 200)])
-
-
 def test_a_row_calls_few_functions(session: Session) -> None:
     """The functions on its path decide the time of a single row. There were 305 of them when each product looked for
     parts, lost pads and failed providers."""

@@ -49,8 +49,6 @@ from tenant.session.tally import SPANS, recorded
 _WARM_UP = 3
 _PREFETCH_DEADLINE_S, _ECHO_S, _NAP_S = 60.0, 60.0, 2e-4
 _HEADER = struct.Struct("<IIIII")  # bytes up, bytes down, repetitions, layer group, rows
-
-
 _RATIOS = ("masked_over_floor", "masked_over_rested_floor", "back_to_back_over_floor")
 
 

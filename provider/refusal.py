@@ -5,13 +5,8 @@ from symbiosis_priv.network.wire import ErrorCode, QuotaLimit
 
 
 class Refusal(SymbiosisError):
-    """The provider does not carry out a request, and tells the tenant why.
-
-    Args:
-        code: sent to the tenant.
-        detail: sent to the tenant; names no other tenant.
-        limit: the tenant's quota, if the request exceeds it.
-    """
+    """The provider does not carry out a request, and tells the tenant why. `detail` names no other tenant. `limit` is
+    the tenant's quota, if the request exceeds it."""
 
     def __init__(self, code: ErrorCode, detail: str, *, limit: QuotaLimit | None = None) -> None:
         super().__init__(detail)

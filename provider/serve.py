@@ -54,12 +54,9 @@ class Provider:
         with Provider(config) as provider:
             connect_to(provider.address)
 
-    Args:
-        source: the file of the configuration; it is read again when it changes.
-        progress: called during the first quantisation of a checkpoint.
-        lines: the lines between the gateways of a group's ranks, of which this process is one (`gateways = "all"`).
-        on_move: called in another thread when other layers need this executor more; then `move` changes them.
-    """
+    The file `source` of the configuration is read again when it changes. `lines` connect the gateways of a group's
+    ranks, of which this process is one (`gateways = "all"`). `on_move` is called in another thread when other layers
+    need this executor more; then `move` changes them."""
 
     def __init__(
         self,
@@ -130,13 +127,9 @@ class Provider:
         return take_status(self._gateway, self.executor, self._announcer, self._reloader, gateways)
 
     def start(self) -> Self:
-        """Quantise the model if necessary, start the executor, and listen.
-
-        Raises:
-            ConfigError: the address is in use, or the executor does not start.
-            CertificateError: a certificate, a key or the revocation list cannot be used.
-            CheckpointError, UnsupportedModelError: the model cannot be read or served.
-        """
+        """Quantise the model if necessary, start the executor, and listen. Raises `ConfigError`: the address is in use,
+        or the executor does not start; `CertificateError`: a certificate, a key or the revocation list cannot be used;
+        `CheckpointError`, `UnsupportedModelError`: the model cannot be read or served."""
         self._tls, self._relay = self.config.tls, self.config.relay
         self._reloader = Reloader(self._watched_files, self._reload)  # later changes are reloaded
         config = self.config = placed(self.config, progress=self._progress)
@@ -317,15 +310,9 @@ def serve(
     on_ready: Callable[[], None] = lambda: None,
     lines: "dist.ProcessGroup | None" = None,
 ) -> None:
-    """Run a provider until SIGTERM or SIGINT. When ready, print one line of JSON to stdout; logs go to stderr.
-
-    SIGHUP and changed files make the provider read certificates, revocations and quotas again.
-
-    Args:
-        source, progress: see `Provider`.
-        ready_file: file for the bound addresses, one line for each gateway, written when the provider is ready.
-        stop_with_stdin: also stop when stdin closes, so that the provider ends with its parent.
-    """
+    """Run a `Provider` until SIGTERM or SIGINT. When ready, write the bound addresses to `ready_file`, a line for each
+    gateway, and print one line of JSON to stdout; logs go to stderr. SIGHUP and changed files make the provider read
+    certificates, revocations and quotas again. With `stop_with_stdin`, the provider ends with its parent."""
     logs.setup(config.log_level)
     _allow_descriptors(config)
     stop, started, wake = threading.Event(), threading.Event(), threading.Event()

@@ -97,13 +97,8 @@ def most_needed(served: Sequence[Served], length: int) -> LayerRange:
 
 
 def better(layers: int, own: Placed, others: Sequence[Placed], *, period: int) -> LayerRange | None:
-    """The range to which a running executor should move now; None if it should stay.
-
-    Args:
-        layers: number of layers of the model.
-        others: the other executors that stay.
-        period: number of the current period.
-    """
+    """The range to which a running executor should move in this period; None if it should stay. `layers` is the number
+    of layers of the model, and `others` are the other executors that stay."""
     now = sorted(coverage(layers, [*others, own]))
     urgent = now[0].operators < _ENOUGH_OPERATORS
     unbalanced = now[0].capacity < _WORTH_MOVING * statistics.fmean(one.capacity for one in now)
@@ -127,16 +122,9 @@ def has_turn(own: Placed, others: Iterable[Placed], *, period: int, turns: int) 
 
 
 class Placement:
-    """What the registries list for one executor's model.
-
-    Args:
-        config: with `layers = "auto"`.
-        progress: called during the first quantisation of the checkpoint.
-
-    Raises:
-        CertificateError: the authority's or the provider's certificate cannot be used.
-        CheckpointError, UnsupportedModelError: the model cannot be read or served.
-    """
+    """What the registries list for one executor's model, whose configuration says `layers = "auto"`. Raises
+    `CertificateError`: the authority's or the provider's certificate cannot be used; `CheckpointError`,
+    `UnsupportedModelError`: the model cannot be read or served."""
 
     def __init__(self, config: ProviderConfig, *, progress: Progress | None = None) -> None:
         self._config = config
@@ -179,13 +167,9 @@ class Placement:
 
 
 class Rebalancer:
-    """Asks once in a period whether other layers would help the federation more.
-
-    Args:
-        config: as read, with `layers = "auto"`.
-        layers: the layers that the executor serves.
-        move: called with the configuration of the new layers, whose weights are packed. It stops the rebalancer.
-    """
+    """Asks once in a period whether other layers than the present ones would help the federation more. The
+    configuration is as read, with `layers = "auto"`. `move` is called with that of the new layers, whose weights are
+    packed, and stops the rebalancer."""
 
     def __init__(self, config: ProviderConfig, *, layers: LayerRange, move: Callable[[ProviderConfig], None]) -> None:
         self._config, self._layers, self._move = config, layers, move
@@ -222,11 +206,8 @@ class Rebalancer:
 
 def placed(config: ProviderConfig, *, progress: Progress | None = None) -> ProviderConfig:
     """Returns the configuration with chosen layers in place of `layers = "auto"`; otherwise the same configuration.
-
-    Raises:
-        ConfigError: no registry can be reached.
-        CertificateError, CheckpointError, UnsupportedModelError: see `Placement`.
-    """
+    Raises `ConfigError`: no registry can be reached; `CertificateError`, `CheckpointError`, `UnsupportedModelError`:
+    see `Placement`."""
     if config.model.layers != AUTO:
         return config
     placement = Placement(config, progress=progress)

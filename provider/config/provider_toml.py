@@ -19,14 +19,9 @@ from symbiosis_priv.system.toml import load_toml
 
 
 def load(path: str | Path, *, whole: bool = False) -> ProviderConfig:
-    """Read a provider.toml; relative paths are relative to the file.
-
-    Args:
-        whole: refuse a file that ends in the middle of a line. Half a file may be a valid one, with fewer limits.
-
-    Raises:
-        ConfigError: unreadable, an unknown or missing key, a value out of its range; the message names the key.
-    """
+    """Read a provider.toml; relative paths are relative to the file. With `whole`, refuse a file that ends in the
+    middle of a line: half a file may be a valid one, with fewer limits. Raises `ConfigError`: unreadable, an unknown or
+    missing key, a value out of its range; the message names the key."""
     path = Path(path)
     config = load_toml(path, ProviderConfig, made_by="symbiosis-priv provider init", whole=whole)
     if config.usage.database is None:
@@ -52,14 +47,8 @@ def template(
     """A provider.toml with these values. Every other key is commented out, with its default or an example.
 
     Metrics are on, at a loopback address. The explanations come from the docstrings in `provider.config.schema`.
-
-    Args:
-        public_address: where tenants reach the provider, if not at `listen`.
-        revoked: the list of revoked certificates; None if there is none yet.
-
-    Raises:
-        ConfigError: a value that provider.toml does not allow.
-    """
+    Tenants reach the provider at `public_address`, or else at `listen`. Raises `ConfigError`: a value that
+    provider.toml does not allow."""
     check_name(name)  # prefix of the name of the certificate and of its key
     port = parse_address(listen)[1] + _METRICS_PORT - parse_address(DEFAULT_LISTEN)[1]  # each provider has its own
     given = {

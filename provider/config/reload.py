@@ -10,13 +10,9 @@ log = logs.EventLog(__name__)
 
 
 class Reloader:
-    """Calls `reload` in its own thread: after files have changed and then stayed unchanged between two checks, or on
-    `request`.
-
-    Args:
-        files: returns the files to check. A missing file counts as changed when it exists again.
-        reload: reads the files, all or nothing. Its exceptions are logged, and set `succeeded` to False.
-    """
+    """Calls `reload` in its own thread: after one of `files()` has changed and then stayed unchanged between two
+    checks, or on `request`. A missing file counts as changed when it exists again. `reload` reads the files, all or
+    nothing; its exceptions are logged, and set `succeeded` to False."""
 
     def __init__(
         self, files: Callable[[], Iterable[Path]], reload: Callable[[], None], *, interval_s: float = 0.5

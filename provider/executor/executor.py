@@ -249,11 +249,8 @@ class Executor:
 
     def multiply_at_once(self, job: _Job, arrival: float, product: PayloadProduct, payload: int, answer: int) -> bool:
         """Compute a product in the thread of its sender: `_serve_inline` for a request that need not be queued, without
-        a message. Returns False, and changes nothing, unless the executor rests and nobody waits or is expected.
-
-        Args:
-            job: of an earlier request of the sender, whose product was answered.
-        """
+        a message. Returns False, and changes nothing, unless the executor rests and nobody waits or is expected. `job`
+        is that of an earlier request of the sender, whose product was answered."""
         if self._resting_since is None or not self._inbox.is_empty or not self._turn.acquire(blocking=False):
             return False
         try:
@@ -537,12 +534,8 @@ def _empty(size: int) -> memoryview:
 
 
 def build(config: ProviderConfig, *, model_digest: str, inbox: Inbox) -> Executor:
-    """Make the executor for a configuration.
-
-    Raises:
-        ConfigError: the device or the kernel cannot be used.
-        CheckpointError: the checkpoint has changed since the gateway read its digest.
-    """
+    """Make the executor for a configuration. Raises `ConfigError`: the device or the kernel cannot be used;
+    `CheckpointError`: the checkpoint has changed since the gateway read its digest."""
     settings = config.executor
     store = open_store(config, shardable=dist.is_initialized())
     if store.manifest().digest != model_digest:

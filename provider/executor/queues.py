@@ -88,31 +88,22 @@ _SECOND_BOUNDS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 class ExecutorReport(msgspec.Struct, kw_only=True):
-    """Statistics of an executor since its start.
-
-    Args:
-        groups, groups_loaded: number of layer groups that are served, and number of those in memory.
-        resident: resident memory of the executor's process, in bytes.
-        late, cancelled, failed: number of requests that were answered without a product.
-        uptime, idle, seconds: seconds since the start, seconds without work, and seconds in products. The rest of the
-            uptime was spent on receiving, batching and answering.
-        rows_by_group: rows by layer group, from `first_group` on.
-        batch_rows, batch_requests: rows and requests per product.
-        waits: seconds from a request's arrival to its first product, by stage.
-    """
+    """Statistics of an executor since its start: layer groups that are served, and those in memory; requests that were
+    answered without a product, because they were late, cancelled or failed; rows and requests per product; and the
+    seconds from a request's arrival to its first product."""
 
     first_group: int
     groups: int
     groups_loaded: int = 0
-    resident: int = 0
+    resident: int = 0  # memory of the executor's process, in bytes
     waiting: dict[Stage, int] = {}
     late: int = 0
     cancelled: int = 0
     failed: int = 0
-    uptime: float = 0.0
-    idle: float = 0.0
-    seconds: float = 0.0
-    rows_by_group: list[int] = []
+    uptime: float = 0.0  # seconds since the start
+    idle: float = 0.0  # seconds without work
+    seconds: float = 0.0  # in products; the rest of the uptime was spent on receiving, batching and answering
+    rows_by_group: list[int] = []  # from `first_group` on
     batch_rows: Histogram = msgspec.field(default_factory=lambda: Histogram(bounds=tuple(4.0**n for n in range(8))))
     batch_requests: Histogram = msgspec.field(default_factory=lambda: Histogram(bounds=tuple(2.0**n for n in range(8))))
     waits: dict[Stage, Histogram] = msgspec.field(
@@ -184,12 +175,8 @@ class RepeatedProduct(Protocol):
 
     def multiply(self, payload: int, answer: int, *, arrival: float) -> bool:
         """Compute a product at once. Returns False if the request must be sent to the executor, which is busy, or for
-        which others wait; nothing has then changed.
-
-        Args:
-            payload, answer: the addresses of the request's payload and of memory for the answer's.
-            arrival: see `ProductRequest`.
-        """
+        which others wait; nothing has then changed. `payload` and `answer` are the addresses of the request's payload
+        and of memory for the answer's; `arrival` is that of a `ProductRequest`."""
 
     def after(self) -> None:
         """Do the executor's work that the answer need not wait for. Call it after the answer was sent."""

@@ -96,11 +96,7 @@ class ThreadExecutor(ExecutorHandle):
 
 
 class SocketInbox(Inbox):
-    """The inbox of an executor whose senders are in another process.
-
-    Raises:
-        ConfigError: the path cannot be used.
-    """
+    """The inbox of an executor whose senders are in another process. Raises `ConfigError`: the path cannot be used."""
 
     def __init__(self, endpoint: str) -> None:
         self._context: Context = zmq.Context()

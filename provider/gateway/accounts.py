@@ -107,11 +107,8 @@ class RemoteUsage(UsageCounters):
 
 
 class Accounts:
-    """Rank 0's answers to the gateways of the other ranks.
-
-    Attributes:
-        gateways: the last status of each other gateway, by rank.
-    """
+    """Rank 0's answers to the gateways of the other ranks. `gateways` has the last status of each other gateway, by
+    rank."""
 
     def __init__(self, state: GatewayState, executor: ThreadExecutor, lines: dist.ProcessGroup, ranks: int) -> None:
         self.gateways: dict[int, line.GatewayStatus] = {}

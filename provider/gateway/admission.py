@@ -31,18 +31,12 @@ from symbiosis_priv.network.wire import ErrorCode, Role
 
 
 class Sizes(NamedTuple):
-    """The encoding of an accepted request, its sizes in bytes, and its cost.
-
-    Args:
-        received: the request's payload.
-        memory: all matrices of the request in memory.
-        cost: multiply-adds that the tenant is billed.
-    """
+    """The encoding of an accepted request, its sizes in bytes, and its cost."""
 
     encoding: wire.Encoding
-    received: int
-    memory: int
-    cost: int
+    received: int  # the request's payload
+    memory: int  # all matrices of the request in memory
+    cost: int  # multiply-adds that the tenant is billed
 
 
 def sizes_of(request: wire.Execute | wire.Effect, widths: Widths) -> Sizes:
@@ -59,11 +53,8 @@ def sizes_of(request: wire.Execute | wire.Effect, widths: Widths) -> Sizes:
 
 
 def check_shape(binding: wire.Binding, config: ProviderConfig, manifest: Manifest, served: range) -> Widths:
-    """The columns of the request's and the reply's matrix, of the layer group or of one expert's matrix.
-
-    Raises:
-        Refusal: the group is not served, or rows, counts or bytes exceed their limits.
-    """
+    """The columns of the request's and the reply's matrix, of the layer group or of one expert's matrix. Raises
+    `Refusal`: the group is not served, or rows, counts or bytes exceed their limits."""
     if binding.group >= len(manifest.groups):
         refuse_bad(f"group {binding.group} is not one of {len(manifest.groups)}")
     stack = manifest.groups[binding.group]
@@ -217,12 +208,9 @@ class Register:
             self.visits[party] += 1
 
     def take_role(self, tenant: TenantIdentity, role: Role) -> None:
-        """Bind a connection of the tenant to a role.
-
-        Raises:
-            Refusal: ROLE_REFUSED while another connection of the tenant has the other role: a helper that expands the
-                seeds of a tenant's pads must not see rows that the tenant masks.
-        """
+        """Bind a connection of the tenant to a role. Raises `Refusal`: ROLE_REFUSED while another connection of the
+        tenant has the other role: a helper that expands the seeds of a tenant's pads must not see rows that the tenant
+        masks."""
         with self._lock:
             roles = self._roles.setdefault(tenant, Counter())
             if roles.keys() - {role}:
@@ -244,26 +232,17 @@ _CLOSING_S = 2.0
 
 @dataclass(eq=False)
 class Slot:
-    """The slot of one connection.
-
-    Args:
-        tenant: the client of the connection.
-        close: closes the connection, from any thread.
-        idle_since: time of the last answer, by `time.monotonic`; infinity from the first bytes of a request on.
-    """
+    """The slot of one connection. `close` closes the connection, from any thread."""
 
     tenant: Party
     close: Callable[[], None]
+    # time of the last answer, by `time.monotonic`; infinity from the first bytes of a request on
     idle_since: float = field(default_factory=time.monotonic)
     _ended: threading.Event = field(default_factory=threading.Event)
 
 
 class Slots:
-    """The slots of all connections. Thread-safe.
-
-    Args:
-        limits: the number of slots, and the largest number that one tenant may hold.
-    """
+    """The slots of all connections, in all and for one tenant. Thread-safe."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -277,11 +256,8 @@ class Slots:
 
     @contextmanager
     def taken(self, tenant: Party, close: Callable[[], None]) -> Iterator[Slot]:
-        """Hold a slot for a connection of `tenant`, which `close` closes from any thread.
-
-        Raises, when the context is entered:
-            Refusal: BUSY if the tenant holds as many slots as it may, or if all are taken and no tenant holds more.
-        """
+        """Hold a slot for a connection of `tenant`, which `close` closes from any thread. Entering the context raises
+        `Refusal`: BUSY if the tenant holds as many slots as it may, or if all are taken and no tenant holds more."""
         slot, closed = Slot(tenant, close), None
         with self._lock:
             own, most = len(self._held.get(tenant, ())), max(map(len, self._held.values()), default=0)

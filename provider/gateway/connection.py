@@ -53,12 +53,7 @@ def _address(memory: memoryview) -> int:
 
 
 class Connection(FrameLoop[wire.Request | Repeated]):
-    """Serves one tenant's connection, in its own thread.
-
-    Args:
-        tenant: the tenant of the connection's certificate.
-        executor: this thread's client of the executor.
-    """
+    """Serves one tenant's connection, in its own thread."""
 
     def __init__(
         self,
@@ -208,11 +203,8 @@ class Connection(FrameLoop[wire.Request | Repeated]):
     def _multiply(
         self, request: wire.Execute | wire.Effect, payload: memoryview, sizes: Sizes, *, limit: wire.QuotaLimit | None
     ) -> ProductRequest | None:
-        """Let the executor compute a product, and send it. Returns the request to the executor if it was answered.
-
-        Args:
-            limit: the quota limit that the request had to wait for; part of the answer.
-        """
+        """Let the executor compute a product, and send it. Returns the request to the executor if it was answered. The
+        answer names the quota `limit` that the request had to wait for."""
         now = time.monotonic()
         work = ProductRequest(
             tenant=self._tenant,
@@ -250,15 +242,9 @@ class Connection(FrameLoop[wire.Request | Repeated]):
         return None
 
     def _finish(self, request: wire.Execute | wire.Effect, product: memoryview) -> tuple[memoryview, bool, int]:
-        """Finish a product, and relay an effect.
-
-        Args:
-            product: in 32 bits.
-
-        Returns:
-            The payload of the answer; True if the effect was relayed or blocks were subtracted; and the bytes that were
-            sent for the tenant: those of the payload and of the block.
-        """
+        """Finish a product, in 32 bits, and relay an effect. Returns the payload of the answer; True if the effect was
+        relayed or blocks were subtracted; and the bytes that were sent for the tenant: those of the payload and of the
+        block."""
         state, relayed = self._state, False
         if isinstance(request, wire.Effect):
             order = request.relay
@@ -377,12 +363,8 @@ class DepositConnection(FrameLoop[wire.Deposit]):
     The checks of a block come in this order: the header is a `Deposit`; the tenant's permit names the helper; group,
     rows and the announced payload fit the model and the limits; the tenant's quota allows the block; the tenant's share
     of the memory has room. Only then is memory allocated and the payload read. The block is kept if the helper's key
-    has signed it.
-
-    Args:
-        helper, key: the helper, and the key of its certificate.
-        executor: `fingerprint` of the certificate that this provider has shown on the connection.
-    """
+    has signed it, with the `key` of its certificate. `executor` is the `fingerprint` of the certificate that this
+    provider has shown on the connection."""
 
     def __init__(
         self,

@@ -38,12 +38,8 @@ Party = TenantIdentity | HelperIdentity
 
 @dataclass(frozen=True)
 class AuthenticatedPeer:
-    """The client of a connection, as its certificate identifies it.
-
-    Args:
-        party: a tenant, by name and authority, or a helper.
-        mark: identifies the certificate in a revocation list.
-    """
+    """The client of a connection, as its certificate identifies it. `mark` identifies the certificate in a revocation
+    list."""
 
     party: Party
     mark: str
@@ -53,30 +49,19 @@ class AuthenticatedPeer:
 
 @dataclass(frozen=True)
 class Credentials:
-    """The contents of the certificate files at the time they were read.
+    """The contents of the certificate files at the time they were read."""
 
-    Args:
-        context: TLS context for new connections.
-        authorities: `key_fingerprint` of each accepted authority, with the expiry of the authority's last certificate.
-        revoked: marks of revoked certificates.
-        helpers: `fingerprint` of the certificates from which blocks are accepted.
-        fingerprint: of the provider's own certificate.
-    """
-
-    context: ssl.SSLContext
+    context: ssl.SSLContext  # for new connections
+    # `key_fingerprint` of each accepted authority, with the expiry of its last certificate
     authorities: Mapping[str, datetime]
-    revoked: frozenset[str]
-    helpers: frozenset[str] = frozenset()
-    fingerprint: str = ""
+    revoked: frozenset[str]  # marks
+    helpers: frozenset[str] = frozenset()  # `fingerprint` of the certificates from which blocks are accepted
+    fingerprint: str = ""  # of the provider's own certificate
 
     @classmethod
     def load(cls, config: TlsConfig, *, helpers: Sequence[Path] = (), before: Self | None = None) -> Self:
-        """Read the files. Raises `CertificateError` if a file cannot be used.
-
-        Args:
-            helpers: certificates of the helpers from which blocks are accepted.
-            before: the credentials that are replaced. Their revoked certificates stay revoked.
-        """
+        """Read the files. Blocks are accepted from `helpers`. The certificates that were revoked in `before`, the
+        credentials that are replaced, stay revoked. Raises `CertificateError` if a file cannot be used."""
         context = server_context(
             certificate=config.certificate, key=config.key, tenant_authority=config.tenant_authority, helpers=helpers
         )

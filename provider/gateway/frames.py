@@ -43,13 +43,8 @@ _FREE_SCRAPS = 8  # such records of one frame that cost nothing
 
 
 class GatewayState:
-    """The state that all connections share.
-
-    Args:
-        manifest: manifest of the whole model.
-        served: indices of the layer groups that are served here.
-        helpers: certificates from which blocks are accepted, by `fingerprint`.
-    """
+    """The state that all connections share. The manifest is that of the whole model, of which the layer groups `served`
+    are served here."""
 
     def __init__(
         self, config: ProviderConfig, manifest: Manifest, served: range, helpers: frozenset[str], usage: UsageCounters
@@ -98,11 +93,8 @@ class Frames:
         return self._stream.begin(deadline=time.monotonic() + self._limits.idle_timeout_s)
 
     def read_header(self) -> memoryview:
-        """Read the prefix and the header, which is valid until more is read.
-
-        Raises:
-            ProtocolError: the prefix is not one of a frame, or exceeds the limits.
-        """
+        """Read the prefix and the header, which is valid until more is read. Raises `ProtocolError`: the prefix is not
+        one of a frame, or exceeds the limits."""
         self._deadline = time.monotonic() + self._limits.frame_timeout_s
         header, self.unread = self._stream.receive_head(max_payload=self.max_payload, deadline=self._deadline)
         self._head_end = self._stream.consumed
@@ -176,13 +168,8 @@ def refuse(stream: FrameStream, refusal: Refusal, *, timeout: float) -> None:
 
 
 class FrameLoop(ABC, Generic[M]):
-    """Serves one authenticated connection, in its own thread.
-
-    Args:
-        party: the client of the connection's certificate.
-        slot: records when the connection is idle.
-        refusal: called for every frame; returns a refusal once the client's certificate is not accepted any more.
-    """
+    """Serves one authenticated connection, in its own thread. `slot` records when the connection is idle. `refusal` is
+    called for every frame, and returns a refusal once the client's certificate is not accepted any more."""
 
     def __init__(
         self,
@@ -216,12 +203,9 @@ class FrameLoop(ABC, Generic[M]):
         """Bill or log a refused or broken frame, and the bytes that have arrived, before the client is told."""
 
     def serve(self) -> None:
-        """Answer frames until the client leaves or the provider stops.
-
-        Raises:
-            ProtocolError: a frame was broken; the client has received a `Failure`.
-            OSError, TransportError: the connection was lost, or the client is too slow.
-        """
+        """Answer frames until the client leaves or the provider stops. Raises `ProtocolError`: a frame was broken; the
+        client has received a `Failure`; `OSError`, `TransportError`: the connection was lost, or the client is too
+        slow."""
         self._state.stopping.wait(self._state.quotas.debt(self._party))
         while not self._state.stopping.is_set() and self._next_frame():
             self._slot.idle_since = time.monotonic()

@@ -37,11 +37,7 @@ _SERVING_S = 1.0  # a provider without a product for this time is idle
 
 
 class Gateway:
-    """Listens, and serves every connection until stopped.
-
-    Args:
-        served: indices of the layer groups that are served.
-    """
+    """Listens, and serves every connection until stopped."""
 
     def __init__(
         self,
@@ -77,11 +73,8 @@ class Gateway:
 
     def renew(self, config: ProviderConfig, credentials: Credentials) -> None:
         """Apply new quotas, certificates, revocations, relays and shares for handshakes. Closes the connections of
-        clients that are not accepted any more.
-
-        Raises:
-            CertificateError: a certificate of a relay cannot be used; nothing has changed.
-        """
+        clients that are not accepted any more. Raises `CertificateError`: a certificate of a relay cannot be used;
+        nothing has changed."""
         self.state.links.renew(config)
         self.state.permits.renew(credentials.helpers)
         self.state.quotas.renew(config.quota_of)

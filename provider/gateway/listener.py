@@ -54,37 +54,22 @@ _KNOWN_S: Final = 86_400.0
 
 
 class Handshakes(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of handshakes since the start, by outcome.
+    """Counts of handshakes since the start, by outcome."""
 
-    Args:
-        present: clients that have not authenticated yet.
-        waiting: unauthenticated clients that have sent something and wait for their turn.
-        accepted: clients that have authenticated.
-        refused: clients that showed no good certificate, broke the protocol, or left.
-        late: clients that did not finish in time.
-        crowded_out: clients that were dropped because their network had too many.
-        seconds: processor time for accepting connections and for handshakes.
-        waited_s: time that all clients together have waited for their turns.
-    """
-
-    present: int
-    waiting: int
+    present: int  # clients that have not authenticated yet
+    waiting: int  # those of them that have sent something and wait for their turn
     accepted: int = 0
-    refused: int = 0
+    refused: int = 0  # clients that showed no good certificate, broke the protocol, or left
     late: int = 0
-    crowded_out: int = 0
-    seconds: float
-    waited_s: float
+    crowded_out: int = 0  # clients that were dropped because their network had too many
+    seconds: float  # processor time for accepting connections and for handshakes
+    waited_s: float  # time that all clients together have waited for their turns
 
 
 class UnauthenticatedConnection:
-    """A connection whose client was not greeted yet, or never authenticates.
-
-    Args:
-        deadline: time by which the client must have been greeted, by `time.monotonic()`.
-            `UnauthenticatedConnections.resume` moves it.
-        known: a client of the same network has authenticated recently.
-    """
+    """A connection whose client was not greeted yet, or never authenticates. The client must be greeted by `deadline`,
+    which `UnauthenticatedConnections.resume` moves. If it is `known`, a client of its network has authenticated
+    recently."""
 
     def __init__(self, connection: socket.socket, host: str, *, deadline: float, known: bool = False) -> None:
         self.socket = connection

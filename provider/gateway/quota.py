@@ -41,11 +41,7 @@ _NO_PRODUCT = QuotaConfig(requests_per_s=1000.0, rows_per_s=100.0 * MIB)  # here
 
 
 class QuotaMeter:
-    """The token buckets of one tenant. The caller passes the time. Not thread-safe.
-
-    Args:
-        now: seconds of a monotonic clock.
-    """
+    """The token buckets of one tenant. The caller passes the time of a monotonic clock. Not thread-safe."""
 
     def __init__(self, now: float) -> None:
         self.rows_in_flight = 0
@@ -104,15 +100,9 @@ class QuotaGate:
         self, tenant: TenantIdentity, *, rows: int, work: int, blocks_of: Party | None = None
     ) -> AbstractContextManager[QuotaLimit | None]:
         """Wait until the quota admits a request, and count the request as in flight until the context ends. The context
-        gives the limit that the request waited for, or None.
-
-        Args:
-            blocks_of: the helper that sends a block for the tenant, or the tenant that fetches a block. Blocks do not
-                wait. None for a product.
-
-        Raises, when the context is entered:
-            Refusal: BUSY if the request would wait for more than one second, TOO_LARGE if the quota never admits it.
-        """
+        gives the limit that the request waited for, or None. Blocks do not wait: `blocks_of` is the helper that sends
+        one for the tenant, or the tenant that fetches one; None for a product. Entering the context raises `Refusal`:
+        BUSY if the request would wait for more than one second, TOO_LARGE if the quota never admits it."""
         quota = self.of(tenant)
         return _AT_ONCE if quota.limits_nothing else self._in_turn(tenant, blocks_of, quota, rows=rows, work=work)
 
@@ -123,11 +113,8 @@ class QuotaGate:
             return 0.0 if meter is None else meter.delay(_NO_PRODUCT, time.monotonic())
 
     def pause(self, tenant: Party, *, size: int) -> float:
-        """Count an answer without a product. Returns the seconds before the gateway may read the tenant's next request.
-
-        Args:
-            size: bytes that were read and dropped.
-        """
+        """Count an answer without a product, for which `size` bytes were read and dropped. Returns the seconds before
+        the gateway may read the tenant's next request."""
         with self._changed:
             meter, now = self._no_product.setdefault(tenant, QuotaMeter(time.monotonic())), time.monotonic()
             meter.delay(_NO_PRODUCT, now)

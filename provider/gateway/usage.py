@@ -56,30 +56,17 @@ _MOST = (1 << 63) - 1  # the largest sum in SQLite
 
 
 class UsageCounts(msgspec.Struct, frozen=True):  # ten times faster than a dataclass
-    """Counters of a tenant.
+    """Counters of a tenant. Bytes are those of payloads."""
 
-    Args:
-        requests: answered products.
-        rows: rows that were multiplied, also for requests that were abandoned, late or failed.
-        work: multiply-adds for these rows, including the keystream of effects.
-        bytes_received: payload bytes of requests, whether they were answered or not, and of blocks that helpers sent
-            for the tenant.
-        bytes_sent: payload bytes of products, of relayed effects, and of blocks that were handed out.
-        failed: requests that failed in the provider.
-        refused: requests that were refused.
-        abandoned: requests whose tenant left before the answer.
-        slow: connections that were closed because the tenant sent or read too slowly.
-    """
-
-    requests: int = 0
-    rows: int = 0
-    work: int = 0
-    bytes_received: int = 0
-    bytes_sent: int = 0
-    failed: int = 0
-    refused: int = 0
-    abandoned: int = 0
-    slow: int = 0
+    requests: int = 0  # answered products
+    rows: int = 0  # multiplied, also for requests that were abandoned, late or failed
+    work: int = 0  # multiply-adds for these rows, including the keystream of effects
+    bytes_received: int = 0  # of requests, answered or not, and of blocks that helpers sent for the tenant
+    bytes_sent: int = 0  # of products, of relayed effects, and of blocks that were handed out
+    failed: int = 0  # requests that failed in the provider
+    refused: int = 0  # requests
+    abandoned: int = 0  # requests whose tenant left before the answer
+    slow: int = 0  # connections that were closed because the tenant sent or read too slowly
 
 
 BilledRole = Role | Literal["none"]
@@ -163,16 +150,10 @@ class _Log:
 
 
 class UsageCounters:
-    """The counters of one provider. Thread-safe.
-
-    Args:
-        database: a file, made if it does not exist; None counts in memory only. Several providers may share a file,
-            which then holds their sums.
-
-    Raises:
-        ConfigError: the file cannot be written, is damaged, or belongs to another release; or a file beside it belongs
-            to another user or to an earlier release.
-    """
+    """The counters of one provider. Thread-safe. The file `database` is made if it does not exist; without one, counts
+    are in memory only. Several providers may share a file, which then holds their sums. Raises `ConfigError`: the file
+    cannot be written, is damaged, or belongs to another release; or a file beside it belongs to another user or to an
+    earlier release."""
 
     def __init__(self, database: Path | None) -> None:
         self._database = database
@@ -306,17 +287,10 @@ class UsageCounters:
 def read(
     database: Path, *, since: str = "", damaged: Callable[[str], None] = lambda _: None
 ) -> Iterator[dict[str, str | int]]:
-    """Read the bill by day, tenant and role. Works while a provider writes the file.
-
-    Args:
-        database: usage database of a provider.
-        since: the first day, for example 2026-01-31.
-        damaged: called with a message for every log with damaged lines. Their counts are not in the bill.
-
-    Raises:
-        ConfigError: the file does not exist, is damaged or is not a usage database; or a file beside it belongs to
-            another user or to an earlier release.
-    """
+    """Read the bill by day, tenant and role, from the day `since` (2026-01-31) on. Works while a provider writes the
+    file. `damaged` is called with a message for every log with damaged lines, whose counts are not in the bill. Raises
+    `ConfigError`: the file does not exist, is damaged or is not a usage database; or a file beside it belongs to
+    another user or to an earlier release."""
     found = {}
     for path in _logs_of(database):
         with contextlib.suppress(FileNotFoundError):  # its owner has just removed it

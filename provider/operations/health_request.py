@@ -19,13 +19,9 @@ def ask_health(
     tenant_key: Path,
     timeout: float = 10.0,
 ) -> wire.HealthReport:
-    """Ask a provider for its health report.
-
-    Raises:
-        CertificateError: a certificate of either side is not accepted.
-        TransportError: no answer in time.
-        ProviderError, ProtocolError: the answer is not a provider's health report.
-    """
+    """Ask a provider for its health report. Raises `CertificateError`: a certificate of either side is not accepted;
+    `TransportError`: no answer in time; `ProviderError`, `ProtocolError`: the answer is not a provider's health
+    report."""
     host, port = parse_address(address)
     pins = [provider_certificate]
     context = client_context(certificate=tenant_certificate, key=tenant_key, pins=pins)

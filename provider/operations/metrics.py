@@ -140,12 +140,8 @@ class _Collector:
 
 class MetricsServer:
     """Answers on the operator's address until closed. Every user of this machine can connect to loopback, so the number
-    of connections is limited.
-
-    Args:
-        listen: `host:port`; ConfigError if it cannot be bound.
-        hosts: host names that requests may use, besides the one in `listen`.
-    """
+    of connections is limited. Requests may use the host names in `hosts`, besides the one in `listen`. Raises
+    `ConfigError` if it cannot listen there."""
 
     def __init__(self, listen: str, status: Callable[[], Status], *, hosts: Iterable[str] = ()) -> None:
         self.status = status

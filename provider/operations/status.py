@@ -29,43 +29,28 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The current status of a provider.
-
-    Args:
-        gateways: the gateways of all ranks, rank 0's first; empty if only rank 0 has one.
-        ready: the provider accepts requests and its executor answers.
-        visits: number of connections that each tenant has opened since the start.
-        over_quota: number of requests of each tenant that its quota made wait, or refused, since the start.
-        bytes_held: bytes of large requests in memory.
-        waiting_for_bytes: number of large requests that wait for memory.
-        hangs: number of times that the executor did not answer for too long.
-        executor: the executor's report; None if it does not answer.
-        registries: by registry, True if it accepted the last announcement.
-        usage_unwritten_s: seconds since usage was last written to disk, if writing fails; else 0.
-        reloaded: True if the last reload of certificates, revocations and quotas succeeded. Otherwise the older
-            settings are in use.
-    """
+    """The current status of a provider."""
 
     provider: str
     model_digest: str
     uptime_s: float
-    ready: bool
+    ready: bool  # it accepts requests and its executor answers
     connections: int
     handshakes: Handshakes
-    visits: dict[str, int]
-    over_quota: dict[str, int]
-    bytes_held: int
-    waiting_for_bytes: int
-    restarts: int
-    hangs: int
+    visits: dict[str, int]  # connections that each tenant has opened since the start
+    over_quota: dict[str, int]  # requests of each tenant that its quota made wait, or refused, since the start
+    bytes_held: int  # of large requests in memory
+    waiting_for_bytes: int  # large requests that wait for memory
+    restarts: int  # of the executor
+    hangs: int  # times that the executor did not answer for too long
     tenants: list[TenantStatus]
-    executor: ExecutorReport | None
-    registries: dict[str, bool] = {}
+    executor: ExecutorReport | None  # None if it does not answer
+    registries: dict[str, bool] = {}  # True if the registry accepted the last announcement
     relay_to: list[LinkCounts] = []
     blocks: BlockCounts = BlockCounts()
-    reloaded: bool = True
-    usage_unwritten_s: float = 0.0
-    gateways: list[GatewayStatus] = []
+    reloaded: bool = True  # certificates, revocations and quotas; if not, the older settings are in use
+    usage_unwritten_s: float = 0.0  # seconds since usage was last written to disk, if writing fails
+    gateways: list[GatewayStatus] = []  # of all ranks, rank 0's first; empty if only rank 0 has one
 
 
 def take_status(

@@ -59,16 +59,10 @@ class Store:
             ) from error
 
     def put(self, new: VerifiedDescriptor, *, now: float, admit: Callable[[], None] = lambda: None) -> None:
-        """Store a descriptor in place of an older one of the same key. A repeated descriptor changes nothing.
-
-        Args:
-            now: seconds since 1970.
-            admit: called before a new descriptor is written; may raise to refuse it.
-
-        Raises:
-            DescriptorError: a newer descriptor of the key is stored, or the store is full.
-            StorageError: the descriptor could not be written.
-        """
+        """Store a descriptor in place of an older one of the same key. A repeated descriptor changes nothing. `admit`
+        is called before a new descriptor is written, and may raise to refuse it. `now` is in seconds since 1970. Raises
+        `DescriptorError`: a newer descriptor of the key is stored, or the store is full; `StorageError`: the descriptor
+        could not be written."""
         body, operator = new.descriptor, plain(new.operator)
         with self._transaction():
             self._execute("DELETE FROM newest WHERE issued < ?", round(MS * (now - MEMORY_S)))

@@ -42,23 +42,15 @@ _Key = tuple[TenantIdentity, bytes]
 
 @dataclass(eq=False)
 class KeptBlock:
-    """One block.
-
-    Args:
-        helper: `fingerprint` of the certificate of the connection on which the block came.
-        size: bytes of memory that the block takes, at most.
-        payload: the block's matrix; None until it has arrived and its signature was verified.
-        requests: nonces of the unconfirmed requests that used rows of the block.
-        used: 1 for every row that was used.
-    """
+    """One block."""
 
     header: wire.Deposit
-    helper: str
-    size: int
-    payload: memoryview | None = None
+    helper: str  # `fingerprint` of the certificate of the connection on which the block came
+    size: int  # bytes of memory that the block takes, at most
+    payload: memoryview | None = None  # the matrix, once it has arrived and its signature was verified
     expires: float = 0.0
-    requests: set[bytes] = field(default_factory=set)
-    used: bytearray = field(default_factory=bytearray)
+    requests: set[bytes] = field(default_factory=set)  # nonces of the unconfirmed requests that used rows of the block
+    used: bytearray = field(default_factory=bytearray)  # 1 for every row that was used
 
 
 class _Use(NamedTuple):
@@ -69,32 +61,20 @@ class _Use(NamedTuple):
 
 
 class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of the blocks of all tenants.
+    """Figures of the blocks of all tenants."""
 
-    Args:
-        blocks, bytes: blocks that are kept now, and their memory.
-        deposits: blocks that were accepted.
-        expired: blocks that expired without being used up and confirmed.
-        missed: requests that named a block that was missing or did not fit.
-    """
-
-    blocks: int = 0
-    bytes: int = 0
-    deposits: int = 0
-    expired: int = 0
-    missed: int = 0
+    blocks: int = 0  # kept now
+    bytes: int = 0  # of memory, for these
+    deposits: int = 0  # blocks that were accepted
+    expired: int = 0  # blocks that expired without being used up and confirmed
+    missed: int = 0  # requests that named a block that was missing or did not fit
 
 
 class BlockStore:
     """The blocks of all tenants. Thread-safe.
 
     No tenant holds more bytes than stay free, so one more tenant always finds room. n tenants that fill their shares
-    together get `memory / (n + 1)` each.
-
-    Args:
-        memory: bytes of all blocks.
-        now: seconds of a monotonic clock.
-    """
+    together get `memory / (n + 1)` bytes each."""
 
     def __init__(self, memory: int, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -120,14 +100,8 @@ class BlockStore:
     @contextmanager
     def arriving(self, tenant: TenantIdentity, header: wire.Deposit, *, helper: str, size: int) -> Iterator[KeptBlock]:
         """Take the bytes of a block before it is received. Call `keep` with its payload; otherwise the bytes are free
-        again when the context ends.
-
-        Args:
-            size: bytes of the payload.
-
-        Raises, when the context is entered:
-            Refusal: REFUSED if the tenant has a block with this id, BUSY if the memory is used.
-        """
+        again when the context ends. Entering the context raises `Refusal`: REFUSED if the tenant has a block with this
+        id, BUSY if the memory is used."""
         overhead = _BLOCK_BYTES + _ROW_BYTES * header.rows + _COUNT_BYTES * len(header.counts or ())
         block, key = KeptBlock(header, helper, size + overhead), (tenant, header.nonce)
         with self._lock:
@@ -159,15 +133,9 @@ class BlockStore:
     def take(
         self, tenant: TenantIdentity, request: wire.Execute, *, connection: object, timeout: float
     ) -> list[tuple[wire.BlockRows, memoryview]] | None:
-        """Use the rows of blocks that a request names. Waits for blocks that have not arrived.
-
-        Args:
-            connection: carries the answer. Call `end` when it ends.
-
-        Returns:
-            Each range of rows with the whole payload of its block. None if a block is missing or does not fit the
-            request, or if its rows were used before; then no row is used.
-        """
+        """Use the rows of blocks that a request names. Waits for blocks that have not arrived. Call `end` when the
+        connection that carries the answer ends. Returns each range of rows with the whole payload of its block; None if
+        a block is missing or does not fit the request, or if its rows were used before; then no row is used."""
         keys = [(tenant, part.block) for part in request.blocks]
         with self._lock:
             self._expire()
@@ -280,12 +248,8 @@ class _Permit(NamedTuple):
 
 
 class Permits:
-    """The permits of all tenants. Thread-safe.
-
-    Args:
-        allowed: `fingerprint` of the certificates of the helpers that the operator allows.
-        now: seconds of a monotonic clock.
-    """
+    """The permits of all tenants. Thread-safe. The operator allows the helpers whose certificates have a `fingerprint`
+    in `allowed`."""
 
     def __init__(self, allowed: frozenset[str], now: Callable[[], float] = time.monotonic) -> None:
         self._allowed = allowed
@@ -301,17 +265,9 @@ class Permits:
     def issue(
         self, tenant: TenantIdentity, helpers: Sequence[str], *, refusal: Callable[[], Refusal | None] = lambda: None
     ) -> tuple[bytes, tuple[str, ...]]:
-        """Issue a permit. Returns its token, and the helpers that the operator allows.
-
-        A tenant that has too many permits loses its oldest one.
-
-        Args:
-            helpers: `fingerprint` of the helpers' certificates.
-            refusal: returns a refusal once the tenant's certificate is not accepted any more. The permit then ends.
-
-        Raises:
-            Refusal: the operator allows none of them.
-        """
+        """Issue a permit. Returns its token, and those of the helpers (by `fingerprint`) that the operator allows. A
+        tenant that has too many permits loses its oldest one. A permit ends once `refusal` returns one, because the
+        tenant's certificate is not accepted any more. Raises `Refusal`: the operator allows none of them."""
         named = tuple(helper for helper in helpers if helper in self._allowed)
         if not named:
             raise Refusal(ErrorCode.NOT_SERVED, "this executor accepts blocks of none of these helpers ([relay] from)")
@@ -352,15 +308,9 @@ class Permits:
 def without_blocks(
     answer: memoryview, parts: Iterable[tuple[wire.BlockRows, memoryview]], request: wire.Execute
 ) -> NDArray[np.int32]:
-    """Subtract rows of blocks from an answer modulo 2^32, in place if the answer can be written.
-
-    Args:
-        answer: payload of int32 `[rows, outputs]` in 32 bits.
-        parts: ranges of rows, each with the whole payload of its block, in the encoding of the request.
-
-    Returns:
-        int32 `[rows, outputs]`. With narrow rings only the low bits are meaningful.
-    """
+    """Subtract rows of blocks from an answer modulo 2^32, in place if the answer can be written. `answer` is a payload
+    in 32 bits, and `parts` are ranges of rows, each with the whole payload of its block in the encoding of the request.
+    Returns int32 `[rows, outputs]`. With narrow rings only the low bits are meaningful."""
     rows = np.frombuffer(answer, dtype="<i4").reshape(request.rows, -1)
     if not rows.flags.writeable:
         rows = rows.copy()

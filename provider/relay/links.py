@@ -46,32 +46,18 @@ _REFUSED_S = 1.0
 
 
 class LinkCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of the link to one executor.
-
-    Args:
-        address: the executor's address.
-        up: False while connections fail.
-        deposits: blocks that the executor has accepted.
-        refused: blocks that the executor has refused, or on which it has hung up.
-        failed: blocks that were not sent, because the link was down or a block of the tenant had just been refused.
-    """
+    """Figures of the link to one executor."""
 
     address: str
-    up: bool
-    deposits: int = 0
-    refused: int = 0
-    failed: int = 0
+    up: bool  # False while connections fail
+    deposits: int = 0  # blocks that the executor has accepted
+    refused: int = 0  # blocks that it has refused, or on which it has hung up
+    failed: int = 0  # blocks that were not sent: the link was down, or a block of the tenant had just been refused
 
 
 class Links:
-    """The links of one helper. Thread-safe.
-
-    Args:
-        config: the destinations, and the helper's certificate.
-
-    Raises:
-        CertificateError: a certificate or the key cannot be used.
-    """
+    """The links of one helper to the executors in its configuration. Thread-safe. Raises `CertificateError`: a
+    certificate or the key cannot be used."""
 
     def __init__(self, config: ProviderConfig) -> None:
         self._links: dict[str, _Link] = {}
@@ -254,12 +240,8 @@ def _block_of(request: wire.Effect) -> wire.Binding:
 
 
 def make_block(effect: memoryview, request: wire.Effect, entry: GroupEntry) -> memoryview:
-    """Make the payload of the block e + m, in the encoding of the request.
-
-    Args:
-        effect: payload of e in 32 bits; not changed.
-        entry: the layer group, or one expert's matrix if the request has counts.
-    """
+    """Make the payload of the block e + m, in the encoding of the request. The payload `effect` of e, in 32 bits, is
+    not changed. `entry` is that of the layer group, or of one expert's matrix if the request has counts."""
     _, outputs = entry.columns(request.direction)
     key = relay_key(request.seed, group_name=entry.name, direction=request.direction)
     block = expand(key, first_row=request.first_row, rows=request.rows, width=outputs).numpy()

@@ -79,12 +79,8 @@ class Mode(IntEnum):
 
 @dataclass(frozen=True)
 class _Plan:
-    """The next step of every rank.
-
-    Args:
-        rows: the rows that each rank has.
-        pieces: the number of pieces that rank 0 sends to each rank.
-    """
+    """The next step of every rank, with the number of rows that each rank has, and of pieces that rank 0 sends to
+    it."""
 
     sequence: int
     mode: Mode
@@ -205,16 +201,10 @@ def _chunk(granules: int, world: int) -> int:
 
 class ShardedOperands(Operands):
     """The ring products of a group of ranks. Every rank makes one; rank 0 computes products, the other ranks `follow`.
-
-    Args:
-        store: the base model; `shardable`, unless its kernel is named.
-        sharding: "columns", "gathered", or "auto" to measure both.
-
-    Raises:
-        CheckpointError: the ranks have different models, or serve different layers.
-        ConfigError: the weights cannot be packed, or the packed weights cannot be sharded.
-        RankLostError: a rank did not answer during the start.
-    """
+    The store is `shardable`, unless its kernel is named. `sharding` is "columns", "gathered", or "auto" to measure
+    both. Raises `CheckpointError`: the ranks have different models, or serve different layers; `ConfigError`: the
+    weights cannot be packed, or the packed weights cannot be sharded; `RankLostError`: a rank did not answer during the
+    start."""
 
     def __init__(self, store: WeightStore, *, sharding: str = "auto") -> None:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()

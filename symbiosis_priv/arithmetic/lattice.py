@@ -129,11 +129,8 @@ def panel_bytes(width: int, *, bits: HintBits) -> int:
 
 
 class Panels:
-    """A matrix `[HEIGHT, width]` modulo 2^32 in panels, with `bits` bits of each entry.
-
-    Args:
-        memory: uint8 `[panel_bytes(width, bits=bits)]`; may be a read-only map of a file.
-    """
+    """A matrix `[HEIGHT, width]` modulo 2^32 in panels, with `bits` bits of each entry. Its `memory`, uint8
+    `[panel_bytes(width, bits=bits)]`, may be a read-only map of a file."""
 
     def __init__(self, memory: NDArray[np.uint8], *, width: int, bits: HintBits) -> None:
         self.width, self.bits, self._memory = width, bits, memory

@@ -48,7 +48,8 @@ def encode(
     v: Column | None = None,
     expected: Tensor | None = None,
 ) -> Tensor:
-    """Quantise float rows to ring rows.
+    """Quantise float rows to ring rows. Returns float64 `[r]`, the rows' scales (secret, rule 5). Raises
+    `NonFiniteError`: a row holds inf or nan; `RangeError`: wrong shape or dtype.
 
     Args:
         inputs: float matrices `[r, w_k]` on the CPU, one dtype, the column blocks of the rows: `sum(w_k) ==
@@ -58,13 +59,6 @@ def encode(
         fold: float64 `[d]`, factors of the columns before quantisation, or None.
         v: V, or None for no check.
         expected: int64 `[r]`; set to `xq @ V` modulo p if there is a V.
-
-    Returns:
-        float64 `[r]`, the rows' scales (secret, rule 5).
-
-    Raises:
-        NonFiniteError: a row holds inf or nan.
-        RangeError: wrong shape or dtype.
     """
     rows, width = out.shape
     if width != bound.inputs or not _are_float_rows(inputs, rows, width):
@@ -101,7 +95,8 @@ def decode(
     expected: Tensor | None = None,
     ring_bits: RingBits = DEFAULT_RING_BITS,
 ) -> list[int]:
-    """Turn masked answers into float rows, and check them.
+    """Turn masked answers into float rows, and check them. Returns the numbers of the rows that failed the check. Their
+    floats must not be used.
 
     Args:
         answer: int32 `[r, o]`, contiguous.
@@ -113,9 +108,6 @@ def decode(
         column: R, or None for no check.
         expected: int64 `[r]`, as `encode` set it.
         ring_bits: bits of answers and effects that count; the result is the signed representative.
-
-    Returns:
-        The numbers of the rows that failed the check. Their floats must not be used.
     """
     rows, width = answer.shape
     library = native.library()

@@ -44,18 +44,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stack:
-    """A stack of experts as one frozen linear `[o, d]` without a bias. Its matrices are in memory one at a time.
-
-    Args:
-        shape: (o, d).
-        matrices: each reads the matrix of one expert, float.
-        joined: the matrices' rows follow each other, or their columns (`layers.GroupSpec`).
-    """
+    """A stack of experts as one frozen linear `[o, d]` without a bias. Its matrices are in memory one at a time."""
 
     name: str
-    shape: tuple[int, int]
-    matrices: Sequence[Callable[[], Tensor]]
-    joined: Literal["outputs", "inputs"]
+    shape: tuple[int, int]  # (o, d)
+    matrices: Sequence[Callable[[], Tensor]]  # each reads the float matrix of one expert
+    joined: Literal["outputs", "inputs"]  # the matrices' rows follow each other, or their columns (`layers.GroupSpec`)
     bias: None = None
 
     def blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -154,19 +148,8 @@ def compose(second: Tensor, gain: Tensor, first: Tensor) -> Tensor:
     `gain` and the scales of the rows of `first`. These steps work on single entries, in float64, where each operation
     is correctly rounded. The product of the integers is exact in float64 whatever the order of its sums, the number of
     threads and the library, because no partial sum exceeds 2^53: d is at most 2^15. Its rounding to float32 works on
-    single entries again.
-
-    Args:
-        second: float `[o, d]`.
-        gain: float `[d]`.
-        first: float `[d, k]`.
-
-    Returns:
-        float32 `[o, k]`; inf or nan where a weight is inf or nan.
-
-    Raises:
-        CheckpointError: d is larger.
-    """
+    single entries again. Takes float `[o, d]`, `[d]` and `[d, k]`. Returns float32 `[o, k]`; inf or nan where a weight
+    is inf or nan. Raises `CheckpointError`: d is larger."""
     width = gain.shape[0]
     if width > 1 << _EXACT_BITS - 2 * _COMPOSED_BITS:
         raise CheckpointError(f"rows of {width} numbers are too long to be composed exactly; remove round_trips")

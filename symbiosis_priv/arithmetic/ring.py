@@ -163,18 +163,10 @@ def bounds_of(inputs: int, outputs: int, *, absmax: int, row_norm: float, column
 
 
 def quantise_rows(rows: Tensor, bound: Bound, *, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Scale and round float rows so that their product stays inside the range.
-
-    Args:
-        rows: `[r, d]` on the CPU, any floating dtype; `d == bound.inputs`.
-        fold: float64 `[d]`, factors of the columns before quantisation, or None.
-
-    Returns:
-        `(xq, scale)`: int32 `[r, d]` and float64 `[r, 1]` with `rows ~= xq * scale`. The scale is secret (rule 5).
-
-    Raises:
-        NonFiniteError: a row holds inf or nan.
-    """
+    """Scale and round float rows so that their product stays inside the range. `rows` are `[r, d]` on the CPU, of any
+    floating dtype; `d == bound.inputs`. `fold`, float64 `[d]`, are factors of the columns before quantisation. Returns
+    `(xq, scale)`: int32 `[r, d]` and float64 `[r, 1]` with `rows ~= xq * scale`. The scale is secret (rule 5). Raises
+    `NonFiniteError`: a row holds inf or nan."""
     v = torch.empty(rows.shape, dtype=torch.float64, device="cpu").copy_(rows.detach())
     if fold is not None:
         v.mul_(fold)

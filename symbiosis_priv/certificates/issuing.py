@@ -81,18 +81,10 @@ def issue(
     days: int = 365,
     operator: str | None = None,
 ) -> reading.Identity:
-    """Issues `<name>.pem` and `<name>.key`, signed by `authority`.
-
-    Args:
-        authority: a result of `create_authority`; the new certificate expires with the authority's or before. None for
-            a self-signed certificate.
-        name: 1 to 64 characters of `A-Za-z0-9._-`, without a leading dot; for a tenant, the name that providers see.
-        hosts: DNS names and IP addresses of a provider, by default `DEFAULT_HOSTS`; empty for a tenant.
-        operator: the company that runs a provider, if the authority certifies it; None for a tenant.
-
-    Raises `ConfigError` for a bad name, host, operator or lifetime, `CertificateError` if a file exists or the
-    authority is unusable.
-    """
+    """Issues `<name>.pem` and `<name>.key`. The authority signs the certificate, which expires with the authority's or
+    before; without one, it is self-signed. A provider has `hosts` (DNS names and IP addresses, by default
+    `DEFAULT_HOSTS`) and perhaps an `operator`, the company that runs it; a tenant has neither. Raises `ConfigError` for
+    a bad name, host, operator or lifetime, `CertificateError` if a file exists or the authority is unusable."""
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = issue_to_key(
         key.public_key(), signer=authority or key, kind=kind, name=name, hosts=hosts, operator=operator, days=days
@@ -326,18 +318,10 @@ def sign_request(
 ) -> Path:
     """Issues `<name>.pem` for a request. `<name>.previous.pem` keeps the earlier certificates that are still valid, so
     that they can be revoked too. The name is checked against every certificate of the folder: against its file name and
-    the names inside.
-
-    Args:
-        directory: folder of the issued certificates: the record of names.
-        operator, hosts: as for `issue`, certified by the signer.
-        renew: certify a new key under an existing name.
-
-    Raises:
-        ConfigError: a bad lifetime, operator or host; or a provider without operator or hosts, or a tenant with one.
-        CertificateError: the name belongs to another key or to a certificate of another kind (case does not count); or
-            the authority is unusable.
-    """
+    the names inside. Raises `ConfigError`: a bad lifetime, operator or host; or a provider without operator or hosts,
+    or a tenant with one; `CertificateError`: the name belongs to another key or to a certificate of another kind (case
+    does not count); or the authority is unusable. With `renew`, a new key may take an existing name. The signer
+    certifies operator and hosts, as for `issue`."""
     if request.kind is reading.Kind.PROVIDER and not (operator and hosts):
         raise ConfigError(
             f"{request.name} asks for a provider's certificate: find out which company runs it and where, then pass "

@@ -32,40 +32,26 @@ _RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
 @dataclass(frozen=True)
 class Scope:
-    """The optional layer groups that providers serve. All parties of a federation agree on it: it changes the digest.
+    """The optional layer groups that providers serve. All parties of a federation agree on them: they change the
+    digest."""
 
-    Args:
-        tied_head: the product of an LM head whose weight is the embedding table. The table stays with the tenant.
-        experts: the stacks of experts.
-        round_trips: 2 adds composed groups, with which a block takes two round trips while tokens are decoded.
-    """
-
-    tied_head: bool = False
-    experts: bool = True
-    round_trips: RoundTrips = 4
+    tied_head: bool = False  # the product of an LM head whose weight is the embedding table, which the tenant keeps
+    experts: bool = True  # the stacks of experts
+    round_trips: RoundTrips = 4  # 2 adds composed groups, with which a block takes two round trips during decoding
 
 
 DEFAULT_SCOPE = Scope()
 
 
 class Composed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What lies between the first linear of a composed group and the others (`discovery.residuals`).
+    """What lies between the first linear of a composed group and the others (`discovery.residuals`)."""
 
-    Args:
-        residual: the norm whose input is added to the first linear's output.
-        norm: the norm of that sum.
-        beside: a linear whose output is added, too, and that is called earlier: attention's, beside the MLP. Or "".
-        parameters: the norm's parameters: `weight`, `weight` and `bias`, or none.
-        one_plus: True if the norm multiplies by one plus its weight.
-        centred: True if the norm subtracts the mean of a row first, as LayerNorm does.
-    """
-
-    residual: str
-    norm: str
-    beside: str = ""
-    parameters: tuple[str, ...] = ("weight",)
-    one_plus: bool = False
-    centred: bool = False
+    residual: str  # the norm whose input is added to the first linear's output
+    norm: str  # the norm of that sum
+    beside: str = ""  # a linear that is called earlier, whose output is added too: attention's, beside the MLP
+    parameters: tuple[str, ...] = ("weight",)  # of the norm: `weight`, `weight` and `bias`, or none
+    one_plus: bool = False  # the norm multiplies by one plus its weight
+    centred: bool = False  # the norm subtracts the mean of a row first, as LayerNorm does
 
 
 @dataclass(frozen=True)
@@ -75,17 +61,13 @@ class GroupSpec:
     A stack is one dense matrix. If it is joined along `outputs` (gate and up), and each expert has n outputs, expert k
     has the outputs `k n` to `(k + 1) n - 1`. If it is joined along `inputs` (down), the same holds for inputs.
 
-    Args:
-        members: module names in call order.
-        experts: number of matrices in a stack; 1 for linears.
-        composed: not None for a composed group: the matrix W1 of one linear, and below it `W2 diag(g) C W1` for each
-            linear W2 that follows the norm with the weight g. C subtracts the mean, if the norm does.
-    """
+    A `composed` group has the matrix W1 of one linear, and below it `W2 diag(g) C W1` for each linear W2 that follows
+    the norm with the weight g. C subtracts the mean, if the norm does."""
 
-    members: tuple[str, ...]
+    members: tuple[str, ...]  # module names in call order
     inputs: int
     outputs: tuple[int, ...]
-    experts: int = 1
+    experts: int = 1  # number of matrices in a stack; 1 for linears
     joined: Joined = "outputs"
     composed: Composed | None = None
 

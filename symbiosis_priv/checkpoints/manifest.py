@@ -39,14 +39,7 @@ _Width = Annotated[int, msgspec.Meta(ge=1, lt=1 << 30)]  # a longer row would no
 
 
 class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True, omit_defaults=True):
-    """One layer group of a manifest.
-
-    Args:
-        members: names of the linears, which share one input.
-        outputs: the members' output features, in order.
-        digest: SHA-256 of integers, scales and bias, in hex.
-        experts, joined, composed: as in `layers.GroupSpec`. A stack has one member.
-    """
+    """One layer group of a manifest: a `layers.GroupSpec` with the SHA-256 of its integers, scales and bias, in hex."""
 
     members: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     inputs: _Width
@@ -158,21 +151,13 @@ def separate(matrix: Tensor, *, experts: int, joined: Joined, transposed: bool) 
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """Public facts of one layer group.
-
-    Args:
-        entry: names and widths, from the manifest.
-        channel_scale: float64 `[o]`, the weight scales.
-        bias: float64 `[o]` or None; the tenant adds it.
-        bounds: limits of input rows, per direction.
-        by_expert: the facts for rows that each belong to one expert of a stack, with `channel_scale` and `bias`
-            `[experts, o]`; None if the group is not a stack.
-    """
+    """Public facts of one layer group. Of a stack, `by_expert` are the facts for rows that each belong to one expert,
+    with scales and bias `[experts, o]`."""
 
     entry: GroupEntry
-    channel_scale: Tensor
-    bias: Tensor | None
-    bounds: dict[Direction, Bound]
+    channel_scale: Tensor  # float64 `[o]`, the weight scales
+    bias: Tensor | None  # float64 `[o]`; the tenant adds it
+    bounds: dict[Direction, Bound]  # limits of input rows
     by_expert: "GroupFacts | None" = None
 
     @classmethod

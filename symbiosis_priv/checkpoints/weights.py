@@ -50,14 +50,9 @@ Progress = Callable[[int, int], None]
 
 
 class WeightStore:
-    """Layer groups of one checkpoint folder (`checkpoint.resolve` gives one), quantised once.
-
-    Args:
-        cache: folder for quantised groups; `default_cache()` if None.
-        kernel: "auto", or a name in `kernels.KERNELS`, for `matrix`.
-        shardable: with "auto", choose only kernels whose packed weights can be split by output channel.
-        layers: the layers to pack for products; all if None. The manifest always describes the whole model.
-    """
+    """Layer groups of one checkpoint folder (`checkpoint.resolve` gives one), quantised once. `kernel` is a name in
+    `kernels.KERNELS`, or "auto" for the fastest one: if `shardable`, only among those whose packed weights can be split
+    by output channel. `layers` are packed for products; the manifest always describes the whole model."""
 
     def __init__(
         self,

@@ -84,13 +84,7 @@ from symbiosis_priv.system.toml import load_toml, toml_table
 
 @dataclass(frozen=True)
 class Federation:
-    """A parsed and checked `federation.toml`, whose form the module shows.
-
-    Args:
-        pad_helpers: number of helpers that share each pad; the other helpers are spares. None: all share every pad.
-        registries: registries that list more executors; None: the tenant uses the executors of the file only.
-        scope: the optional layer groups that the providers serve.
-    """
+    """A parsed and checked `federation.toml`, whose form the module shows."""
 
     model_digest: str
     weight_bits: int
@@ -98,10 +92,10 @@ class Federation:
     tenant_key: Path
     peers: tuple[Peer, ...]
     companies: tuple[Company, ...] = ()
-    pad_helpers: int | None = None
+    pad_helpers: int | None = None  # number of helpers that share each pad; the others are spares. None: all share it
     relay: bool = False
-    registries: Registries | None = None
-    scope: Scope = DEFAULT_SCOPE
+    registries: Registries | None = None  # they list more executors than the file
+    scope: Scope = DEFAULT_SCOPE  # the optional layer groups that the providers serve
     ring_bits: RingBits = DEFAULT_RING_BITS
 
     @property
@@ -249,14 +243,10 @@ class _File(_Section, frozen=True):
 
 
 def load_federation(path: str | Path) -> Federation:
-    """Read and check a federation file.
-
-    Raises:
-        ConfigError: the file is unreadable, has an unknown or missing key or no executor, or two entries are one party.
-        RoleConflictError: one party or one company is both executor and helper; or, with `[pads]`, an executor has too
-            few helpers of other companies.
-        CertificateError: a pinned file cannot be read, or does not hold one provider's certificate.
-    """
+    """Read and check a federation file. Raises `ConfigError`: the file is unreadable, has an unknown or missing key or
+    no executor, or two entries are one party; `RoleConflictError`: one party or one company is both executor and
+    helper; or, with `[pads]`, an executor has too few helpers of other companies; `CertificateError`: a pinned file
+    cannot be read, or does not hold one provider's certificate."""
     path = Path(path)
     file = load_toml(path, _File, made_by="symbiosis-priv federation init")
     peers = []

@@ -102,18 +102,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Peer:
-    """One provider in one role, as the tenant pinned it.
-
-    Args:
-        certificate: the pinned certificate: a file that holds nothing else, or the certificate itself for an executor
-            that a registry listed.
-        next_certificate: file of the pinned successor while the provider rotates.
-        layers: layers that it must serve at least; None if the file does not say.
-        others: further addresses of the same provider, which shows the same certificate there. Connections spread over
-            all addresses and fail over between them.
-        remote_only: its host may not resolve to an address of this machine, of its link or of a metadata service. True
-            for executors that a registry listed, unless the federation is local.
-    """
+    """One provider in one role, as the tenant pinned it. An executor that a registry listed has no file of its own, and
+    is `remote_only` unless the federation is local: its host may not resolve to an address of this machine, of its link
+    or of a metadata service."""
 
     # hashed by name and role only: every request looks peers up several times, and hashing all fields is slow
     name: str
@@ -122,9 +113,10 @@ class Peer:
     host: str = field(hash=False)
     port: int = field(hash=False)
     certificate: Pin = field(hash=False)
-    next_certificate: Path | None = field(default=None, hash=False)
-    layers: LayerRange | None = field(default=None, hash=False)
+    next_certificate: Path | None = field(default=None, hash=False)  # pinned too, while the provider rotates
+    layers: LayerRange | None = field(default=None, hash=False)  # that it must serve; None if the file does not say
     remote_only: bool = field(default=False, hash=False)
+    # further addresses, with the same certificate: connections spread over all, and fail over between them
     others: tuple[Address, ...] = field(default=(), hash=False)
 
     @property
@@ -191,13 +183,10 @@ class Registries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def check_parties(peers: Sequence[Peer], *, companies: Sequence[Company] = (), pad_helpers: int | None = None) -> None:
     """Checks rules 8 and 11: no two entries are one party, and no company is both executor and helper (which it may be
     if `pad_helpers` helpers are chosen for each pad, see `Federation`). Names, operators and addresses are compared in
-    normal form, certificates and public keys by fingerprint, including the next certificates.
-
-    Raises:
-        RoleConflictError: an executor and a helper have a trait, an operator or a company in common.
-        ConfigError: two executors or two helpers have a trait in common, or two entries have one name.
-        CertificateError: a pinned file cannot be read, or does not hold one provider's certificate.
-    """
+    normal form, certificates and public keys by fingerprint, including the next certificates. Raises
+    `RoleConflictError`: an executor and a helper have a trait, an operator or a company in common; `ConfigError`: two
+    executors or two helpers have a trait in common, or two entries have one name; `CertificateError`: a pinned file
+    cannot be read, or does not hold one provider's certificate."""
     known = Parties(peers, companies)
     parties = [(peer, traits(peer)) for peer in peers]
     for (one, mine), (other, theirs) in itertools.combinations(parties, 2):

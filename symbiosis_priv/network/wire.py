@@ -290,12 +290,9 @@ class BlockRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Execute(Binding, frozen=True, tag="execute"):
     """Multiply the payload's rows by a layer group. Payload: `[rows, inputs]` (`[rows, outputs]` backward).
 
-    With `counts`, the widths are those of one expert's matrix.
-
-    Args:
-        blocks: subtract these rows of blocks from the answer. Every row of a block is used for one request.
-        confirms: nonces of earlier requests of the tenant, whose blocks the executor need not keep any longer.
-    """
+    With `counts`, the widths are those of one expert's matrix. The executor subtracts the rows of `blocks` from the
+    answer; every row of a block is used for one request. `confirms` has the nonces of earlier requests of the tenant,
+    whose blocks the executor need not keep any longer."""
 
     blocks: Annotated[tuple[BlockRows, ...], msgspec.Meta(max_length=MAX_BLOCKS)] = ()
     confirms: Annotated[tuple[Nonce, ...], msgspec.Meta(max_length=MAX_BLOCKS)] = ()
@@ -334,14 +331,10 @@ class QuotaLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Result(Binding, frozen=True, tag="result", omit_defaults=True):
-    """The product. Payload: `[rows, outputs]` (`[rows, inputs]` backward).
-
-    Args:
-        limit: the quota for which the request had to wait before it was admitted; None if it did not wait.
-        relayed: answer to an `Effect`: the executor has the block, and there is no payload. Answer to an `Execute`:
-            the rows of all its `blocks` were subtracted from the payload. False if a block was missing or could not
-            be sent: the payload is the plain product.
-    """
+    """The product. Payload: `[rows, outputs]` (`[rows, inputs]` backward). `limit` is the quota for which the request
+    had to wait before it was admitted. `relayed` in an answer to an `Effect`: the executor has the block, and there is
+    no payload; in an answer to an `Execute`: the rows of all its `blocks` were subtracted from the payload. If a block
+    was missing or could not be sent, it is False, and the payload is the plain product."""
 
     limit: QuotaLimit | None = None
     relayed: bool = False

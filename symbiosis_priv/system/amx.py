@@ -70,11 +70,8 @@ def _ask() -> None:
 
 
 def _limit_onednn(level: str) -> None:
-    """Set `ONEDNN_MAX_CPU_ISA` if oneDNN would use AMX and trap. A variable that the user has set stays.
-
-    Args:
-        level: the highest leaf of CPUID, if Linux says.
-    """
+    """Set `ONEDNN_MAX_CPU_ISA` if oneDNN would use AMX and trap. A variable that the user has set stays. `level` is the
+    highest leaf of CPUID, if Linux says."""
     if "ONEDNN_MAX_CPU_ISA" in os.environ or "DNNL_MAX_CPU_ISA" in os.environ:
         return
     if level.isdecimal() and int(level) >= _TILE_LEAF:

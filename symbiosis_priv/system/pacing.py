@@ -57,22 +57,16 @@ class Backoff:
 
 
 class Periodic:
-    """A daemon thread that calls `action` every `every_s` seconds.
+    """A daemon thread that calls `action` every `every_s` seconds; with `at_once`, for the first time at the start.
 
         flusher = Periodic(self._flush, every_s=1.0, name="flusher")
         flusher.start()
         flusher.wake()              # call it now
         flusher.close(timeout=5.0)  # wait for a call in progress
 
-    An exception of the action does not end the thread, but is logged. The thread belongs to one process: a forked child
-    makes its own.
-
-    Args:
-        action: its result is ignored. It may call `stop`, and set `every_s` for its next call.
-        jitter: pauses are varied at random by up to this share, so that programs that start together do not act
-            together.
-        at_once: make the first call at the start, and not `every_s` seconds later.
-    """
+    The action may call `stop`, and set `every_s` for its next call. An exception of the action does not end the thread,
+    but is logged. Pauses are varied at random by up to the share `jitter`, so that programs that start together do not
+    act together. The thread belongs to one process: a forked child makes its own."""
 
     def __init__(
         self, action: Callable[[], object], *, every_s: float, name: str, jitter: float = 0.0, at_once: bool = False

@@ -56,11 +56,8 @@ class _Sum(NamedTuple):
 
 
 class _Trace(TorchFunctionMode):
-    """Follows outputs of linears through sums and norms to the next linears, in one run.
-
-    Attributes:
-        places: the composed groups that were found: what they compose, the group of W1, and that of W2.
-    """
+    """Follows outputs of linears through sums and norms to the next linears, in one run. `places` are the composed
+    groups that were found: what they compose, the group of W1, and that of W2."""
 
     def __init__(self, model: nn.Module, groups: Mapping[str, GroupSpec]) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from typing import Any
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 except ModuleNotFoundError:
-    BuildHookInterface = object
+    BuildHookInterface = object  # type: ignore[assignment,misc]
 
 FOLDER = Path("symbiosis_priv/native")
 LIBRARY = FOLDER / "libring.so"
@@ -33,7 +33,7 @@ EXACT = [
 ]
 
 
-class NativeBuildHook(BuildHookInterface):
+class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     """Runs before every wheel and every editable install."""
 
     PLUGIN_NAME = "custom"

@@ -138,6 +138,27 @@ def pairs(endings: tuple[str, str], width: int) -> Packer:
     return pack
 
 
+def nvfp4(ending: str, of_all: str, *, divides: bool) -> Packer:
+    """Two FP4 numbers in a byte, a scale in FP8 for 16 of them, and a float32 that multiplies or divides all scales."""
+
+    def pack(rows: int, columns: int, rng: np.random.Generator) -> Packed:
+        codes = rng.integers(0, 16, size=(rows, columns))
+        grid = torch.from_numpy(rng.uniform(1, 400, size=(rows, columns // 16))).to(torch.float8_e4m3fn)
+        number = torch.tensor([5000.0 + rng.random() if divides else 1e-4 * (1 + rng.random())], dtype=torch.float32)
+        wide = grid.double() / number.double() if divides else grid.double() * number.double()
+        stored = torch.from_numpy((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8))
+        found = {f".weight{ending}": stored, ".weight_scale": grid, f".weight{of_all}": number}
+        return found, torch.from_numpy(np.array(FP4)[codes] * spread(wide.numpy(), rows, columns, (1, 16)))
+
+    return pack
+
+
+def _as_bytes(packed: Packed) -> Packed:
+    """Scales that are powers of two as their exponents in uint8."""
+    found, weight = packed
+    return found | {".weight_scale": found[".weight_scale"].view(torch.uint8)}, weight
+
+
 def compressed(kind: str, **weights: Any) -> dict[str, Any]:
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     return {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups, "ignore": ["lm_head"]}
@@ -169,6 +190,23 @@ FORMS: dict[str, tuple[dict[str, Any], Packer]] = {
     "compressed fp8 blocks": (
         compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[20, 24]),
         floats(".weight_scale", (20, 24), torch.bfloat16),
+    ),
+    "compressed mxfp8": (
+        compressed("mxfp8-quantized", num_bits=8, type="float", group_size=16),
+        lambda *of: _as_bytes(floats(".weight_scale", (1, 16), torch.float8_e8m0fnu)(*of)),
+    ),
+    "compressed mxfp4": (
+        compressed("mxfp4-pack-quantized", num_bits=4, type="float", group_size=16),
+        pairs((".weight_packed", ".weight_scale"), GROUP),
+    ),
+    "compressed nvfp4": (
+        compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16),
+        nvfp4("_packed", "_global_scale", divides=True),
+    ),
+    "modelopt fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, floats(".weight_scale", None, torch.float32)),
+    "modelopt nvfp4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {"group_0": {"targets": ["Linear"]}}},
+        nvfp4("", "_scale_2", divides=False),
     ),
     "compressed int8": (
         compressed("int-quantized", num_bits=8, type="int", strategy="channel"),

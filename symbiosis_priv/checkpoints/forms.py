@@ -11,7 +11,8 @@ from typing import Any
 from symbiosis_priv.errors import CheckpointError, UnsupportedModelError, one_line
 
 Parts = dict[str, str]
-"""The stored tensors of a weight, by kind: `values`, `scales`, and some of `zeros`, `groups` (of columns), `shape`."""
+"""The stored tensors of a weight, by kind: `values`, `scales`, and some of `zeros`, `groups` (of columns), `shape`, and
+for all scales a `factor` or a `divisor`."""
 
 _MAX_BLOCK = 1 << 20
 _BITS = (4, 8)
@@ -22,8 +23,12 @@ _COMPRESSED = (
     "float-quantized",
     "int-quantized",
     "pack-quantized",
+    "mxfp8-quantized",
+    "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized",
     "mixed-precision",
 )
+_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "NVFP4", "W4A16_NVFP4")
 
 
 @dataclass(frozen=True)
@@ -46,14 +51,15 @@ def _scaled(scales: str, weight: str = "", **optional: str) -> _Layout:
     return _Layout(weight, weight, scales, optional)
 
 
-_PACKED = _Layout("", "_packed", "_scale", {"zeros": "_zero_point", "groups": "_g_idx"}, {"shape": "_shape"})
+_OF_PACKED = {"zeros": "_zero_point", "groups": "_g_idx", "shape": "_shape", "divisor": "_global_scale"}
 _FLOATS = (_scaled("_scale_inv"), _scaled("_scale"), _scaled(".scale", ".weight"), _scaled(".qscale_weight", ".weight"))
 _LAYOUTS: dict[str, tuple[_Layout, ...]] = {
     "fp8": _FLOATS,
     "mxfp8": _FLOATS,
     "fbgemm_fp8": _FLOATS,
     "mxfp4": (_Layout("", "_blocks", "_scales"),),
-    "compressed-tensors": (_PACKED, _scaled("_scale", zeros="_zero_point")),
+    "modelopt": (_scaled("_scale", factor="_scale_2"),),
+    "compressed-tensors": (_Layout("", "_packed", "_scale", _OF_PACKED), _scaled("_scale", zeros="_zero_point")),
     "gptq": (_Layout(".weight", ".qweight", ".scales", {"groups": ".g_idx"}, {"zeros": ".qzeros"}),),
     "awq": (_Layout(".weight", ".qweight", ".scales", needed={"zeros": ".qzeros"}),),
 }
@@ -101,6 +107,8 @@ class Form:
             raise _refused(method)
         if method == "compressed-tensors":
             return cls._compressed(entry)
+        if method == "modelopt" and (algorithm := entry.get("quant_algo")) not in _MODELOPT:
+            raise _refused(f"modelopt with {algorithm}")
         if method == "gptq":
             kind = entry.get("checkpoint_format") or entry.get("format") or "gptq"
             if kind not in ("gptq", "gptq_v2") or entry.get("is_marlin_format"):

@@ -1,7 +1,8 @@
 """Makes the numbers of a weight that is stored in 8 or 4 bits (`forms`).
 
 Nothing is rounded. A stored number less its zero point has at most 9 significant bits. So its product with a scale of
-bfloat16, of float16 or of a power of two is a float32, and its product with a scale of float32 is a float64.
+bfloat16, of float16 or of a power of two is a float32, and its product with a scale of float32 is a float64. One form
+(NVFP4 of compressed-tensors) divides by a number: the quotient is rounded to a float64.
 """
 
 import torch
@@ -31,13 +32,14 @@ def widen(form: Form, parts: dict[str, Tensor], *, at: int | None = None) -> Ten
         parts = {kind: part[at] for kind, part in parts.items()}
     numbers, scales, zeros = _numbers(form, parts)
     *stack, rows, columns = numbers.shape
+    scales = _scales_of_all(parts, scales)
     grid, scales = _grid(scales, numbers, form.block, grouped="groups" in parts)
     column = torch.arange(columns, dtype=torch.int64, device="cpu") // grid[1]
     if "groups" in parts:
         column = parts["groups"].to(torch.int64)
         if column.shape != (columns,) or not 0 <= int(column.min()) <= int(column.max()) < scales.shape[-1]:
             raise ValueError("a column's group is out of range")
-    dtype = torch.float64 if scales.dtype == torch.float32 else torch.float32
+    dtype = torch.float64 if scales.dtype in (torch.float32, torch.float64) else torch.float32
     scales = scales.to(dtype).reshape(-1, *scales.shape[-2:])
     if zeros is not None:
         if zeros.numel() != scales.numel() or len(zeros) != scales.shape[1]:
@@ -72,7 +74,7 @@ def _numbers(form: Form, parts: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tens
     values, scales, zeros = parts["values"], parts["scales"], parts.get("zeros")
     if scales.dtype == torch.uint8:  # exponents of two
         scales = scales.view(torch.float8_e8m0fnu)
-    if scales.dtype not in _SCALES:
+    if scales.dtype not in _SCALES and not (scales.dtype == torch.float8_e4m3fn and values.dtype in _BYTES):
         raise ValueError(f"scales of {scales.dtype} are not read")
     if form.method in ("gptq", "awq"):
         assert zeros is not None
@@ -89,16 +91,27 @@ def _numbers(form: Form, parts: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tens
                     zeros = _fields(zeros, bits, along=0)[:rows] - middle
                 return _fields(values, bits, along=1)[:, :columns] - middle, scales, zeros
         raise ValueError(f"{list(values.shape)} words do not hold {rows} x {columns} numbers")
-    if form.method == "compressed-tensors":
-        if values.dtype not in (*_FP8, torch.int8):
-            raise ValueError(f"weights of {values.dtype} with scales are not read")
+    if values.dtype in _FP8 or (values.dtype == torch.int8 and form.method == "compressed-tensors"):
         return values, scales, zeros
-    if values.dtype in _FP8:
-        return values, scales, None
-    if values.dtype not in _BYTES:
-        raise ValueError(f"weights of {values.dtype} with scales are not read")
+    if values.dtype == torch.int32 and form.method == "compressed-tensors":
+        raise ValueError("its packed integers lack their shape")
+    if values.dtype not in _BYTES or zeros is not None:
+        raise ValueError(f"weights of {values.dtype} with these scales are not read")
     values = values.view(torch.uint8)  # two FP4 numbers in a byte, the lower bits first
     return torch.stack([values & 15, values >> 4], dim=-1).flatten(-3 if form.transposed else -2), scales, None
+
+
+def _scales_of_all(parts: dict[str, Tensor], scales: Tensor) -> Tensor:
+    """The scales, multiplied or divided by the number for all of them if they have one. Scales of FP8 need one."""
+    kind = next((kind for kind in ("factor", "divisor") if kind in parts), None)
+    if kind is None:
+        if scales.dtype == torch.float8_e4m3fn:
+            raise ValueError("it lacks the scale of its scales")
+        return scales
+    if parts[kind].numel() != 1 or parts[kind].dtype != torch.float32:
+        raise ValueError("the scale of its scales is not one float32")
+    number = parts[kind].item()
+    return scales.double() * number if kind == "factor" else scales.double() / number
 
 
 def _fields(words: Tensor, bits: int, *, along: int, order: tuple[int, ...] | None = None) -> Tensor:

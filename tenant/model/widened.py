@@ -5,13 +5,14 @@ it. So the entry is removed from the configuration in memory, the parts of these
 and their numbers are read as every other reader of this project reads them.
 """
 
-import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, modeling_utils
 from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -47,17 +48,22 @@ class WidenedQuantizer(HfQuantizer):
 
     _folder: Path
     _parts: frozenset[str] = frozenset()
+    _left_out: RemovableHandle
 
     def prepare(self, model: PreTrainedModel, folder: Path) -> None:
-        """Hide the parts of these weights from transformers, which then does not report the weights as missing."""
+        """Hide these weights and their parts from transformers, which then neither misses nor reads them."""
         self._folder = folder
         with Checkpoint(folder) as checkpoint:
             self._parts = checkpoint.parts
-            widened = self._widened(model, checkpoint) if checkpoint.form else ()
+            widened = self._widened(model, checkpoint) if checkpoint.form else {}
         if not self._parts:
             return
-        missing = {rf"^{re.escape(name)}$" for name in widened}
-        model._keys_to_ignore_on_load_missing = missing | set(model._keys_to_ignore_on_load_missing or ())
+
+        def leave_out(_: Any, state: dict[str, Any], prefix: str, __: Any) -> None:
+            for name in widened:
+                state.pop(prefix + name, None)
+
+        self._left_out = model.register_state_dict_post_hook(leave_out)
         model._keys_to_ignore_on_load_unexpected = {_HIDDEN} | set(model._keys_to_ignore_on_load_unexpected or ())
 
     def update_weight_conversions(self, weight_conversions: list[Any], *_: Any) -> list[Any]:
@@ -69,9 +75,13 @@ class WidenedQuantizer(HfQuantizer):
         has another shape."""
         if not self._parts:
             return
+        self._left_out.remove()
         with Checkpoint(self._folder) as checkpoint:
             for name, source in self._widened(model, checkpoint).items():
-                held = model.get_parameter_or_buffer(name)
+                held = model.get_parameter(name)
+                if held.is_meta:
+                    here = nn.Parameter(torch.empty_like(held, device="cpu"), held.requires_grad)
+                    torch.utils.swap_tensors(held, here)  # the same parameter wherever it is tied to
                 stack = held.ndim == 3  # its matrices are read one at a time
                 reads = (
                     source.matrices(checkpoint, name, len(held)) if stack else [partial(source.read, checkpoint, name)]

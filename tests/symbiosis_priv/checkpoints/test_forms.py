@@ -214,7 +214,15 @@ HOSTILE: dict[str, tuple[str, dict[str, Any], str]] = {
     "a negative shape": ("compressed 4 bits", {"weight_shape": at(0, -32)}, "words do not hold"),
     "a shape of floats": ("compressed 4 bits", {"weight_shape": lambda t: t.float()}, "two integers"),
     "a shape of many numbers": ("compressed 4 bits", {"weight_shape": lambda t: t.repeat(1000)}, "two integers"),
-    "no shape": ("compressed 4 bits", {"weight_shape": None}, "has no .*shape"),
+    "no shape": ("compressed 4 bits", {"weight_shape": None}, "lack their shape"),
+    "no scale of the scales": ("compressed nvfp4", {"weight_global_scale": None}, "lacks the scale of its scales"),
+    "a scale of the scales that is 0": ("compressed nvfp4", {"weight_global_scale": lambda t: 0 * t}, "inf or nan"),
+    "many scales of the scales": ("modelopt nvfp4", {"weight_scale_2": lambda t: t.repeat(2)}, "not one float32"),
+    "an FP4 zero point": (
+        "compressed mxfp4",
+        {"weight_zero_point": lambda _: torch.zeros(1, dtype=torch.int8)},
+        "uint8 with these scales",
+    ),
     "two weights": ("compressed 4 bits", {"weight": lambda _: torch.zeros(32, 48)}, "twice"),
 }
 
@@ -287,7 +295,8 @@ REFUSED: dict[str, tuple[dict[str, Any] | str, str]] = {
     "True bits": ({"quant_method": "gptq", "bits": True}, "bits = True"),
     "marlin": ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "marlin"),
     "gemv": ({"quant_method": "awq", "bits": 4, "version": "GEMV"}, "awq in the version gemv"),
-    "nvfp4": (forms.compressed("nvfp4-pack-quantized", num_bits=4), "nvfp4-pack-quantized"),
+    "mxfp6": (forms.compressed("mxfp6-pack-quantized", num_bits=8), "mxfp6-pack-quantized"),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "modelopt with NVFP4_AWQ"),
     "sparse": (
         forms.compressed("dense", num_bits=4) | {"sparsity_config": {"format": "sparse-24-bitmask"}},
         "sparse-24-bitmask",

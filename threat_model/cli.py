@@ -238,8 +238,7 @@ _STYLE = {"holds": "green", "broken": "bold red", "not served": "dim", "not test
 
 
 def run_properties(subjects: Sequence[Subject], *, examples: int, seed: int, budget: float) -> list[PropertyResult]:
-    """Run every property, and print each result as soon as it is known. A provider's name, and the reason why
-    properties were not judged, are printed once."""
+    """Run every property, and print each result at once. A provider's name, and a reason, are printed once."""
     from threat_model.conformance.properties import PROPERTIES
     from threat_model.conformance.trials import verify
 

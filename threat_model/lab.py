@@ -174,8 +174,7 @@ class Lab:
             yield entry | {"certificate": f"keys/{name}.pem"}
 
     def write_federation(self, name: str, helpers: int, **tables: Any) -> Path:
-        """Write `federation-<name>.toml` with the executor, the first `helpers` helpers, and these tables of
-        `federation_text`."""
+        """Write `federation-<name>.toml` with the first `helpers` helpers, and tables of `federation_text`."""
         path, digest = self.folder / f"federation-{name}.toml", self.store.manifest().digest
         providers = self._entries[: 1 + helpers]
         path.write_text(
@@ -196,8 +195,8 @@ class Lab:
         return torch.stack([self._private[s : s + length] for s in starts.tolist()])
 
     def record(self, scheme: AttackedScheme, workload: Workload, *, federation: Path | None = None) -> Recording:
-        """Fine-tune and generate under a scheme, and record every party's view. `federation`: a federation file to use
-        instead of the one with the scheme's number of helpers."""
+        """Fine-tune and generate under a scheme, and record every party's view. `federation`: another file than the
+        scheme's."""
         recorder, truth = Recorder(), Truth(steps=workload.steps)
         keep = BlockStore.keep
 
@@ -224,8 +223,7 @@ class Lab:
         return Recording(scheme, views, truth)
 
     def record_decoding(self, experts: Experts, tokens: int) -> tuple[Views, Truth]:
-        """Decode one sequence of the tenant's text under `pad`, sampled, and record it. The last token is never
-        sent."""
+        """Decode one sequence of the tenant's text under `pad`, sampled. The last token is never sent."""
         recorder, truth = Recorder(), Truth(steps=0)
         more = {"show_routes_while_decoding": True} if experts == "counts" else {}
         model = self._load(recorder, federation=self.federation_path, masking="pad", experts=experts, **more)
@@ -323,8 +321,8 @@ _GROUP, _ROWS = 0, 4  # rows of each of the neighbour's requests
 
 @contextmanager
 def neighbour_of(executor: Peer, identity: Identity, public: Public) -> Iterator[Callable[[], NeighbourView]]:
-    """A second tenant of the same executor, which sends requests and reads health reports until the block ends. The
-    function returns its view so far."""
+    """A second tenant of the same executor sends requests and reads health reports until the block ends. The function
+    returns its view so far."""
     seen: list[tuple[float, int]] = []
     own: list[Tensor] = []
     stop, ready = threading.Event(), threading.Event()

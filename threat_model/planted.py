@@ -135,8 +135,7 @@ def reused_pads() -> AbstractContextManager[object]:
 
 @contextmanager
 def bare_effects() -> Iterator[None]:
-    """Inside this block, helpers of this process relay bare effects, and tenants open answers without a second
-    keystream."""
+    """Inside this block, helpers of this process relay bare effects, and tenants open them without a keystream."""
 
     def bare(effect: memoryview, request: wire.Effect, entry: GroupEntry) -> memoryview:
         _, outputs = entry.columns(request.direction)

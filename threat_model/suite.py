@@ -119,8 +119,7 @@ class Suite:
 
     @property
     def outside(self) -> tuple[int, int]:
-        """Number of promised cells whose 99 % interval misses chance, and number of promised cells. One in 100 is
-        expected."""
+        """Number of promised cells whose 99 % interval misses chance (expected: 1 in 100), and of promised cells."""
         hidden = [c.outcome for c in self.cells if c.promised and c.outcome is not None and c.outcome.trials]
         return sum(not outcome.at_chance for outcome in hidden), len(hidden)
 
@@ -201,8 +200,7 @@ def examine(attack: Attack[Any, Any], recording: Recording, lab: Lab) -> Cell:
 
 
 def attack_composed(workload: Workload) -> tuple[Cell, ...]:
-    """Attack the rows of composed groups, of which two leave together (`round_trips = 2`), without a mask, with one,
-    and with relayed effects."""
+    """Attack composed groups, which leave in pairs (`round_trips = 2`): bare, masked, and with relayed effects."""
     attacks: list[Attack[Any, Any]] = [RepeatedRows(FORWARD), Uniformity(), Distinguisher(FORWARD), Collusion(FORWARD)]
     attacks.append(RelayedAnswers(FORWARD))
     with tempfile.TemporaryDirectory() as folder, Lab(Path(folder), helpers=1, round_trips=2) as lab:

@@ -42,13 +42,8 @@ _CONNECT_S, _ANSWER_S = 10.0, 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """The state of a link between a tenant and its providers, the same in both directions.
-
-    Args:
-        mbit_per_s: bandwidth in each direction; None for no limit.
-        round_trip_ms: delay that the link adds to a round trip, half of it in each direction.
-        loss: share of packets that are lost in each direction.
-    """
+    """The state of a link between a tenant and its providers, in each direction: bandwidth (None for no limit), half of
+    the round trip, and the share of packets that are lost."""
 
     mbit_per_s: float | None = None
     round_trip_ms: float = 0.0
@@ -56,8 +51,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse `100mbit/100ms`, `1gbit/5ms`, or `100mbit/100ms/0.1%` with a loss in each direction. Raises
-        `ConfigError`: the text has another format."""
+        """Parse `100mbit/100ms`, `1gbit/5ms`, or `100mbit/100ms/0.1%` with losses. Raises `ConfigError`."""
         found = _FORM.fullmatch(text.strip())
         rate, delay, loss = (float(found[name] or 0) if found else 0.0 for name in ("rate", "delay", "loss"))
         if found is None or rate <= 0 or loss >= 100:
@@ -88,12 +82,7 @@ class Condition:
 
 
 class Link:
-    """An emulated link.
-
-    Attributes:
-        host: the address at which providers must listen.
-        emulator: the process whose processor time belongs to the emulation.
-    """
+    """An emulated link. Providers must listen at `host`. The processor time of `emulator` is the emulation's."""
 
     host = _HERE
 
@@ -106,8 +95,7 @@ class Link:
         self._proxy.ask(condition, timeout_s=_ANSWER_S)
 
     def federation(self, path: Path) -> Path:
-        """Write the tenant's `federation.toml`, from the file with the providers' addresses at `host`. Returns its
-        path."""
+        """Write a `federation.toml` through which the tenant reaches the providers of `path`. Returns its path."""
         text, ports = path.read_text(encoding="utf-8"), [peer.port for peer in load_federation(path).peers]
         for port, reached in zip(ports, self.ports(ports), strict=True):
             text = text.replace(f'"{self.host}:{port}"', f'"{self.host}:{reached}"')

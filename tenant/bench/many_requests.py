@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers.generation import BaseStreamer
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
-from tenant.bench.measured_models import Effort, Llama, provide, relayed, remote_config
-from tenant.bench.options import Masking, Progress, benchmark, scheme
+from tenant.bench.measured_models import Effort, Llama, MaskingVariant, provide, remote_config
+from tenant.bench.options import Masking, Progress, benchmark
 from tenant.bench.report import Goal, Row, figure, percentile, where
 from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Event, Failed, Token
 from tenant.endpoint.engine.sequential import SequentialEngine, open_engine
@@ -79,7 +79,7 @@ def endpoint(
 
     Example: symbiosis-priv bench endpoint --streams 8 --width 512
     """
-    name = scheme(masking)
+    variant = MaskingVariant.parse(masking)
     path = shape.save(folder / "model") if model is None else resolve(model)
     tokenizer: Any = _NoText() if model is None else load_tokenizer(path)
     if model is None:
@@ -95,8 +95,8 @@ def endpoint(
             adapted.save_pretrained(str(folder / "adapters" / adapter))
             base = adapted.unload()
     progress("starting providers")
-    with provide(path, folder, threads=effort.threads, relay=relayed([name])) as local:
-        split = load_language_model(path, remote=remote_config(local, name, effort), dtype=torch.float32)
+    with provide(path, folder, threads=effort.threads, maskings=[variant]) as local:
+        split = load_language_model(path, remote=remote_config(local, variant, effort), dtype=torch.float32)
         tasks = Tasks(split)
         loaded = tasks.register_all(folder / "adapters") if model is None else []
         names = [None, *(task.name for task in loaded)]
@@ -173,8 +173,7 @@ class _NoText:
 
 
 def _answer(engine: Engine, requests: list[EngineRequest]) -> list[list[float]]:
-    """Submit all requests together, and close the engine after all answers have ended. Returns the times of the
-    tokens."""
+    """Submit all requests together, wait for all answers, and close the engine. Returns the times of the tokens."""
     times: dict[str, list[float]] = {request.id: [] for request in requests}
     ended: SimpleQueue[Done | Failed] = SimpleQueue()
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel
 
-from tenant.bench.measured_models import Bert, Effort, provide, remote_config
+from tenant.bench.measured_models import Bert, Effort, MaskingVariant, provide, remote_config
 from tenant.bench.options import Progress, benchmark
 from tenant.bench.processes import check_supported, resources
 from tenant.bench.report import Goal, Row, Value, figure, where
@@ -109,7 +109,7 @@ def tasks(
         del model, serving
     progress("a mixed batch, split")
     with _threads(effort.threads), provide(path, folder, threads=effort.threads) as local:
-        remote = remote_config(local, "pad", effort)
+        remote = remote_config(local, MaskingVariant.parse("pad"), effort)
         split = load_model(path, remote=remote, dtype=torch.float32, kind=AutoModel)
         serving = Tasks(split)
         serving.register_all(repository)

@@ -10,9 +10,8 @@ import itertools
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, Self
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
@@ -112,8 +111,14 @@ def provider(
         for count in numbers(ranks, "--ranks")
         for sharding in (ways if count > 1 else ways[:1])  # a single rank does not divide products
     ]
-    measured = partial(measure_tenants, folder, scenarios=scenarios, mixes=mixes, variants=variants)
-    yield from (row for row, _ in measured(hidden=hidden, layers=layers, seconds=seconds, threads=threads))
+    model = small_llama(hidden, inner=2 * hidden, layers=layers).save(folder / "model")
+    most = max(scene.generating + scene.training for scene in scenarios)
+    benches = [_Bench(folder / str(one), model, one, threads=threads, tenants=most) for one in variants]
+    with contextlib.ExitStack() as running:
+        for bench in benches:
+            running.enter_context(bench.local)
+        for mix, scenario, bench in itertools.product(mixes, scenarios, benches):
+            yield bench.run(scenario, mix, seconds=seconds)
 
 
 class Scenario(NamedTuple):
@@ -153,41 +158,6 @@ class Variant(NamedTuple):
         return self.policy if self.ranks == 1 else f"{self.policy}-{self.ranks}-{self.sharding}"
 
 
-def measure_tenants(
-    directory: Path,
-    *,
-    scenarios: Sequence[Scenario],
-    mixes: Sequence[Mix],
-    variants: Sequence[Variant],
-    hidden: int,
-    layers: int,
-    seconds: float,
-    threads: int,
-) -> Iterator[tuple[Row, dict[str, str]]]:
-    """Start a provider per variant, and let the tenants of each scenario send requests to each provider by turns.
-
-    Args:
-        mixes: all scenarios run with the first mix, then with the next.
-        layers: blocks of the model, of four layer groups each.
-
-    Yields:
-        A row, and by each tenant's name a digest of the answers that the tenant received alone. Figures of the row:
-        `token` and `step`, times over the turns of all tenants of a kind (None without such tenants); `rows_per_s` of
-        all products; `batch_rows` and `batch_requests`, means per product; `product_share`, the share of the executor's
-        busy time that was spent in products; `idle_share`, of the whole time; `answers`, the number of answers that
-        were compared with the answers received alone, and `wrong`, the number of those that differed.
-    """
-    model = small_llama(hidden, inner=2 * hidden, layers=layers).save(directory / "model")
-    most = max(s.generating + s.training for s in scenarios)
-    with contextlib.ExitStack() as running:
-        benches = [
-            running.enter_context(_Bench(directory / str(variant), model, variant, threads=threads, tenants=most))
-            for variant in variants
-        ]
-        for mix, scenario, bench in itertools.product(mixes, scenarios, benches):
-            yield bench.run(scenario, mix, seconds=seconds)
-
-
 class _Bench:
     """A provider, and its tenants' certificates."""
 
@@ -200,84 +170,83 @@ class _Bench:
         }
         self._variant = variant
         cache = model.parent / "cache"  # shared by all providers, because they serve the same weights
-        self._local = provide(model, directory, threads=threads, helpers=0, cache=cache, provider_options=options)
+        self.local = provide(model, directory, threads=threads, helpers=0, cache=cache, provider_options=options)
         groups = WeightStore(model, cache=cache).manifest().groups
         self._groups = tuple((group.inputs, group.stacked_outputs) for group in groups)
         self._identities: dict[str, Identity] = {}
 
-    def __enter__(self) -> Self:
-        self._local.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._local.stop()
-
-    def run(self, scenario: Scenario, mix: Mix, *, seconds: float) -> tuple[Row, dict[str, str]]:
+    def run(self, scenario: Scenario, mix: Mix, *, seconds: float) -> Row:
         """Measure a scenario."""
-        loads = []
-        for name, kind, rows, rank in mix.loads(scenario):
-            if name not in self._identities:
-                self._identities[name] = self._local.issue_tenant(name)
-            load = RequestLoad(
-                name=name,
-                identity=self._identities[name],
-                kind=kind,
-                rows=rows,
-                rank=rank,
-                federation=self._local.federation,
-                groups=self._groups,
-                seconds=seconds,
-                checked_s=min(_CHECKED_S, seconds),
-            )
-            loads.append(load)
+        loads = [self._load(*tenant, seconds=seconds) for tenant in mix.loads(scenario)]
         with contextlib.ExitStack() as running:
             tenants: list[Child[Phase, Any]] = [
                 running.enter_context(Child(load.name, serve_load, load)) for load in loads
             ]
-            alone = {
-                load.name: tenant.ask("alone", timeout_s=DEADLINE_S)
-                for load, tenant in zip(loads, tenants, strict=True)
-            }
+            for tenant in tenants:
+                tenant.ask("alone", timeout_s=DEADLINE_S)
             _ask_together(tenants, "checked", seconds=loads[0].checked_s)
-            before = self._local.status("executor")["executor"]
-            seen: list[LoadResult] = _ask_together(tenants, "measured", seconds=seconds)
-            after = self._local.status("executor")["executor"]
-        row: Row = {
+            before = self.local.status("executor")["executor"]
+            results: list[LoadResult] = _ask_together(tenants, "measured", seconds=seconds)
+            after = self.local.status("executor")["executor"]
+        found = list(zip(loads, results, strict=True))
+        sizes = sorted({load.rows for load in loads if load.kind == "generating"})
+        return {
             "generating": scenario.generating,
-            "generating_rows": ", ".join(map(str, sorted({one.rows for one in loads if one.kind == "generating"})))
-            or None,
+            "generating_rows": ", ".join(map(str, sizes)) or None,
             "training": scenario.training,
             "policy": self._variant.policy,
             "ranks": self._variant.ranks,
             "sharding": self._variant.sharding if self._variant.ranks > 1 else None,
+            **_speed(found, "generating", "tokens_per_s", "token", seconds),
+            **_speed(found, "training", "trained_rows_per_s", "step", seconds),
+            **_products(before, after),
+            "answers": sum(result.answers for result in results),
+            "wrong": sum(result.wrong for result in results),
         }
-        for kind, per_s, turn in (
-            ("generating", "tokens_per_s", "token"),
-            ("training", "trained_rows_per_s", "step"),
-        ):
-            found = [(one.rows, result.turns) for one, result in zip(loads, seen, strict=True) if one.kind == kind]
-            turns = [seconds for _, turns in found for seconds in turns]
-            row[per_s] = sum(rows * len(turns) for rows, turns in found) / seconds
-            if kind == "generating":
-                row["token_mean_ms"] = 1000 * statistics.fmean(turns) if turns else None
-            for q in (50, 99):
-                row[f"{turn}_p{q}_ms"] = percentile(turns, q, unit=1e-3) if turns else None
 
-        def grown(name: str) -> float:
-            return float(after[name] - before[name])
+    def _load(self, name: str, kind: Kind, rows: int, rank: int, *, seconds: float) -> RequestLoad:
+        if name not in self._identities:
+            self._identities[name] = self.local.issue_tenant(name)
+        return RequestLoad(
+            name=name,
+            identity=self._identities[name],
+            kind=kind,
+            rows=rows,
+            rank=rank,
+            federation=self.local.federation,
+            groups=self._groups,
+            seconds=seconds,
+            checked_s=min(_CHECKED_S, seconds),
+        )
 
-        products = max(1, sum(after["batch_rows"]["counts"]) - sum(before["batch_rows"]["counts"]))
-        batched, requests = (after[name]["total"] - before[name]["total"] for name in ("batch_rows", "batch_requests"))
-        row |= {
-            "rows_per_s": batched / grown("uptime"),
-            "batch_rows": batched / products,
-            "batch_requests": requests / products,
-            "product_share": grown("seconds") / (grown("uptime") - grown("idle")),
-            "idle_share": grown("idle") / grown("uptime"),
-            "resident_mib": after["resident"] / (1 << 20),
-        }
-        row |= {"answers": sum(found.answers for found in seen), "wrong": sum(found.wrong for found in seen)}
-        return row, alone
+
+def _speed(
+    found: Sequence[tuple[RequestLoad, LoadResult]], kind: Kind, per_s: str, turn: str, seconds: float
+) -> dict[str, float | None]:
+    """Rows per second of the tenants of a kind, and the times of their turns (None without such tenants)."""
+    of_kind = [(load.rows, result.turns) for load, result in found if load.kind == kind]
+    turns = [spent for _, turns in of_kind for spent in turns]
+    row = {
+        per_s: sum(rows * len(turns) for rows, turns in of_kind) / seconds,
+        f"{turn}_mean_ms": 1000 * statistics.fmean(turns) if turns else None,
+    }
+    return row | {f"{turn}_p{q}_ms": percentile(turns, q, unit=1e-3) if turns else None for q in (50, 99)}
+
+
+def _products(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
+    """What an executor has done between two statuses. `batch_rows`, `batch_requests`: means per product;
+    `product_share`: products' share of its busy time; `idle_share`: of the whole time."""
+    uptime, idle, busy = (float(after[name] - before[name]) for name in ("uptime", "idle", "seconds"))
+    products = max(1, sum(after["batch_rows"]["counts"]) - sum(before["batch_rows"]["counts"]))
+    rows, requests = (after[name]["total"] - before[name]["total"] for name in ("batch_rows", "batch_requests"))
+    return {
+        "rows_per_s": rows / uptime,
+        "batch_rows": rows / products,
+        "batch_requests": requests / products,
+        "product_share": busy / (uptime - idle),
+        "idle_share": idle / uptime,
+        "resident_mib": after["resident"] / (1 << 20),
+    }
 
 
 def _ask_together(tenants: Sequence[Child[Phase, Any]], phase: Phase, *, seconds: float) -> list[Any]:

@@ -32,8 +32,8 @@ from symbiosis_priv.federation import Federation, Peer, load_federation
 from symbiosis_priv.kernels import probe_rows
 from symbiosis_priv.limits import DEFAULT_HINT_BITS, GroupIndex
 from symbiosis_priv.network.tls import check_pin, server_context
-from tenant.bench.measured_models import HALF_THE_CORES, HEAD, Llama, Repeat, parsed, provide, relayed
-from tenant.bench.options import Masking, Progress, Rows, Threads, benchmark, numbers, scheme, widths
+from tenant.bench.measured_models import HALF_THE_CORES, HEAD, Llama, MaskingVariant, Repeat, provide
+from tenant.bench.options import Masking, Progress, Rows, Threads, benchmark, numbers, widths
 from tenant.bench.processes import Child
 from tenant.bench.report import Goal, Row, figure, percentile
 from tenant.core.blame import DEFAULT_COLUMNS
@@ -78,31 +78,30 @@ def linear(
 
     Example: symbiosis-priv bench linear --rows 1,256 --width 2048
     """
-    counts, sizes, name = numbers(rows, "--rows"), widths(width), scheme(masking)
+    counts, sizes, variant = numbers(rows, "--rows"), widths(width), MaskingVariant.parse(masking)
     torch.set_num_threads(threads)
     for size in sizes:
         # the output projection is `size` x `size`, and the other layers are small
         shape = Llama(width=size, layers=1, inner=HEAD, key_heads=1, vocabulary=64)
         model = shape.save(folder / str(size) / "model")
-        with provide(model, model.parent, threads=threads, relay=relayed([name])) as local:
+        with provide(model, model.parent, threads=threads, maskings=[variant]) as local:
             federation = load_federation(local.federation)
             executor = federation.executors[0]
             assert isinstance(executor.certificate, Path), "LocalFederation writes files"
             store = WeightStore(model, cache=local.cache)
             preparation = prepare(store, digest=federation.model_digest, columns=DEFAULT_COLUMNS, cache=local.cache)
             key, authority = executor.certificate.with_suffix(".key"), local.directory / "keys" / "authority.pem"
-            masking_scheme, transport = parsed(name)
-            named = session_scheme(masking_scheme)
-            named.prepare(preparation, store, bits=DEFAULT_HINT_BITS, training=False)
-            options = SessionOptions(masking=masking_scheme, ring_bits=transport.ring_bits)
+            scheme, ring_bits = session_scheme(variant.scheme), variant.transport.ring_bits
+            scheme.prepare(preparation, store, bits=DEFAULT_HINT_BITS, training=False)
+            options = SessionOptions(masking=scheme.name, ring_bits=ring_bits)
             session = Session(federation, preparation, options=options, store=store)
-            backend = RingBackend(named.facts(preparation, transport.ring_bits), session)
+            backend = RingBackend(scheme.facts(preparation, ring_bits), session)
             served = executor.certificate, key, authority, model, local.cache, threads
             with contextlib.closing(backend), Child("echo", serve_echo, *served) as echo:
                 connect = partial(echo_connection, federation, executor, port=echo.ask(None, timeout_s=_ECHO_S))
                 for count in counts:
                     figures = _measured(session, backend, store, connect, rows=count, repeat=repeat)
-                    yield {"width": size, "masking": name, "rows": count, **figures}
+                    yield {"width": size, "masking": variant.name, "rows": count, **figures}
 
 
 def _measured(

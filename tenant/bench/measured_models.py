@@ -4,23 +4,24 @@ generates with it."""
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig
 from typer import Option
 
-from symbiosis_priv.checkpoints.layers import RoundTrips, Scope
+from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.system.files import write_atomically
 from tenant.cli.options import quiet
+from tenant.masking.registry import session_scheme
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_model
@@ -31,10 +32,6 @@ from tenant.session.traffic import Transport
 _VOCABULARY, _SMALL_VOCABULARY, _SMALL = 30522, 512, 512
 HEAD = 64
 """Dimensions of an attention head; widths are multiples of it, unless `heads` is given."""
-RELAY = "relay"
-"""Suffix of the name of a masking scheme, after a slash, with which effects are relayed."""
-TWO = "two"
-"""The same, with two round trips per block."""
 HALF_THE_CORES = max(1, (os.cpu_count() or 1) // 2)
 START_S = 900.0  # providers quantise the model at their start
 
@@ -85,12 +82,8 @@ class Llama:
         )
 
     def save(self, folder: Path, *, dtype: torch.dtype | None = None, shard: str = "50GB") -> Path:
-        """Write a checkpoint with random weights, always the same, and return its folder.
-
-        Args:
-            dtype: dtype of the weights; float32 if None.
-            shard: largest size of one file, such as "50GB".
-        """
+        """Write a checkpoint with random weights, always the same, and return its folder. `dtype`: of the weights;
+        float32 if None. `shard`: largest size of one file."""
         torch.manual_seed(0)
         model: Any = AutoModelForCausalLM.from_config(self.config(), dtype=dtype or torch.float32)
         model.save_pretrained(folder, max_shard_size=shard)
@@ -98,8 +91,7 @@ class Llama:
 
 
 def small_llama(width: int, *, inner: int, layers: int = 1) -> Llama:
-    """Return the shape of a Llama with four heads, for benchmarks that send requests to its layer groups without
-    running it."""
+    """The shape of a Llama with four heads, for benchmarks that use its layer groups without running it."""
     return Llama(width=width, layers=layers, inner=inner, heads=4, key_heads=4, vocabulary=64)
 
 
@@ -134,58 +126,54 @@ def check_width(width: int) -> None:
         raise ConfigError(f"--width {width}: write multiples of {HEAD}, the dimensions of an attention head")
 
 
-def provide(model: Path, directory: Path, *, threads: int, **options: Any) -> LocalFederation:
-    """Return providers of a checkpoint, not yet started, with `threads` torch threads each, and files in a subfolder of
-    `directory`."""
-    given: dict[str, Any] = {"provider_options": {"executor": {"threads": threads}}, "deadline_s": START_S, **options}
-    return LocalFederation(model, directory / "federation", **given)
+class MaskingVariant(NamedTuple):
+    """A masking scheme, and how matrices are sent. `name` is the option's value: `pad`, `pad/24` in a ring of 24 bits,
+    `pad/24/relay` with relayed effects, `pad/two` with two round trips per block."""
 
-
-class Masking(NamedTuple):
-    """A masking scheme, and how matrices are sent."""
-
+    name: str
     scheme: str
     transport: Transport
 
-
-def parsed(masking: str) -> Masking:
-    """Parse an option such as `pad`, `pad/24/relay` or `pad/two`, which `options.scheme` has checked."""
-    scheme, *flags = masking.split("/")
-    round_trips: RoundTrips = 2 if TWO in flags else 4
-    return Masking(
-        scheme, Transport(ring_bits=24 if "24" in flags else 32, relay=RELAY in flags, round_trips=round_trips)
-    )
-
-
-def relayed(maskings: Iterable[str]) -> bool:
-    """Returns True if one of these variants relays effects, which providers must then allow."""
-    return any(parsed(masking).transport.relay for masking in maskings)
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse a name. Raises `ConfigError` if no scheme with a session has it."""
+        scheme, *flags = text.strip().split("/")
+        session_scheme(scheme)
+        if unknown := set(flags) - {"24", "relay", "two"}:
+            raise ConfigError(f"{text!r}: {unknown.pop()!r} after a slash is not one of 24, relay, two")
+        trips: Literal[2, 4] = 2 if "two" in flags else 4
+        sent = Transport(ring_bits=24 if "24" in flags else 32, relay="relay" in flags, round_trips=trips)
+        return cls(text.strip(), scheme, sent)
 
 
-def composed(maskings: Iterable[str]) -> Scope:
-    """What providers must serve for these variants."""
-    return Scope(round_trips=2 if any(parsed(masking).transport.round_trips == 2 for masking in maskings) else 4)
+def parse_maskings(text: str) -> list[MaskingVariant]:
+    """Parse names between commas."""
+    return list(map(MaskingVariant.parse, text.split(",")))
+
+
+def provide(
+    model: Path, directory: Path, *, threads: int, maskings: Sequence[MaskingVariant] = (), **options: Any
+) -> LocalFederation:
+    """Return providers of a checkpoint, not yet started, which can do what the maskings need. Their files are in a
+    subfolder of `directory`."""
+    given: dict[str, Any] = {"provider_options": {"executor": {"threads": threads}}, "deadline_s": START_S}
+    given["relay"] = any(one.transport.relay for one in maskings)
+    given["scope"] = Scope(round_trips=2 if any(one.transport.round_trips == 2 for one in maskings) else 4)
+    return LocalFederation(model, directory / "federation", **given | options)
 
 
 def remote_config(
-    local: LocalFederation, masking: str, effort: Effort, *, federation: Path | None = None
+    local: LocalFederation, masking: MaskingVariant, effort: Effort, *, federation: Path | None = None
 ) -> RemoteConfig:
-    """Return the configuration of a tenant of these providers.
-
-    Args:
-        masking: a scheme, `pad/24` in a ring of 24 bits, `pad/24/relay` with relayed effects, or `pad/two` with two
-            round trips per block.
-        federation: the federation file; that of the providers if None.
-    """
-    scheme, transport = parsed(masking)
-    file = federation or local.federation
+    """Return the configuration of a tenant of these providers, with their federation file or another one."""
+    file, transport = federation or local.federation, masking.transport
     if not transport.relay:
         direct = file.with_name(f"{file.stem}-direct{file.suffix}")
         write_atomically(direct, file.read_bytes().replace(b"relay = true", b"relay = false"))
         file = direct
     return RemoteConfig(
         federation=file,
-        masking=scheme,
+        masking=masking.scheme,
         ring_bits=transport.ring_bits,
         round_trips=transport.round_trips,
         cache=local.cache,
@@ -195,12 +183,8 @@ def remote_config(
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Optimizer steps of LoRA on q and v, one after the other.
-
-    Args:
-        parts: number of parts of a batch, each with its own forward and backward pass.
-        overlap: run all parts at the same time (`tenant.overlapped`).
-    """
+    """Optimizer steps of LoRA on q and v. A batch has `parts` parts, each with its own forward and backward pass. With
+    `overlap`, the parts run at the same time (`tenant.overlapped`)."""
 
     batch: int
     tokens: int
@@ -222,8 +206,7 @@ Task = Step | Generate
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The cost of one step or one token. `counted` is the increase of the session's ledger; empty for the whole
-    model."""
+    """The cost of one step or one token. `counted`: the increase of the ledger; empty for the whole model."""
 
     seconds: float
     counted: dict[str, float]

@@ -29,11 +29,11 @@ from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
 from tenant.bench import measured_models as models
 from tenant.bench.link import Condition, open_link
-from tenant.bench.options import Batch, Maskings, Progress, Tokens, benchmark, schemes, show
+from tenant.bench.options import Batch, Maskings, Progress, Tokens, benchmark, show
 from tenant.bench.processes import Child, check_supported, cpu_seconds
 from tenant.bench.report import Goal, Row, figure, where
 from tenant.bench.steps_and_tokens import TURN_S
-from tenant.session.traffic import PredictedTraffic, of_pass, of_step, of_token
+from tenant.session.traffic import PredictedTraffic, Transport, of_pass, of_step, of_token
 
 WARM_UP = 2
 """Number of steps or tokens before the measured ones, while connections are opened and pools filled."""
@@ -95,7 +95,7 @@ def network(
     """
     if batch % overlap:
         raise ConfigError(f"--overlap {overlap}: choose a divisor of --batch {batch}")
-    conditions, maskings = [Condition.parse(text) for text in condition.split(",")], schemes(masking)
+    conditions, maskings = [Condition.parse(text) for text in condition.split(",")], models.parse_maskings(masking)
     check_supported()
     model = shape.save(folder / "model")
     steps = WARM_UP + effort.repeat
@@ -107,49 +107,41 @@ def network(
     work["token"] = models.Generate(prompt=8, tokens=steps)
     with ExitStack() as stack:
         link = stack.enter_context(open_link())
-        providers = models.provide(
-            model,
-            folder,
-            threads=effort.threads,
-            host=link.host,
-            relay=models.relayed(maskings),
-            scope=models.composed(maskings),
-        )
+        providers = models.provide(model, folder, threads=effort.threads, maskings=maskings, host=link.host)
         local = stack.enter_context(providers)
-        store = WeightStore(model, cache=local.cache, scope=models.composed(maskings))
-        groups, federation = store.manifest().groups, link.federation(local.federation)
+        groups = WeightStore(model, cache=local.cache, scope=local.scope).manifest().groups
+        federation = link.federation(local.federation)
         found: dict[tuple[Condition, str], list[Row]] = {}
         free: dict[tuple[str, str], Measured] = {}  # over the link without limits, which comes first
-        first: dict[
-            tuple[Condition, str], float
-        ] = {}  # seconds of a whole batch, or of a token, with the first masking
-        for link_condition, name in product((Condition(), *conditions), maskings):
-            progress(f"{name}: {link_condition}")
+        first: dict[tuple[Condition, str], float] = {}  # seconds of a whole batch, or a token, with the first masking
+        for link_condition, variant in product((Condition(), *conditions), maskings):
+            progress(f"{variant.name}: {link_condition}")
             link.apply(link_condition)
-            remote = models.remote_config(local, name, effort, federation=federation)
+            remote = models.remote_config(local, variant, effort, federation=federation)
             with Child("tenant", models.serve_tenant, model, remote, effort.threads) as tenant:
                 for what, task in work.items():
-                    if models.parsed(name).transport.round_trips == 2 and isinstance(task, models.Step):
+                    if variant.transport.round_trips == 2 and isinstance(task, models.Step):
                         continue  # with gradients, a pass takes four
                     before = cpu_seconds([link.emulator])
                     costs = tenant.ask(task, timeout_s=TURN_S)
                     emulation_s = (cpu_seconds([link.emulator]) - before) / len(costs)
                     measured = Measured(first_s=costs[0].seconds, costs=costs[WARM_UP:], emulation_s=emulation_s)
-                    unlimited = free.setdefault((what, name), measured)
+                    unlimited = free.setdefault((what, variant.name), measured)
                     first_s = first.setdefault((link_condition, what.partition(",")[0]), measured.seconds)
-                    labels: Row = {"condition": str(link_condition), "work": what, "masking": name}
-                    transport = models.parsed(name).transport
-                    if isinstance(task, models.Generate):
-                        design = of_token(groups, transport)
-                    else:
-                        part = of_step(groups, batch // task.parts * tokens, transport)
-                        design = sum([part] * task.parts, PredictedTraffic())
-                        design = replace(design, turns=part.turns) if task.overlap else design
-                    row = _row(link_condition, design, measured, unlimited)
+                    labels: Row = {"condition": str(link_condition), "work": what, "masking": variant.name}
+                    row = _row(link_condition, _predicted(groups, task, variant.transport), measured, unlimited)
                     rows = found.setdefault((link_condition, what), [])
                     rows.append({**labels, **row, "over_first": measured.seconds / first_s})
     shared: Row = {"width": shape.width, "inner": shape.inner, "layers": shape.layers, "batch": batch}
     yield from ({**shared, "tokens": tokens, **row} for rows in found.values() for row in rows)
+
+
+def _predicted(groups: Sequence[GroupEntry], task: models.Task, transport: Transport) -> PredictedTraffic:
+    if isinstance(task, models.Generate):
+        return of_token(groups, transport)
+    part = of_step(groups, task.batch // task.parts * task.tokens, transport)
+    whole = sum([part] * task.parts, PredictedTraffic())
+    return replace(whole, turns=part.turns) if task.overlap else whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +225,7 @@ def bytes_(folder: Path, progress: Progress, *, masking: Maskings = "pad,pad/24,
 
     Example: symbiosis-priv bench bytes --masking pad,pad/24/relay
     """
-    maskings = schemes(masking)
+    maskings = models.parse_maskings(masking)
     for model, shape in MODELS.items():
         config = replace(shape, layers=2).config()
         config.architectures = ["LlamaForCausalLM"]
@@ -245,15 +237,14 @@ def bytes_(folder: Path, progress: Progress, *, masking: Maskings = "pad,pad/24,
         for work, (rows, directions) in _WORK.items():
             plain = sum(2 * rows * sum(group.columns(d)) for d in directions for group in ordinary[d == BACKWARD :])
             first = None
-            for name in maskings:
-                transport = models.parsed(name).transport
-                traffic = sum((of_pass(groups, d, rows, transport) for d in directions), PredictedTraffic())
+            for variant in maskings:
+                traffic = sum((of_pass(groups, d, rows, variant.transport) for d in directions), PredictedTraffic())
                 moved = traffic.up + traffic.down + traffic.effects
                 first = first or moved
                 yield {
                     "model": model,
                     "work": work,
-                    "masking": name,
+                    "masking": variant.name,
                     "up_mb": traffic.up / 1e6,
                     "down_mb": traffic.down / 1e6,
                     "effects_mb": traffic.effects / 1e6,

@@ -35,12 +35,8 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Child(Generic[Q, A]):
-    """A process that answers questions. A context manager that ends the process.
-
-    Args:
-        name: name of the child for messages.
-        serve: module-level function that returns the context manager.
-    """
+    """A process that answers questions, and a context manager that ends it. `name`: for messages. `serve`: a
+    module-level function that returns the context manager."""
 
     def __init__(
         self, name: str, serve: Callable[..., AbstractContextManager[Callable[[Q], A]]], *arguments: object
@@ -185,8 +181,8 @@ def descendants(pids: Iterable[int]) -> set[int]:
 def lower_own_priority(nice: int) -> None:
     """Lower the priority of this process and its children, so that they use only CPU time that other processes leave.
 
-    Linux divides cores among sessions first, and within a session by priority (`autogroup` in sched(7)). A priority has
-    no effect on processes of other sessions, so this process starts its own session.
+    Linux divides cores among sessions first, and within a session by priority (`autogroup` in sched(7)). So this
+    process starts its own session.
     """
     os.setsid()
     os.nice(nice)
@@ -194,8 +190,7 @@ def lower_own_priority(nice: int) -> None:
 
 
 def lower_session_priority(pid: int, nice: int) -> None:
-    """Lower the priority of a process's session to `nice` (1 to 19), so that it uses only CPU time that other sessions
-    leave."""
+    """Let a process's session use only CPU time that other sessions leave. `nice` is 1 to 19."""
     with contextlib.suppress(OSError):  # the system has no autogroups, or the process has ended
         (_PROC / str(pid) / "autogroup").write_text(str(nice))
 

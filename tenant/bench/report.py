@@ -36,12 +36,7 @@ Row = dict[str, Value]
 
 
 class Goal(msgspec.Struct, frozen=True):
-    """A limit for one figure.
-
-    Args:
-        measured: the figure; None if it could not be measured.
-        at_most, at_least: the limit. One of them is None.
-    """
+    """A limit for one figure, which is None if it could not be measured. One of `at_most`, `at_least` is None."""
 
     what: str
     measured: float | None
@@ -80,14 +75,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class ResultFile(msgspec.Struct, frozen=True):
-    """A file of figures.
-
-    Args:
-        date: UTC, ISO 8601.
-        machine, versions: the machine, and the versions of the packages.
-        rows: figures by name; all rows of a file have the same names.
-        goals: the goals for these figures.
-    """
+    """A file of figures of one machine. `date`: UTC, ISO 8601. `rows`: figures by name, the same names in all rows."""
 
     schema: int
     benchmark: str
@@ -148,8 +136,7 @@ def write(path: Path, figures: ResultFile) -> None:
 
 
 def read(path: Path) -> ResultFile:
-    """Read a result file. Raises `ConfigError`: the file cannot be read, is not a result file, or was written by
-    another release."""
+    """Read a result file. Raises `ConfigError`: it cannot be read, is no result file, or is of another release."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=ResultFile)
     except OSError as error:

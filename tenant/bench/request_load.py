@@ -9,13 +9,13 @@ sends them forward and backward, as for one step. Between two requests a tenant 
 """
 
 import contextlib
-import hashlib
 import os
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -38,15 +38,9 @@ _NICE = 10  # the provider has priority, because in practice tenants have their 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLoad:
-    """One tenant, and the requests that it sends.
-
-    Args:
-        name, identity: name and certificate of the tenant.
-        rows: number of rows of each request, one for each sequence of a batch.
-        rank: rank of the adapter on every layer group.
-        groups: (inputs, outputs) of each layer group.
-        checked_s: seconds before the measurement, in which every answer is compared.
-    """
+    """One tenant, and the requests that it sends. Its adapter has rank `rank` on every layer group. `rows`: of each
+    request, one for each sequence of a batch. `groups`: (inputs, outputs) of each layer group. `checked_s`: seconds
+    before the measurement, in which every answer is compared."""
 
     name: str
     identity: Identity
@@ -61,13 +55,8 @@ class RequestLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadResult:
-    """Times and comparisons of a tenant in the checked and the measured phase.
-
-    Args:
-        turns: seconds of each measured token or step, at least one.
-        answers: number of answers that were compared, in full or by one row.
-        wrong: number of compared answers that differ from those that the tenant received alone.
-    """
+    """The result of a tenant: seconds of each measured token or step (at least one); and in the checked and the
+    measured phase, the number of compared answers and of those that differ from the answers received alone."""
 
     turns: list[float]
     answers: int
@@ -75,14 +64,14 @@ class LoadResult:
 
 
 @contextmanager
-def serve_load(load: RequestLoad) -> Iterator[Callable[[Phase], str | LoadResult | None]]:
-    """The work of a `Child`: the handler runs a phase. "alone" keeps the answers and returns their digest,
-    "checked" compares every answer, and "measured" returns the `LoadResult`."""
+def serve_load(load: RequestLoad) -> Iterator[Callable[[Phase], LoadResult | None]]:
+    """The work of a `Child`: the handler runs a phase. "alone" keeps the answers, "checked" compares every answer, and
+    "measured" returns the `LoadResult`."""
     torch.set_num_threads(1)
     os.nice(_NICE)
     with contextlib.closing(_Tenant(load)) as tenant:
-        phases: dict[Phase, Callable[[], str | LoadResult | None]] = {
-            "alone": tenant.measure_alone,
+        phases: dict[Phase, Callable[[], LoadResult | None]] = {
+            "alone": tenant.keep_answers,
             "checked": tenant.check,
             "measured": tenant.measure,
         }
@@ -101,29 +90,17 @@ class _Tenant:
             deadline_s=DEADLINE_S,
         )
         generator = torch.Generator().manual_seed(zlib.crc32(load.name.encode()))
-        self._rows = {
-            width: torch.randint(
-                -(1 << 31), 1 << 31, (load.rows, width), generator=generator, dtype=torch.int64, device="cpu"
-            ).to(torch.int32)
-            for width in sorted({width for shape in load.groups for width in shape})
-        }
-        self._hidden = {
-            width: torch.randn(load.rows, width, generator=generator, dtype=torch.float32, device="cpu")
-            for width in self._rows
-        }
-        self._adapters = {
-            width: torch.randn(width, load.rank, generator=generator, dtype=torch.float32, device="cpu")
-            for width in self._rows
-        }
+        self._rows, self._hidden, self._adapters = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
+        draw = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
+        for width in sorted({width for shape in load.groups for width in shape}):
+            words = torch.empty(load.rows, width, dtype=torch.int32, device="cpu")
+            self._rows[width] = words.random_(-(1 << 31), 1 << 31, generator=generator)
+            self._hidden[width], self._adapters[width] = draw(load.rows, width), draw(width, load.rank)
         self._alone: list[Tensor] = []
         self._answers = self._wrong = 0
 
-    def measure_alone(self) -> str:
+    def keep_answers(self) -> None:
         self._alone = [self._ask(*step) for step in self._turn()]
-        digest = hashlib.sha256()
-        for answer in self._alone:
-            digest.update(wire.RING32.pack(answer))
-        return digest.hexdigest()
 
     def check(self) -> None:
         end = time.monotonic() + self._load.checked_s

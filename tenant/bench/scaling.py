@@ -12,8 +12,8 @@ import typer
 from symbiosis_priv.display import figures
 from symbiosis_priv.system.files import output_file, write_atomically
 from tenant.bench import steps_and_tokens
-from tenant.bench.measured_models import Effort, Llama, Step
-from tenant.bench.options import Masking, Progress, Rows, benchmark, numbers, scheme, widths
+from tenant.bench.measured_models import Effort, Llama, MaskingVariant, Step
+from tenant.bench.options import Masking, Progress, Rows, benchmark, numbers, widths
 from tenant.bench.report import Row, number
 from tenant.bench.steps_and_tokens import measure_step
 
@@ -41,7 +41,8 @@ def scale(
 
     Example: symbiosis-priv bench scale --rows 64,256 --width 512,1024 --layers 1 --svg pictures
     """
-    counts, sizes, depths, name = numbers(rows, "--rows"), widths(width), numbers(layers, "--layers"), scheme(masking)
+    counts, sizes, depths = numbers(rows, "--rows"), widths(width), numbers(layers, "--layers")
+    variant = MaskingVariant.parse(masking)
     pictures = {axis: file for axis in AXES if svg and (file := output_file(svg / f"scale-{axis}.svg"))}
     measured: dict[tuple[int, int], list[Row]] = {}
     base = (sizes[0], depths[0])
@@ -50,11 +51,11 @@ def scale(
         shape = Llama(width=wide, layers=deep, inner=64 * math.ceil(wide * 8 / 3 / 64))
         here = folder / f"{wide}-{deep}"
         here.mkdir(parents=True)
-        with steps_and_tokens.comparison(here, shape, [name], effort) as running:
+        with steps_and_tokens.comparison(here, shape, [variant], effort) as running:
             for count in counts if (wide, deep) == base else counts[:1]:
                 progress(f"width {wide}, {deep} layers, {count} rows")
                 task = Step(batch=1, tokens=count)
-                found = measure_step(running, shape, task, [name], repeat=effort.repeat, on_turn=lambda _: None)
+                found = measure_step(running, shape, task, repeat=effort.repeat, on_turn=lambda _: None)
                 kept = [{figure: row[figure] for figure in _FIGURES} for row in found]
                 measured.setdefault((wide, deep), []).extend(kept)
     by_axis: dict[str, list[Row]] = {

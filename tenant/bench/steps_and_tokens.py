@@ -17,7 +17,7 @@ import typer
 from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench import measured_models as models
-from tenant.bench.options import Batch, Maskings, Progress, Tokens, benchmark, schemes
+from tenant.bench.options import Batch, Maskings, Progress, Tokens, benchmark
 from tenant.bench.processes import Child, check_supported, cpu_seconds, peak_mib
 from tenant.bench.report import Goal, Row, by, distinct, figure, ratio, where
 
@@ -68,9 +68,9 @@ def step(
 
     Example: symbiosis-priv bench step --width 2048 --layers 4 --masking none,pad
     """
-    task, maskings = models.Step(batch=batch, tokens=tokens), schemes(masking)
+    task, maskings = models.Step(batch=batch, tokens=tokens), models.parse_maskings(masking)
     with comparison(folder, shape, maskings, effort) as running:
-        yield from measure_step(running, shape, task, maskings, repeat=effort.repeat, on_turn=progress)
+        yield from measure_step(running, shape, task, repeat=effort.repeat, on_turn=progress)
 
 
 @benchmark("token", goals=token_goals)
@@ -88,10 +88,9 @@ def token(
 
     Example: symbiosis-priv bench token --width 2048 --layers 4 --masking none,pad
     """
-    maskings = schemes(masking)
-    with comparison(folder, shape, maskings, effort) as running:
+    with comparison(folder, shape, models.parse_maskings(masking), effort) as running:
         task = models.Generate(prompt=prompt, tokens=tokens)
-        turns = _turns(running, task, [WHOLE, *maskings], repeat=effort.repeat, on_turn=progress)
+        turns = _turns(running, task, repeat=effort.repeat, on_turn=progress)
     millis = {name: 1e3 * statistics.median(s for turn in turns[name] for s in turn.seconds) for name in turns}
     for name in turns:
         yield {
@@ -123,6 +122,7 @@ class Comparison:
     def __init__(self, local: LocalFederation, tenants: dict[str, Child[models.Task, list[models.Cost]]]) -> None:
         self._providers = [local.pid("executor") or 0, local.pid("helper") or 0]
         self._tenants = tenants
+        self.names = list(tenants)
 
     def turn(self, name: str, task: models.Task) -> TurnCost:
         """Let one tenant run a task while the others wait."""
@@ -152,15 +152,14 @@ class Comparison:
 
 @contextmanager
 def comparison(
-    directory: Path, shape: models.Llama, maskings: Sequence[str], effort: models.Effort
+    directory: Path, shape: models.Llama, maskings: Sequence[models.MaskingVariant], effort: models.Effort
 ) -> Iterator[Comparison]:
-    """Context manager: start an executor, a helper, the whole model (named `WHOLE`), and a split tenant for each
-    masking."""
+    """Context manager: start an executor, a helper, the whole model (`WHOLE`), and a split tenant per masking."""
     check_supported()
     model = shape.save(directory / "model")
-    providers = models.provide(model, directory, threads=effort.threads, relay=models.relayed(maskings))
+    providers = models.provide(model, directory, threads=effort.threads, maskings=maskings)
     with providers as local, contextlib.ExitStack() as stack:
-        remotes = {WHOLE: None, **{masking: models.remote_config(local, masking, effort) for masking in maskings}}
+        remotes = {WHOLE: None, **{one.name: models.remote_config(local, one, effort) for one in maskings}}
         tenants = {
             name: stack.enter_context(
                 Child(f"tenant {name}", models.serve_tenant, model, remote, effort.threads)
@@ -171,17 +170,10 @@ def comparison(
 
 
 def measure_step(
-    running: Comparison,
-    shape: models.Llama,
-    task: models.Step,
-    maskings: Sequence[str],
-    *,
-    repeat: int,
-    on_turn: Progress,
+    running: Comparison, shape: models.Llama, task: models.Step, *, repeat: int, on_turn: Progress
 ) -> Iterator[Row]:
-    """Measure a step with the tenants of a comparison. Yields a row per variant with medians over `repeat` turns, after
-    a warm-up turn."""
-    turns = _turns(running, task, [WHOLE, *maskings], repeat=repeat, on_turn=on_turn)
+    """Measure a step with each tenant. Yields a row per variant with medians over `repeat` turns after a warm-up."""
+    turns = _turns(running, task, repeat=repeat, on_turn=on_turn)
     cpu = {name: _median(turns[name], lambda turn: turn.tenant_cpu_s) for name in turns}
     for name in turns:
         tenant, executor, helper = running.peaks_mib(name)
@@ -203,12 +195,10 @@ def measure_step(
         }
 
 
-def _turns(
-    running: Comparison, task: models.Task, names: Sequence[str], *, repeat: int, on_turn: Progress
-) -> dict[str, list[TurnCost]]:
-    turns: dict[str, list[TurnCost]] = {name: [] for name in names}
+def _turns(running: Comparison, task: models.Task, *, repeat: int, on_turn: Progress) -> dict[str, list[TurnCost]]:
+    turns: dict[str, list[TurnCost]] = {name: [] for name in running.names}
     for turn in range(_WARM_UP + repeat):
-        for name in names:
+        for name in turns:
             on_turn(f"{_variant(name)}, turn {turn + 1} of {_WARM_UP + repeat}")
             turns[name].append(running.turn(name, task))
     return {name: done[_WARM_UP:] for name, done in turns.items()}

@@ -60,8 +60,7 @@ def generate(
 def opened(
     model: str, remote: Remote, adapter: str | None, *, chat: bool
 ) -> Iterator[tuple[Any, PreTrainedTokenizerBase]]:
-    """Context manager: yields a split model and its tokenizer, and at the end prints what the session has sent and
-    verified."""
+    """Context manager: yields a split model and its tokenizer, and at the end prints the session's ledger."""
     folder = resolve(model)
     if chat:
         check_template(folder)

@@ -109,11 +109,8 @@ class Remote:
 
 
 def takes(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn the parameters of a command that are dataclasses into options.
-
-    Every field that is annotated with a `typer.Option` becomes an option. The fields of the parameter's default value
-    are the options' defaults.
-    """
+    """Turn the parameters of a command that are dataclasses into options: one per field with a `typer.Option`. The
+    fields of the parameter's default value are the options' defaults."""
     parameters = inspect.signature(command, eval_str=True).parameters
     options = {name: _options(one) for name, one in parameters.items() if is_dataclass(one.annotation)}
 
@@ -147,8 +144,7 @@ def _options(parameter: inspect.Parameter) -> list[inspect.Parameter]:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Context manager for imports of torch and transformers, which take seconds: shows that the command is loading.
-    Calls `quiet` at the end."""
+    """Context manager for imports of torch and transformers, which take seconds. Calls `quiet` at the end."""
     with interrupts.loading("torch and transformers"):
         yield
         quiet()

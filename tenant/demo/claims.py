@@ -221,8 +221,7 @@ def show(console: Console, f: Measurements) -> bool:
 
 
 def _curve(values: Sequence[float], blocks: str) -> Text:
-    """Return a bar chart as text. A column is one step, or the mean of several; labels show the highest and lowest
-    value."""
+    """Return a bar chart as text, with the highest and lowest value. A column is a step or the mean of several."""
     per_column = -(-len(values) // _CURVE_WIDTH)
     groups = [values[i : i + per_column] for i in range(0, len(values), per_column)]
     means = [sum(group) / len(group) for group in groups]

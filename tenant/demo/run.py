@@ -80,12 +80,10 @@ def run(
     Args:
         work: an empty folder for keys, logs and adapters.
         cache: folder that keeps the demo's base model between runs.
-        model: a user's checkpoint instead of the demo's base model.
-        text: a user's private text instead of the demo's.
+        model, text: a user's own, instead of the demo's.
 
     Raises:
-        ConfigError: the text is empty or too short.
-        SymbiosisError: loading, a provider or the session has failed.
+        SymbiosisError: the text is too short, or loading, a provider or the session has failed.
     """
     stages = _Stages(report)
     if text is None:

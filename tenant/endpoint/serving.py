@@ -38,15 +38,13 @@ def opened(
     clients: int = 1,
 ) -> Iterator[Service]:
     """Context manager: a split model with an engine. Each adapter is loaded once to check that it fits the model.
+    Raises `SymbiosisError`: the model or an adapter cannot be loaded.
 
     Args:
         model: a checkpoint folder, or a name on the hub.
         name: the base model's name for clients.
         adapters: PEFT folders by name.
         clients: number of API keys.
-
-    Raises:
-        SymbiosisError: the model or an adapter cannot be loaded.
     """
     tokenizer = load_tokenizer(model)
     processor = load_processor(model) if options.media else None
@@ -87,16 +85,9 @@ def opened(
 
 
 def jobs(service: Service, model: str | Path, remote: RemoteConfig, *, folder: Path) -> Jobs:
-    """Open the fine-tuning jobs of a folder. Their adapters are added to the service's models.
-
-    Args:
-        model: the base model: a checkpoint folder, or a name on the hub.
-        remote: how the processes of jobs split the model.
-        folder: a private folder, made if it is missing.
-
-    Raises:
-        ConfigError: the folder is not private, or another endpoint uses it.
-    """
+    """Open the fine-tuning jobs of a private folder, which is made if it is missing. Their adapters are added to the
+    service's models. `remote`: how the processes of jobs split the model. Raises `ConfigError`: the folder is not
+    private, or another endpoint uses it."""
     assert service.tasks is not None
     given = {one.name: getattr(remote, one.name) for one in fields(remote) if one.name != "wiretap"}
     plain = msgspec.to_builtins(given, enc_hook=str)  # converts paths
@@ -112,13 +103,7 @@ def server(
     options: Serving,
     jobs: Jobs | None = None,
 ) -> Server:
-    """Return a server with the API and the page.
-
-    Args:
-        masking: name of the masking scheme, for the page.
-        options: hosts, the folder of adapters, and the time that answers may take to end.
-        jobs: the fine-tuning jobs; None to offer none.
-    """
+    """Return a server with the API and the page. `masking`: name of the scheme, for the page."""
     settings = Settings(
         keys=keys,
         hosts=frozenset({"localhost", *(host.lower() for host in options.host)}),

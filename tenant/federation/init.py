@@ -25,8 +25,7 @@ class ProviderArgument:
 
     @classmethod
     def parse(cls, text: str, *, role: Role) -> Self:
-        """Parse `ADDRESS,CERTIFICATE,OPERATOR`. The operator's name may contain commas. Raises `ConfigError` if a part
-        is missing."""
+        """Parse `ADDRESS,CERTIFICATE,OPERATOR`. The operator may contain commas. Raises `ConfigError`."""
         parts = [part.strip() for part in text.split(",", 2)]
         if len(parts) < 3 or not all(parts):
             raise ConfigError(f"--{role} {text!r}: write ADDRESS,CERTIFICATE,OPERATOR, such as {_EXAMPLE!r}")
@@ -35,8 +34,7 @@ class ProviderArgument:
 
 
 def parse_company(text: str) -> Company:
-    """Parse `NAME,MEMBER,MEMBER,...`, where members are names of providers. Raises `ConfigError` if the name or the
-    members are missing."""
+    """Parse `NAME,MEMBER,MEMBER,...`, where members are names of providers. Raises `ConfigError`."""
     name, *members = [part.strip() for part in text.split(",")]
     if not members or not all((name, *members)):
         raise ConfigError(f"--company {text!r}: write NAME,MEMBER,MEMBER, such as 'Holding SE,alpha,gamma'")
@@ -55,19 +53,15 @@ def write_federation(
     pad_helpers: int | None = None,
     companies: Sequence[Company] = (),
 ) -> Federation:
-    """Write a new federation.toml and read it back. An invalid federation leaves no file.
+    """Write a new federation.toml and read it back. Raises `ConfigError`, `RoleConflictError` or `CertificateError`,
+    and leaves no file, if `load_federation` refuses it; `ConfigError` if `path` exists.
 
     Args:
-        providers: the executors and helpers. Relative paths of certificates are relative to the working folder; the
-            file gets paths relative to its own folder.
+        providers: the executors and helpers. Relative paths of certificates, and of the tenant's files, are relative to
+            the working folder; the file gets paths relative to its own folder.
         scope: the optional layer groups that the providers serve.
-        tenant_certificate, tenant_key: paths of the tenant's certificate and private key, relative to the working
-            folder.
         pad_helpers: number of helpers that share each pad; all helpers if None.
         companies: groups of providers that count as one party.
-
-    Raises:
-        ConfigError, RoleConflictError, CertificateError: `load_federation` refuses the federation, or `path` exists.
     """
 
     def beside(file: Path) -> Path:

@@ -43,12 +43,8 @@ class ServedGroups:
 
 
 def find_gaps(federation: Federation, serving: Sequence[ServedGroups], layers: Sequence[int]) -> list[str]:
-    """Return a message with a fix for each gap. The list is empty if providers can compute every product and every pad.
-
-    Args:
-        serving: the working providers of both roles.
-        layers: the layer number of every layer group of the model (`layers.layers_of`).
-    """
+    """Return a message with a fix for each product or pad that the `serving` providers cannot compute. `layers`: the
+    layer number of every layer group of the model (`layers.layers_of`)."""
     executors = [s for s in serving if s.peer.role == "executor"]  # one for each address
     helpers = [s for s in serving if s.peer.role == "helper"]
     found = []
@@ -117,14 +113,14 @@ class Finding:
     """The result of probing one provider. Fields that the probe did not reach keep their defaults.
 
     Args:
-        failure: the reason why the provider cannot be used, with the fix; None if it can be used.
+        failure: why the provider cannot be used, with the fix; None if it can be used.
         warnings: problems that do not prevent use.
-        days_left: days until the provider's certificate expires.
-        groups: the layer groups that the provider serves in each direction.
+        days_left: days until its certificate expires.
+        groups: the layer groups that it serves in each direction.
         verified: number of products that were compared with the verification keys.
-        clock_ahead_s: seconds that the provider's clock is ahead of this machine's clock.
+        clock_ahead_s: seconds that its clock is ahead of this machine's.
         round_trip_s: median time of a request without rows.
-        rows_per_s, bytes_per_s: throughput of the largest layer group. The bytes are those sent and received.
+        rows_per_s, bytes_per_s: throughput of the largest layer group, both ways.
     """
 
     peer: Peer
@@ -152,7 +148,6 @@ def probe_all(
     Args:
         preparation: facts and keys of the pinned model; if None, products and layers are not checked.
         timeout: seconds for each provider, and again for its throughput.
-        peers: the providers to probe; all providers of the federation if None.
     """
     listed = federation.peers if peers is None else peers
     probes = [ProviderProbe(federation, one, preparation) for peer in listed for one in peer.by_address]
@@ -257,8 +252,7 @@ class ProviderProbe:
             self._verify(finding, groups, self._preparation)
 
     def _check_relay(self, finding: Finding) -> None:
-        """Warn if the executor accepts no blocks of helpers. Uses its own connection, because an older provider closes
-        it."""
+        """Warn if the executor accepts no blocks of helpers. On its own connection: an older provider closes it."""
         self._open()
         self._hello()
         helpers = {helper.name: set(map(fingerprint, helper.pins)) for helper in self._federation.helpers}

@@ -1,5 +1,4 @@
-"""Backends compute the products of offloaded layer groups. `Backend.multiply` is the only function that `RemoteLinear`
-calls.
+"""Backends compute the products of offloaded layer groups; `RemoteLinear` calls nothing else.
 
 RingBackend       quantise -> exact integer product -> dequantise. The product comes from
                     Simulation            the tenant's own copy of the weights; no network; the reference
@@ -29,12 +28,23 @@ from tenant.core.verifier import V
 
 
 class Product(NamedTuple):
-    """The arguments of `Backend.multiply`; `group` is its `index`."""
+    """A product of float rows and the weights of a layer group.
+
+    Args:
+        group: the group's index in the manifest.
+        direction: forward computes `rows @ W.T + b`, backward computes `rows @ W`.
+        inputs: float matrices `[r, w_k]`, the column blocks of the rows; all have one dtype and device; r may be 0.
+        outputs: float matrices `[r, w_k]`, the column blocks of the product; all have one dtype, and the inputs'
+            device. They are overwritten.
+        counts: rows of every expert of a stack. Rows are then sorted by expert, each is multiplied by the matrix of its
+            own expert alone, and providers see the counts. None multiplies by the whole matrix.
+    """
 
     group: int
     direction: Direction
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
+    counts: Counts | None = None
 
 
 class Backend(ABC):
@@ -43,6 +53,10 @@ class Backend(ABC):
     facts: Sequence[GroupFacts]
 
     @abstractmethod
+    def compute(self, product: Product) -> None:
+        """Compute a product. Raises `NonFiniteError`: inf or nan in the inputs, and nothing was sent; `RangeError`: the
+        group is not a stack, or the counts are not those of these rows."""
+
     def multiply(
         self,
         index: int,
@@ -52,26 +66,13 @@ class Backend(ABC):
         *,
         counts: Counts | None = None,
     ) -> None:
-        """Compute the product of a layer group.
-
-        Args:
-            index: the group's index in the manifest.
-            direction: forward computes `rows @ W.T + b`, backward computes `rows @ W`.
-            inputs: float matrices `[r, w_k]`, the column blocks of the rows; all have one dtype and device; r may be 0.
-            outputs: float matrices `[r, w_k]`, the column blocks of the product; all have one dtype, and the inputs'
-                device. They are overwritten.
-            counts: rows of every expert of a stack. Rows are then sorted by expert, each is multiplied by the matrix of
-                its own expert alone, and providers see the counts. None multiplies by the whole matrix.
-
-        Raises:
-            NonFiniteError: inf or nan in `inputs`; nothing was sent.
-            RangeError: the group is not a stack, or the counts are not those of these rows.
-        """
+        """Compute the product with these fields."""
+        self.compute(Product(index, direction, inputs, outputs, counts))
 
     def multiply_all(self, products: Sequence[Product]) -> None:
-        """Compute several products of at least one row, as `multiply` does; over a network, in one round trip."""
+        """Compute several products of at least one row; over a network, in one round trip."""
         for product in products:
-            self.multiply(*product)
+            self.compute(product)
 
     def linear(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
         """Multiply one matrix: float `[r, d]` in, float64 `[r, o]` out."""
@@ -106,13 +107,8 @@ class RingProduct(Protocol):
 
 
 class RingRows(Rows):
-    """Integer rows, for tests and attacks: int32 `[r, d]`, whose true products fit int32.
-
-    In a narrow ring, at most two entries of a product may leave the ring, and each may wrap around once.
-
-    Attributes:
-        product: int32 `[r, o]`, the checked products.
-    """
+    """Integer rows, for tests and attacks: int32 `[r, d]`, whose true products fit int32. `product`: int32 `[r, o]`,
+    the checked products. In a narrow ring, two entries of a product may leave the ring, and wrap around once."""
 
     def __init__(
         self, rows: Tensor, *, outputs: int, counts: Counts | None = None, ring_bits: RingBits = DEFAULT_RING_BITS
@@ -151,27 +147,18 @@ class RingRows(Rows):
 
 
 class RingBackend(Backend):
-    """Quantises rows, calls a `RingProduct`, and dequantises its product. The results have the same bits for every
-    scheme."""
+    """Quantises rows, calls a `RingProduct`, and dequantises. The results have the same bits for every scheme."""
 
     def __init__(self, facts: Sequence[GroupFacts], products: RingProduct) -> None:
         self.facts = facts
         self.products = products
 
-    def multiply(
-        self,
-        index: int,
-        direction: Direction,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        *,
-        counts: Counts | None = None,
-    ) -> None:
-        if not inputs[0].shape[0]:
+    def compute(self, product: Product) -> None:
+        if not product.inputs[0].shape[0]:
             return
-        rows = self._rows(index, direction, inputs, outputs, counts)
-        self.products.multiply(GroupIndex(index), direction, rows)
-        _return(rows, outputs)
+        rows = self._rows(*product)
+        self.products.multiply(GroupIndex(product.group), product.direction, rows)
+        _return(rows, product.outputs)
 
     def multiply_all(self, products: Sequence[Product]) -> None:
         rows = [self._rows(*product) for product in products]
@@ -180,17 +167,11 @@ class RingBackend(Backend):
             _return(its_rows, product.outputs)
 
     def _rows(
-        self,
-        index: int,
-        direction: Direction,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        counts: Counts | None = None,
+        self, index: int, way: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor], counts: Counts | None
     ) -> FloatRows:
-        facts = self.facts[index]
-        if inputs[0].is_cpu:
-            return FloatRows(facts, direction, inputs, outputs, counts)
-        return FloatRows(facts, direction, _on_host(inputs), [_host_like(out) for out in outputs], counts)
+        if not inputs[0].is_cpu:
+            inputs, outputs = _on_host(inputs), [_host_like(out) for out in outputs]
+        return FloatRows(self.facts[index], way, inputs, outputs, counts)
 
     def close(self) -> None:
         self.products.close()
@@ -239,8 +220,7 @@ def _like_every_expert(numbers: Sequence[int], counts: Counts) -> Sequence[int]:
 
 
 class Simulation:
-    """A `RingProduct` that uses the tenant's own copy of the weights, without network and masks. The reference for all
-    schemes."""
+    """A `RingProduct` of the tenant's own weights, without network and masks. The reference for all schemes."""
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store

@@ -50,8 +50,7 @@ _PIECE = 1 << 20  # bytes of keystream that are expanded at a time for errors
 
 
 class Lwe(SessionScheme):
-    """Hides rows from every provider, if learning with errors is hard. Results are exact for the row x + e, verified.
-    Experimental."""
+    """Hides rows from every provider, if LWE is hard. Exact for the row x + e, verified. Experimental."""
 
     name = "lwe"
     summary = "no party, if sparse-secret LWE is hard; one provider is enough (experimental)"
@@ -132,13 +131,8 @@ class _Made(NamedTuple):
 
 
 class LweRows:
-    """Masks `c P + e` of consecutive rows, made once by the first thread that needs them, and their effect.
-
-    Args:
-        first: number of the first of `rows` rows in the keystreams.
-        streams: the keystreams of c and of e.
-        v: V of the matrix.
-    """
+    """Masks `c P + e` of consecutive rows, made once by the first thread that needs them, and their effect. `first`:
+    number of the first row in the keystreams of c and of e, `streams`. `v`: V of the matrix."""
 
     def __init__(
         self, place: Place, first: int, rows: int, hints: Hints, streams: tuple[Keystream, Keystream], v: Column

@@ -18,8 +18,7 @@ from tenant.masking.scheme import Holders, Materials, SessionScheme
 
 
 class OneTimePads(SessionScheme):
-    """Hides rows from the executor, from each helper, and from the executor and helpers together unless all of them
-    collude. Bit-exact, verified."""
+    """Hides rows from the executor, each helper, and all of them unless all collude. Bit-exact, verified."""
 
     name = "pad"
     summary = "no party, unless the executor and every helper collude (default)"

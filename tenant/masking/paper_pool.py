@@ -9,7 +9,6 @@ verifies answers.
 
 import math
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
-from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.errors import ConfigError, NonFiniteError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.limits import DEFAULT_RING_BITS
@@ -26,7 +24,7 @@ from tenant.connections.channel import Channel, Wiretap, fresh_nonce
 from tenant.connections.notices import Notices
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 from tenant.core.pads import SessionSecret
-from tenant.masking.backend import Backend
+from tenant.masking.backend import Backend, Product
 from tenant.masking.scheme import BackendScheme
 from tenant.preparation.opening import Opening
 from tenant.preparation.prepared import Preparation
@@ -53,8 +51,7 @@ class PaperPoolOptions:
 
 
 class PaperPool(BackendScheme):
-    """Broken: an executor that attacks recovers the rows. Results are within a floating-point bound of the reference,
-    and are not verified."""
+    """Broken: an executor that attacks recovers the rows. Right to a floating-point bound, and not verified."""
 
     name = "paper-pool"
     summary = "every executor, in practice (opt-in)"
@@ -84,9 +81,8 @@ class PaperPool(BackendScheme):
 
 
 class PaperPoolBackend(Backend):
-    """A float path with a reused pool of noise. It uses one executor, the first in the federation file that has all
-    layers, because each executor that is asked learns the noise. Raises `ConfigError` if no executor in the file has
-    all layers."""
+    """A float path with a reused pool of noise. It uses one executor, because each that is asked learns the noise: the
+    first in the federation file that has all layers. Raises `ConfigError` if there is none."""
 
     def __init__(
         self,
@@ -120,15 +116,8 @@ class PaperPoolBackend(Backend):
             wiretap=wiretap,
         )
 
-    def multiply(
-        self,
-        index: int,
-        direction: Direction,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        *,
-        counts: Counts | None = None,
-    ) -> None:
+    def compute(self, product: Product) -> None:
+        index, direction, inputs, outputs, counts = product
         if counts is not None:
             raise ConfigError(
                 "masking = 'paper-pool' has no products by expert; choose experts = 'all', or another masking"

@@ -106,8 +106,8 @@ _schemes: dict[str, AnyScheme] = {}
 
 
 def register(scheme: AnyScheme) -> None:
-    """Make a scheme known to `RemoteConfig`, to the threat model and to the README's table. Raises `ConfigError` if
-    another scheme has its name."""
+    """Make a scheme known to `RemoteConfig`, the threat model and the README's table. Raises `ConfigError` if its name
+    is taken."""
     if scheme.name in _schemes:
         raise ConfigError(f"masking = {scheme.name!r} is registered already; give the new scheme a name of its own")
     _schemes[scheme.name] = scheme

@@ -74,8 +74,7 @@ class Scheme(ABC):
         return self.error is None
 
     def read_options(self, values: Mapping[str, object]) -> Any:
-        """Check options, by name, and return them as an `options_type`. Raises `ConfigError` if the scheme does not
-        have an option, or if a value is out of range."""
+        """Check options by name, and return them as an `options_type`. Raises `ConfigError`."""
         known = [field.name for field in fields(self.options_type)]
         if unknown := sorted(values.keys() - set(known)):
             raise ConfigError(
@@ -85,13 +84,9 @@ class Scheme(ABC):
         return self.options_type(**values)
 
     def check(self, federation: Federation, *, ring_bits: RingBits = DEFAULT_RING_BITS) -> None:
-        """Check that the scheme keeps its promises with these providers, in a ring of `ring_bits` bits.
-
-        Raises:
-            RoleConflictError: the scheme needs a helper, and the file has none.
-            ConfigError: the file has a registry, and the scheme would show rows to executors from the registry, or use
-                their answers unverified.
-        """
+        """Check that the scheme keeps its promises with these providers, in a ring of `ring_bits` bits. Raises
+        `RoleConflictError`: it needs a helper, and the file has none; `ConfigError`: the file has a registry, and the
+        scheme would show rows to executors that the registry names, or use their answers unverified."""
         if "helper" in self.roles and not federation.helpers:
             raise RoleConflictError(
                 f"masking = {self.name!r} needs a [[provider]] with role = 'helper', run by another operator "
@@ -150,13 +145,8 @@ class SessionScheme(Scheme):
         training: bool,
         progress: Progress | None = None,
     ) -> int:
-        """Make what the scheme keeps on disk for a model, beside the verification keys, and return its bytes.
-
-        Args:
-            store: the full checkpoint.
-            bits: precision of what is kept.
-            training: also prepare for backward products.
-        """
+        """Make what the scheme keeps on disk for a model, in precision `bits`, beside the verification keys. Returns
+        its bytes. `store`: the full checkpoint. `training`: also prepare for backward products."""
         return 0
 
     def headroom(self, preparation: Preparation) -> Headroom:

@@ -72,11 +72,7 @@ def headroom(bits: HintBits) -> Headroom:
 
 
 class Hints:
-    """The hints of a preparation, with one precision. Thread-safe. A hint is mapped and checked when it is first used.
-
-    Attributes:
-        bits: their precision.
-    """
+    """The hints of a preparation with `bits` bits. Thread-safe. A hint is mapped and checked when it is first used."""
 
     def __init__(self, preparation: Preparation, bits: HintBits) -> None:
         self.bits = bits
@@ -96,12 +92,8 @@ class Hints:
         raise CheckpointError(f"no hints are prepared for model {preparation.manifest.digest}. {_advice()}")
 
     def hint(self, index: GroupIndex, direction: Direction) -> Hint:
-        """Return the hint of a layer group and direction.
-
-        Raises:
-            CheckpointError: it was not prepared, or is not the one that was prepared.
-            ConfigError: other users can read or change it.
-        """
+        """Return the hint of a layer group and direction. Raises `CheckpointError`: it was not prepared, or is not the
+        one that was prepared; `ConfigError`: other users can read or change it."""
         place = index, direction
         with self._lock:
             if place not in self._mapped:
@@ -248,17 +240,11 @@ def make_hints(
     progress: Progress | None = None,
 ) -> int:
     """Make the hints that are missing or damaged, one after another: a run that was interrupted goes on where it was.
-
-    Args:
-        store: the full checkpoint.
-        bits: precision. Hints of another precision are deleted.
-
-    Returns:
-        Bytes of all hints on disk.
+    Hints of another precision are deleted. Returns the bytes of all hints on disk.
 
     Raises:
         StorageError: the folder cannot be written, or has no room.
-        CheckpointError: the checkpoint is not the one that was prepared.
+        CheckpointError: `store`, the full checkpoint, is not the one that was prepared.
     """
     entries, hints = preparation.manifest.groups, Hints(preparation, bits)
     # a stack of experts has no hints, because its rows are not masked in this way

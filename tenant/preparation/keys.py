@@ -218,8 +218,7 @@ def _alone(cache: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
 
 
 def _load(folder: Path, *, digest: str, columns: int, store: WeightStore | None) -> Preparation | None:
-    """Read a preparation. If no intact files are cached, returns None, or raises `CheckpointError` if `store` is
-    None."""
+    """Read a preparation. Without intact files, returns None, or raises `CheckpointError` if `store` is None."""
     try:
         with PrivateFolder.open(folder.parent) as parent, parent.subfolder(folder.name) as opened:
             return _read(opened, digest=digest, columns=columns)
@@ -382,13 +381,8 @@ def _forget(folder: Path) -> None:
 
 
 def _bind(folder: Path, prepared: Preparation, model: WeightStore) -> None:
-    """Refuse to load a checkpoint whose own tensors or tokenizer differ from those that were prepared.
-
-    The result would mix two models. The tokenizer's files are compared only if both folders have some.
-
-    Raises:
-        CheckpointError: the tensors, experts, config.json or tokenizer differ.
-    """
+    """Raise `CheckpointError` if a checkpoint's own tensors, experts, config.json or tokenizer differ from those that
+    were prepared: the result would mix two models. Tokenizers are compared only if both folders have some."""
     identity = _identity(model)
     known = _is_known(folder, prepared, identity)
     if not known and own_digest(model, prepared.manifest) != prepared.own_digest:

@@ -69,9 +69,8 @@ def tied_members(store: WeightStore) -> set[str]:
 
 
 def check_experts(store: WeightStore, manifest: Manifest) -> None:
-    """Check that the experts in a checkpoint are those of the manifest, because a tenant may compute with its own copy
-    (`RemoteConfig(experts="local")`). A slim checkpoint may have no experts. Raises `CheckpointError` if a stack of
-    experts differs."""
+    """Raise `CheckpointError` if the experts in a checkpoint are not those of the manifest: a tenant may compute with
+    its own copy (`RemoteConfig(experts="local")`). A slim checkpoint may have no experts."""
     with Checkpoint(store.path) as checkpoint:
         stored = store.skeleton.names.by_parameter(checkpoint.names())
     for entry in manifest.groups:
@@ -90,8 +89,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def tokenizer_digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file of `tokenizer_files`, by its path in the folder. Raises `CheckpointError` if a
-    file cannot be read."""
+    """Return the SHA-256 of each of `tokenizer_files`, by its path in the folder. Raises `CheckpointError`."""
     digests = {}
     for path in tokenizer_files(folder):
         try:
@@ -107,16 +105,11 @@ _PLAIN_FILES = ("*.json", "*.model", "*.txt", "*.jinja")  # configuration and to
 
 def write_slim(store: WeightStore, manifest: Manifest, folder: Path, *, keep_experts: bool = False) -> tuple[int, int]:
     """Write the part of a full checkpoint that `from_pretrained(folder, quantization_config=RemoteConfig(...))` needs.
+    Returns the bytes of tensors written, and of those left out. Raises `ConfigError`: the folder is in use;
+    `StorageError`: it cannot be written; no partial folder is left.
 
     Args:
         keep_experts: also write the experts of a mixture, for `RemoteConfig(experts="local")`.
-
-    Returns:
-        (bytes of tensors written, bytes of tensors left out).
-
-    Raises:
-        ConfigError: the folder is in use.
-        StorageError: the folder cannot be written; no partial folder is left.
     """
     check_unused(folder)
     served = {m for group in manifest.groups if not (keep_experts and group.experts > 1) for m in group.members}

@@ -57,8 +57,8 @@ def tensors_of(keys: VerificationKeys | BlameKeys) -> dict[str, Tensor]:
 
 
 def read_keys(tensors: Mapping[str, Tensor], *, groups: int) -> VerificationKeys:
-    """Read the verification keys of `groups` layer groups. Raises `KeyError`: tensors are missing; `CheckpointError`:
-    the secret is damaged."""
+    """Read the verification keys of `groups` layer groups. Raises `KeyError`: tensors are missing;
+    `CheckpointError`."""
     keys = VerificationKeys(_secret(tensors[_SECRET]))
     keys.products = {place: tensors[_name(place)] for place in _places(range(groups))}
     return keys

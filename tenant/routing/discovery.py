@@ -45,25 +45,16 @@ _JITTER: Final = 0.2  # random share of a pause, so that tenants that started to
 
 @dataclass(frozen=True)
 class Discovered:
-    """Executors whose descriptors were verified.
-
-    Args:
-        executors: executors that the tenant uses: distinct from each other, and from every provider of its file.
-        refused: the reason why another executor is not used, by name.
-    """
+    """Executors whose descriptors were verified: those that the tenant uses, distinct from each other and from every
+    provider of its file; and why another one is not used, by name."""
 
     executors: tuple[Peer, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
 def admitted(federation: Federation, announced: Iterable[VerifiedDescriptor], *, now: float) -> Discovered:
-    """Decide which announced executors a tenant uses. The order of the descriptors makes no difference.
-
-    Args:
-        federation: the tenant's own file.
-        announced: the newest descriptor of each key.
-        now: seconds since 1970.
-    """
+    """Decide which announced executors a tenant uses, whatever their order. `federation`: the tenant's own file.
+    `announced`: the newest descriptor of each key. `now`: seconds since 1970."""
     listed = [traits(peer) for peer in federation.peers]
     local = federation.local
     candidates: list[Peer] = []

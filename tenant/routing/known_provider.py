@@ -69,8 +69,7 @@ class State(StrEnum):
 
 
 class ProviderHealth:
-    """The health of one provider; see the module's docstring. Not thread-safe. `jitter` returns random numbers in [0,
-    1)."""
+    """The health of one provider. Not thread-safe. `jitter` returns random numbers in [0, 1)."""
 
     def __init__(self, tolerance: Tolerance = USUAL, *, jitter: Callable[[], float] = _random) -> None:
         self.state = State.UP
@@ -84,11 +83,8 @@ class ProviderHealth:
         self._slowest_s = 0.0
 
     def failed(self, now: float, *, wasted_s: float = 0.0) -> bool:
-        """Record that a request was lost, late or refused. Returns True if that opened the breaker.
-
-        Args:
-            wasted_s: seconds of waiting during which other providers could have been asked.
-        """
+        """Record that a request was lost, late or refused. Returns True if that opened the breaker. `wasted_s`: seconds
+        of waiting during which other providers could have been asked."""
         self.failures += 1
         penalty_until = now + min(self._tolerance.penalty_times * wasted_s, _LONGEST_PENALTY_S)
         if self.state is State.DOWN and now < self.retry_at:
@@ -106,8 +102,7 @@ class ProviderHealth:
             self.state = State.TRIAL
 
     def answered(self, now: float, *, seconds: float, size: int) -> bool:
-        """Record the duration of an exchange of `size` bytes, request and answer together. Returns True if that closed
-        the breaker."""
+        """Record the duration of an exchange of `size` bytes in all. Returns True if that closed the breaker."""
         if self._measured_at is not None and self._is_long_ago(now):
             self._latency.count = self._per_byte.count = 0  # the connection's properties may have changed completely
         self._slowest_s = max(seconds, (1 - _WEIGHT) * self._slowest_s)
@@ -144,12 +139,10 @@ class ProviderHealth:
         return expected
 
     def patience_s(self, size: int, *, others_s: float | None) -> float:
-        """Return the seconds to wait for an answer while another provider can be asked.
+        """Return the seconds to wait for an exchange of `size` bytes while another provider can be asked.
 
-        Args:
-            size: bytes of the exchange.
-            others_s: expected seconds of other providers that are up, which limit the wait. None if no other provider
-                is up; the limit then grows with every failure in a row, so that a slow provider can finish.
+        `others_s`: expected seconds of other providers that are up, which limit the wait. None if no other provider is
+        up; the limit then grows with every failure in a row, so that a slow provider can finish.
         """
         expected, times = self.expected_s(size), 2 ** min(self._backoff.failures, 32)
         if others_s is not None:

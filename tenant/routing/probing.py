@@ -60,12 +60,9 @@ class Prober:
             return tuple(self._workers.values())
 
     def connect(self) -> None:
-        """Connect to the needed providers, once per session. Several threads may wait in this method.
-
-        Raises:
-            UncoveredError: no executor serves some layers.
-            SymbiosisError: a needed provider is away, or is not the expected one.
-        """
+        """Connect to the needed providers, once per session. Several threads may wait in this method. Raises
+        `UncoveredError`: no executor serves some layers; `SymbiosisError`: a needed provider is away, or is another
+        one."""
         if self._connected:  # every product calls this
             return None
         with self._lock:
@@ -161,10 +158,8 @@ class Prober:
 
 
 def check_expected(federation: Federation, manifest: Manifest) -> None:
-    """Raise `UncoveredError` if the executors of the federation file leave layers out.
-
-    Checked only if every executor in the file has `layers` and no registry may add executors.
-    """
+    """Raise `UncoveredError` if the executors of the federation file leave layers out. Not checked if an executor in
+    the file has no `layers`, or a registry may add executors."""
     ranges = [peer.layers for peer in federation.executors if peer.layers is not None]
     if federation.registries is not None or len(ranges) < len(federation.executors):
         return

@@ -171,7 +171,7 @@ class Routes:
 
     def likely(self, index: GroupIndex) -> KnownProvider | None:
         """Return the executor that will probably get the next rows of a group; None if none is open. It may see rows
-        under pads of the helpers that `holders` returns for it."""
+        under pads of `holders` for it."""
         with self._lock:
             able = []
             for provider in self.able(index):

@@ -106,8 +106,7 @@ class ActiveReport:
 
     @property
     def sound(self) -> bool:
-        """Returns True if every lie was caught, verified aborts carried no information, and the planted fault was
-        found."""
+        """True if every lie was caught, verified aborts told nothing, and the planted fault was found."""
         verified, skipped = self.leaks
         informed = skipped.information > 0.3  # bits about 32 fair bits, exceeded by chance once in 10^7
         return all(d.caught == d.trials for d in self.detections) and not verified.information and informed

@@ -40,8 +40,7 @@ _SHIFT, _ITERATIONS = 1e-13, 12
 
 @dataclass(frozen=True, eq=False)
 class Stolen:
-    """The guess for one linear, float64 `[o, d]`: the guessed `B @ A`; a multiple of the guessed `W + B @ A`, before
-    public weights were used; and the public W."""
+    """The guess for one linear, float64 `[o, d]`: `B @ A`; a multiple of `W + B @ A`, before W was used; and W."""
 
     update: Tensor
     matrix: Tensor
@@ -49,8 +48,7 @@ class Stolen:
 
 
 class AdapterExtraction(Attack[ExecutorView, Mapping[str, Stolen]]):
-    """Least squares between the input of a linear and the rows that depend on its output, over the tenant's
-    generations."""
+    """Least squares between the input of a linear and the rows that depend on its output, in generations."""
 
     name = "adapter by least squares"
     decisive = True
@@ -88,8 +86,7 @@ class AdapterExtraction(Attack[ExecutorView, Mapping[str, Stolen]]):
 
 
 def _readable_linears(view: ExecutorView, rows: Subtraction, public: Public) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (module, inputs `[n, d]`, vectors that span its outputs `[n, k, o]`) for every linear that this attack can
-    read."""
+    """Yield (module, inputs `[n, d]`, vectors that span its outputs `[n, k, o]`) for every readable linear."""
     config = public.model.config
     heads, groups = int(config.num_attention_heads), int(config.num_key_value_heads)
     for layer in range(public.layers):

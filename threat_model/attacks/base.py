@@ -109,8 +109,7 @@ class DirectedAttack(Attack[V, G]):
 
 
 def score_labels(guess: Labels, truth: Mapping[int, Tensor | None], *, ignore: int | None = None) -> Outcome:
-    """Score tokens or labels: exact matches, compared with randomly permuted guesses. Rows of which the truth is None
-    do not count."""
+    """Score tokens or labels: exact matches, compared with randomly permuted guesses, where the truth is known."""
     pairs = [(guess[order], real) for order, real in truth.items() if order in guess and real is not None]
     if not pairs:
         return Outcome(0, 0, 0.0, 1.0)

@@ -84,9 +84,8 @@ class HelperAlone(Attack[HelperView, Tensor]):
 
 
 class Coalition(DirectedAttack[CollusionView, Tensor]):
-    """A two-row distinguisher for a coalition that knows all shares except one. The coalition is also told which row of
-    a share belongs to which request, which a real coalition does not know.
-    """
+    """A two-row distinguisher for a coalition that knows all shares except one. It is also told which row of a share
+    belongs to which request, which a real coalition does not know."""
 
     name = "distinguisher of a coalition"
     party = "all but a helper"

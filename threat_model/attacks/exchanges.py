@@ -133,8 +133,7 @@ def generation(view: ExecutorView) -> tuple[Exchange, ...]:
 
 
 def prefills(view: ExecutorView, group: int) -> list[tuple[Exchange, int, int]]:
-    """(request, sequences, tokens of each) for every prompt. A prompt has many rows, a generated token one row per
-    sequence."""
+    """(request, sequences, tokens of each) for every prompt. A generated token has one row per sequence."""
     pairs = itertools.pairwise(e for e in generation(view) if e.group == group)
     sizes = [(first, len(first.rows), len(second.rows)) for first, second in pairs]
     return [(e, batch, rows // batch) for e, rows, batch in sizes if rows > batch and rows % batch == 0]

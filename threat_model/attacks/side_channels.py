@@ -62,8 +62,7 @@ class ExecutorShapes(_SideChannel, Attack[ExecutorView, Facts]):
 
 
 class NetworkShapes(_SideChannel, Attack[NetworkView, Facts]):
-    """Reads row counts from the sizes of frames: a request and its answer have one size per row, by the layer's two
-    widths."""
+    """Reads row counts from the sizes of frames: requests and answers have one size per row, by the layer's widths."""
 
     name = "sizes, network"
     party = "network"
@@ -92,8 +91,7 @@ class NetworkShapes(_SideChannel, Attack[NetworkView, Facts]):
 
 
 def _row_counts(stream: list[Packet], inputs: int, outputs: int, ring: wire.Encoding) -> Counter[int]:
-    """Number of requests by row count. A row count fits if the rest of the sizes of request and answer is two
-    headers."""
+    """Number of requests by row count. A row count fits if it leaves the sizes of two headers."""
     seen: Counter[int] = Counter()
     for up, down in itertools.pairwise(stream):
         rows = up.size // ring.size(1, inputs)
@@ -125,8 +123,7 @@ class NeighbourCounts(_SideChannel, Attack[NeighbourView, Facts]):
 
 
 class MixedBatches(Attack[NeighbourView, Tensor]):
-    """A second tenant's rows share products with the victim's. Tests if the victim's rows change the second tenant's
-    answers."""
+    """A second tenant's rows share products with the victim's. Tests if these change the second tenant's answers."""
 
     name = "neighbour in the same batch"
     party = "neighbour"

@@ -36,7 +36,7 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import statement
 from symbiosis_priv.network.tls import client_context
 from tenant.bench.measured_models import HALF_THE_CORES, small_llama
-from tenant.bench.options import Json, Seconds, Threads, measure
+from tenant.bench.options import Progress, Seconds, Threads, benchmark
 from tenant.bench.processes import Child, Resources, cpu_seconds, lower_own_priority, resources
 from tenant.bench.report import Goal, Row, figure, percentile
 from tenant.connections.channel import Channel, fresh_nonce
@@ -56,9 +56,8 @@ _NICE = 19
 
 @dataclass(frozen=True)
 class Client:
-    """A tenant with a valid certificate, and the provider that it asks. `helper`: one whose blocks the provider
-    accepts, and which the tenant has permitted. `inputs`, `outputs`: columns of a request's and of its answer's rows.
-    """
+    """A tenant with a valid certificate, and the provider that it asks. `helper`: one whose blocks it may relay there.
+    `inputs`, `outputs`: columns of a request's and of its answer's rows."""
 
     identity: Identity
     helper: Identity
@@ -207,49 +206,40 @@ def serve_abuse(abuse: Abuse, abuser: Client) -> Iterator[Callable[[None], bool]
     yield lambda _: any(thread.is_alive() for thread in threads)
 
 
-def abuse(
-    *,
-    hidden: Annotated[int, typer.Option(min=8, help="Width of the synthetic model, a multiple of 8.")] = 2048,
-    seconds: Seconds = 4.0,
-    visits: Annotated[int, typer.Option(min=1, help="Connections of the abuser that connects and leaves.")] = 1000,
-    threads: Threads = HALF_THE_CORES,
-    json: Json = None,
-) -> None:
-    """Measure an honest tenant's requests alone, and while others flood, read slowly, reconnect, or are revoked.
-
-    Status 1 if one bit of an answer to the honest tenant is wrong.
-
-    Example: symbiosis-priv bench abuse --hidden 512 --seconds 2
-    """
-    measure(
-        "abuse",
-        json,
-        lambda folder, progress: measure_abuse(folder, hidden=hidden, seconds=seconds, visits=visits, threads=threads),
-        goals=goals,
-    )
-
-
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """The goals of `bench abuse`."""
     for row in rows:
         if not str(row["abuse"]).startswith("control"):
             what = f"an honest tenant's median over alone: {row['abuse']}"
             yield Goal(what, figure(row, "beside_over_alone"), at_most=1.5)
 
 
-def measure_abuse(directory: Path, *, hidden: int, seconds: float, visits: int, threads: int) -> Iterator[Row]:
-    """Start a provider and measure an honest tenant's requests during each abuse."""
-    model = small_llama(hidden, inner=hidden).save(directory / "model")
-    revoked = directory / "revoked.txt"
+@benchmark("abuse", goals=goals)
+def abuse(
+    folder: Path,
+    progress: Progress,
+    *,
+    hidden: Annotated[int, typer.Option(min=8, help="Width of the synthetic model, a multiple of 8.")] = 2048,
+    seconds: Seconds = 4.0,
+    visits: Annotated[int, typer.Option(min=1, help="Connections of the abuser that connects and leaves.")] = 1000,
+    threads: Threads = HALF_THE_CORES,
+) -> Iterator[Row]:
+    """Measure an honest tenant's requests alone, and while others flood, read slowly, reconnect, or are revoked.
+
+    Status 1 if one bit of an answer to the honest tenant is wrong.
+
+    Example: symbiosis-priv bench abuse --hidden 512 --seconds 2
+    """
+    model = small_llama(hidden, inner=hidden).save(folder / "model")
+    revoked = folder / "revoked.txt"
     revoked.touch()
-    helper = issue(directory / "helper", authority=None, kind=Kind.PROVIDER, name="helper")
+    helper = issue(folder / "helper", authority=None, kind=Kind.PROVIDER, name="helper")
     options: dict[str, dict[str, object]] = {
         "executor": {"threads": threads},
         "tls": {"revoked": revoked},
         "metrics": METRICS,
         "relay": {"from": [helper.certificate]},
     }
-    with LocalFederation(model, directory / "federation", helpers=0, provider_options=options) as local:
+    with LocalFederation(model, folder / "federation", helpers=0, provider_options=options) as local:
         bench = _Bench(local, helper, revoked, columns=(hidden, 3 * hidden))
         with contextlib.closing(bench.channel):
             bench.honest(seconds)  # the first requests load the weights

@@ -25,13 +25,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from typer import Option
 
-from symbiosis_priv.errors import ProtocolError
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.harness.wiretaps import AnswerTimes
 from tenant.bench.measured_models import START_S, Llama, provide
-from tenant.bench.options import Json, Progress, measure
-from tenant.bench.report import Row
-from tenant.cli.options import takes
+from tenant.bench.options import Progress, benchmark
+from tenant.bench.report import Row, where
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of
 from tenant.model.loading import load_model
@@ -67,25 +65,24 @@ class Killing:
 _WORK, _KILLING = TenantWork(), Killing()
 
 
-@takes
-def chaos(*, work: TenantWork = _WORK, killing: Killing = _KILLING, json: Json = None) -> None:
+def faults(rows: Sequence[Row]) -> Iterator[str]:
+    if where(rows, bits="DIFFERENT"):
+        yield "the disturbed run has ended with other bits than the undisturbed one"
+
+
+@benchmark("chaos", faults=faults)
+def chaos(folder: Path, progress: Progress, *, work: TenantWork = _WORK, killing: Killing = _KILLING) -> Iterator[Row]:
     """Kill random providers (SIGKILL) while a tenant trains and generates. Status 1 if one bit differs.
 
     Example: symbiosis-priv bench chaos --steps 50 --kills 4 --every 2
     """
-
-    def run(folder: Path, progress: Progress) -> Iterator[Row]:
-        found = run_chaos(folder, work, killing, on_event=progress)
-        return found.rows(generations=work.generations, every_s=killing.every)
-
-    if measure("chaos", json, run)[0]["bits"] != "identical":
-        raise ProtocolError("the disturbed run has ended with other bits than the undisturbed one")
+    found = run_chaos(folder, work, killing, on_event=progress)
+    return found.rows(generations=work.generations, every_s=killing.every)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """The results of a run. `bits`: the losses, the adapter's tensors and the token ids of every generation, by name;
-    `ledger`: that of the session; zeros without a session."""
+    """The result of a run. `bits`: losses, adapter tensors and token ids by name; `ledger`: zeros without a session."""
 
     steps: int
     bits: dict[str, Tensor]
@@ -133,11 +130,14 @@ class Chaos:
 def run_chaos(
     directory: Path, work: TenantWork, killing: Killing, *, on_event: Callable[[str], None] = lambda _: None
 ) -> Chaos:
-    """Start the providers, do the work once while providers are killed, and once undisturbed. Raises `SymbiosisError`:
-    the disturbed run did not finish."""
+    """Do the work once while providers are killed, and once undisturbed. Raises `SymbiosisError`: it did not finish."""
     model = _SHAPE.save(directory / "model")
     on_event("starting providers")
-    numbers = {"executors": killing.executors, "helpers": killing.helpers, "pad_helpers": killing.pad_helpers}
+    numbers: dict[str, Any] = {
+        "executors": killing.executors,
+        "helpers": killing.helpers,
+        "pad_helpers": killing.pad_helpers,
+    }
     with provide(model, directory, threads=1, **numbers) as local:
         answers = AnswerTimes()
         remote = RemoteConfig(
@@ -202,10 +202,7 @@ def _tokens(seed: int, rows: int, columns: int) -> Tensor:
 
 @contextmanager
 def _killed(local: LocalFederation, killing: Killing, on_event: Callable[[str], None]) -> Iterator[list[Kill]]:
-    """Kill a provider every few seconds and start it again; wait for all of them at the end.
-
-    Raises the error of a provider's start.
-    """
+    """Kill a provider every few seconds and start it again; wait for all at the end. Raises the error of a start."""
     least = {"executor": 0, "helper": 0} if killing.merciless else {"executor": 1, "helper": killing.pad_helpers}
     rng = random.Random(killing.seed)
     kills: list[Kill] = []

@@ -35,9 +35,8 @@ from symbiosis_priv.harness.local import METRICS, LocalFederation
 from symbiosis_priv.limits import GroupIndex
 from tenant.bench import processes
 from tenant.bench.measured_models import Llama, provide
-from tenant.bench.options import Json, Masking, measure, numbers, scheme
-from tenant.bench.report import Goal, Row, figure
-from tenant.cli.options import takes
+from tenant.bench.options import Masking, Progress, benchmark, numbers
+from tenant.bench.report import Goal, Row, figure, where
 from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.masking.registry import session_scheme
 from tenant.options import SessionOptions
@@ -79,38 +78,34 @@ class Sharding:
 _SHAPE, _SHARDING = Llama(width=512, layers=1, inner=1408), Sharding()
 
 
-@takes
+def goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    for row in rows:
+        if figure(row, "groups") > 1:  # with one group of ranks, every tenant waits for its restart
+            what = f"others' median over before: {row['lost']}"
+            yield Goal(what, figure(row, "meanwhile_over_before"), at_most=1.5)
+
+
+def faults(rows: Sequence[Row]) -> Iterator[str]:
+    for row in where(rows, named="NO"):
+        yield f"the log does not say which rank was lost: {row['lost']}"
+
+
+@benchmark("ranks", goals=goals, faults=faults)
 def ranks(
+    folder: Path,
+    progress: Progress,
     *,
     shape: Llama = _SHAPE,
     groups: Annotated[str, Option(help="Numbers of executors, separated by commas.")] = "1,2",
     sharding: Sharding = _SHARDING,
-    json: Json = None,
-) -> None:
+) -> Iterator[Row]:
     """Kill and stop ranks of a sharded executor while tenants send requests, with one group and with two groups.
 
     Status 1 if one bit of the results differs, or if the log does not name the lost rank.
 
     Example: symbiosis-priv bench ranks --groups 2 --tenants 4
     """
-    counts = numbers(groups, "--groups")
-    scheme(sharding.masking)
-    found = measure(
-        "ranks",
-        json,
-        lambda folder, progress: measure_ranks(folder, shape, sharding, groups=counts, on_event=progress),
-        goals=goals,
-    )
-    if unnamed := [str(row["lost"]) for row in found if row["named"] != "yes"]:
-        raise ProtocolError(f"the log does not say which rank was lost: {', '.join(unnamed)}")
-
-
-def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """The goals of `bench ranks`."""
-    for row in rows:
-        if figure(row, "groups") > 1:  # with one group of ranks, every tenant waits for its restart
-            what = f"others' median over before: {row['lost']}"
-            yield Goal(what, figure(row, "meanwhile_over_before"), at_most=1.5)
+    return measure_ranks(folder, shape, sharding, groups=numbers(groups, "--groups"), on_event=progress)
 
 
 class TimedAnswer(NamedTuple):
@@ -165,8 +160,7 @@ def serve_requests(
 
 
 class _Loss(NamedTuple):
-    """The times at which a group lost a rank and was ready again, whether the provider's log names the rank, and how
-    the resources of the provider and its ranks have grown."""
+    """When a group lost a rank and was ready again, whether the log names the rank, and how resources have grown."""
 
     at: float
     back: float
@@ -183,8 +177,8 @@ def measure_ranks(
     losses: Collection[str] = LOSSES.keys(),
     on_event: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Row]:
-    """A row for each number of groups and each loss. Raises `DeadlineExceededError`: a group did not restart in time;
-    `SymbiosisError`: a tenant has failed."""
+    """A row for each number of groups and each loss. Raises `SymbiosisError`: a group did not restart, or a tenant
+    failed."""
     processes.check_supported()
     model = shape.save(directory / "model")
     executor: dict[str, object] = {"threads": 1, "ranks": sharding.ranks}

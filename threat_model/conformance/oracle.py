@@ -112,8 +112,8 @@ class CheckpointOracle(Oracle):
         return first_difference(answer, self.ring_product(index, direction, rows, counts))
 
     def ring_product(self, index: int, direction: Direction, rows: Tensor, counts: Counts | None = None) -> Array:
-        """`rows @ W.T` (forward) or `rows @ W` modulo 2^32; int32 `[r, o]`. With `counts`, W is the matrix of each
-        row's own expert."""
+        """`rows @ W.T` (forward) or `rows @ W` modulo 2^32; int32 `[r, o]`. With `counts`, W is that of a row's
+        expert."""
         weight, _, _ = self.group(index)
         if counts is None:
             return _ring_product(weight, direction, rows)

@@ -246,9 +246,8 @@ def check_resend(subject: Subject, case: Case) -> None:
 
 @claim("row-counts", "Requests of no row, one row, an odd number and the largest number of rows are answered exactly.")
 def check_row_counts(subject: Subject, run: Run) -> None:
-    """Requests the cheapest layer group with increasing row counts, up to the limit of one request (64 MiB at most). If
-    an answer has many rows, a sample of them is checked. If a row count fails, bisection finds the smallest that fails.
-    """
+    """Requests the cheapest layer group with increasing row counts, up to 64 MiB. Of many rows, a sample is checked. If
+    a row count fails, bisection finds the smallest that fails."""
     oracle = subject.oracle
     index = min(subject.sampled, key=lambda i: oracle.entry(i).inputs * oracle.entry(i).stacked_outputs)
     width, other = oracle.widths(index, FORWARD)

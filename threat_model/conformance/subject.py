@@ -94,8 +94,8 @@ class RawConnection:
             self._connection.send(message, payload, deadline=deadline)
 
     def receive(self, *, max_payload: int) -> tuple[wire.Reply, bytearray]:
-        """Wait for one frame. Returns its header and its payload. Raises `ProtocolError`: not a frame, or a payload of
-        more than `max_payload` bytes; `TransportError`: the connection was closed, or no frame arrived in time."""
+        """Wait for one frame. Returns its header and payload. Raises `ProtocolError`: no frame, or a larger payload;
+        `TransportError`: the connection was closed, or no frame arrived in time."""
         with self._exchange() as deadline:
             reply, size = self._connection.receive(max_payload=max_payload, deadline=deadline)
             body = bytearray(size)
@@ -105,8 +105,8 @@ class RawConnection:
     def ask(
         self, message: wire.Message, payload: Tensor | None = None, *, max_payload: int = 0
     ) -> tuple[wire.Reply, bytearray]:
-        """Send one frame and wait for the reply. If the provider is busy, send the same bytes again until the deadline.
-        Raises the errors of `receive` and `send`."""
+        """Send one frame and wait for the reply; to a busy provider, send it again until the deadline. Raises as
+        `receive`."""
         with self._exchange() as deadline:
             return self._connection.ask(message, payload, max_payload=max_payload, deadline=deadline, patient=True)
 

@@ -119,13 +119,8 @@ class Run:
     tick: Callable[[], None] = field(default=lambda: None)
 
     def for_all(self, strategy: SearchStrategy[T], check: Callable[[T], None], *, examples: int | None = None) -> None:
-        """Run `check` on examples.
-
-        Raises:
-            Violation: shrunk by Hypothesis. If the provider fails only sometimes: the last violation.
-            TransportError: the provider cannot be reached: the other examples are skipped, and nothing is shrunk.
-            OutOfTime: the provider's time limit has passed before an example failed.
-        """
+        """Run `check` on examples. Raises `Violation`, shrunk by Hypothesis (the last one if the provider fails only
+        sometimes); `TransportError` or `OutOfTime`: the other examples are skipped, and nothing is shrunk."""
         failed: list[Violation] = []  # the last one is the smallest: after a failure only smaller examples are tried
         until = float("inf")
         lost: list[Exception] = []

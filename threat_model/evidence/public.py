@@ -85,8 +85,7 @@ class Public:
         return quantise_rows(rows, self.bound(group, direction).narrowed(ring_bits))
 
     def next_inputs(self, group: int, prefixes: Tensor) -> Tensor:
-        """The inputs of a group for every token of the vocabulary in the position after a prefix. `prefixes`: int64
-        `[b, t]`. Returns float32 `[b, v, d]`."""
+        """The inputs of a group for every token after prefixes, int64 `[b, t]`. Returns float32 `[b, v, d]`."""
         known = self.tried.setdefault(group, {})
         wanted = [tuple(prefix) for prefix in prefixes.tolist()]
         new = [place for place, prefix in enumerate(wanted) if prefix not in known]

@@ -50,8 +50,7 @@ _REMOTE = {scheme.name: scheme for scheme in registered() if scheme.roles}  # th
 
 
 def paper_pool(size: int, noise: float) -> AttackedScheme:
-    """The paper's scheme with `size` noise rows per layer. `noise` is their standard deviation relative to
-    activations."""
+    """The paper's scheme: `size` noise rows per layer, with `noise` times the activations' standard deviation."""
     name = f"pool {size} × {noise:g}"
     return variant(_REMOTE["paper-pool"], name=name, masking_options={"pool_size": size, "noise_scale": noise})
 

@@ -1,6 +1,6 @@
 """The ground truth of a run: the tenant's own knowledge, which no view contains. Only scorers read it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis_priv.arithmetic.ring import Direction
-from symbiosis_priv.arithmetic.segments import Counts
-from tenant.masking.backend import Backend, RingBackend
+from tenant.masking.backend import Backend, Product, RingBackend
 from tenant.model.remote_linear import RemoteLayer
 from threat_model.evidence.public import Public
 from threat_model.evidence.views import Recorder
@@ -73,19 +72,12 @@ class Witness(Backend):
         model.register_forward_pre_hook(remember, with_kwargs=True)
         return witness
 
-    def multiply(
-        self,
-        index: int,
-        direction: Direction,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        *,
-        counts: Counts | None = None,
-    ) -> None:
-        self.inner.multiply(index, direction, inputs, outputs, counts=counts)
-        if counts is not None:  # attacks on routes are scored by the tokens of the request before
+    def compute(self, product: Product) -> None:
+        self.inner.compute(product)
+        if product.counts is not None:  # attacks on routes are scored by the tokens of the request before
             return
-        rows = torch.cat([part.detach() for part in inputs], dim=1)
+        index, direction = product.group, product.direction
+        rows = torch.cat([part.detach() for part in product.inputs], dim=1)
         plain = rows.float()
         if isinstance(self.inner, RingBackend):
             bits = self.facts[index].bounds[direction].ring_bits

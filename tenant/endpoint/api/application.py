@@ -190,8 +190,7 @@ async def _no_body() -> Message:
 
 
 def create_app(service: Service, settings: Settings, *, routers: Sequence[APIRouter] = ()) -> Guard:
-    """Return the ASGI application of an endpoint. `routers`: additional routes. They need a key unless
-    `settings.open_paths` has their paths."""
+    """Return the ASGI application of an endpoint. `routers`: more routes, with a key unless `open_paths` has them."""
     app = FastAPI(
         title="symbiosis-priv tenant serve",
         docs_url=None,  # FastAPI's documentation pages load scripts from other servers

@@ -361,8 +361,7 @@ class _JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is strict JSON, unlike that of the `json` module: no infinity, no lone surrogate, at most 200
-    levels."""
+    """A route whose body is strict JSON: no infinity, no lone surrogate, at most 200 levels."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

@@ -32,13 +32,8 @@ class ErrorAnswer(BaseModel):
 
 
 class ApiError(HTTPException):
-    """An error that is sent as the answer to a request.
-
-    Args:
-        message: what is wrong and what to do. The client receives it, so it has no data of other requests.
-        code: OpenAI's code of the error.
-        param: the field of the request.
-    """
+    """An error that is sent as the answer to a request. `message`: what is wrong and what to do, without data of other
+    requests. `code`: OpenAI's code of the error. `param`: the field of the request."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(status, message)
@@ -67,8 +62,7 @@ class ApiError(HTTPException):
 
 
 def public(text: str, names: Mapping[Path, str] | None = None) -> str:
-    """Return the text of an error without paths of this machine. `names`: the names of paths that clients know. Other
-    absolute paths are removed."""
+    """Return the text of an error without paths of this machine, except `names` of paths that clients know."""
     for path, name in (names or {}).items():
         text = text.replace(str(path), name)
     return _PATH.sub("(a path of the endpoint)", text)

@@ -72,11 +72,7 @@ class _Connection(H11Protocol):
 
 
 class Server:
-    """One endpoint's server.
-
-    Args:
-        drain_s: seconds that answers may take to end after SIGTERM or `stop`.
-    """
+    """One endpoint's server. `drain_s`: seconds that answers may take to end after SIGTERM or `stop`."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket, *, drain_s: float) -> None:
         self._listener = listener

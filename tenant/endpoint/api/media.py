@@ -41,11 +41,7 @@ class Media:
 
 
 class Processor:
-    """The processor of a model: an object of transformers that takes texts with pictures or sounds.
-
-    Args:
-        processor: what `load_processor` has returned.
-    """
+    """An object of transformers (from `load_processor`) that takes texts with pictures or sounds."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
@@ -55,8 +51,8 @@ class Processor:
         self._pictures = getattr(processor, "image_processor", None) is not None
 
     def template_part(self, part: TextPart | ImagePart | AudioPart, media: Media, *, param: str) -> dict[str, str]:
-        """Return a part of a message as chat templates need it. A picture or sound is added to `media`. Raises
-        `ApiError` if the model does not take it, or it cannot be decoded."""
+        """Return a part of a message for chat templates, and add a picture or sound to `media`. Raises `ApiError` if
+        the model does not take it, or it cannot be decoded."""
         if isinstance(part, TextPart):
             return {"type": "text", "text": part.text}
         if len(media.pictures) + len(media.sounds) >= _PARTS:
@@ -76,8 +72,8 @@ class Processor:
         return {"type": "audio"}
 
     def inputs(self, text: str, media: Media) -> tuple[list[int], Mapping[str, Any]]:
-        """Return the token ids of a rendered chat, with the places of its pictures and sounds, and the other tensors
-        that the model's forward pass takes. Raises `ConfigError` if text and media do not fit together."""
+        """Return the token ids of a rendered chat with places for `media`, and the other tensors of the forward pass.
+        Raises `ConfigError` if text and media do not fit together."""
         given: dict[str, Any] = {"text": [text], "return_tensors": "pt", "add_special_tokens": False}
         given |= {"images": media.pictures} if media.pictures else {}
         given |= {"audio": media.sounds, "sampling_rate": self._rate} if media.sounds else {}

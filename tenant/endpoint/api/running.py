@@ -35,16 +35,8 @@ DOCUMENTED: dict[int | str, dict[str, Any]] = {
 
 
 class Running:
-    """Requests that run in the engine. Iterate over the object to receive their events. Call `cancel` when the client
-    disconnects.
-
-    Args:
-        requests: the choices of one HTTP request, all with the same adapter.
-        users: number of running requests of each adapter; updated.
-
-    Raises:
-        ApiError: the engine has refused one of the requests; the others are cancelled.
-    """
+    """The choices of one HTTP request, while they run in the engine. Iterate to receive their events. `cancel` ends
+    them. `users`: counts the running requests of each adapter. Raises `ApiError` if the engine refuses one of them."""
 
     def __init__(
         self,
@@ -84,8 +76,7 @@ class Running:
         return sum(each, engine.RequestLedger())
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, engine.Event]]:
-        """Yield each event with the index of its request. Raises `ApiError` if a request has failed, or the client has
-        left too many events unread."""
+        """Yield (index of the request, event). Raises `ApiError` if a request fails, or too many events are unread."""
         first: set[int] = set()
         while len(self._ended) < len(self._handles):
             if self._events.qsize() > self._unread:
@@ -117,8 +108,8 @@ class Running:
 
 
 async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
-    """Return the result of `work`, and cancel it as soon as the client closes the connection. Raises `ApiError` if the
-    client has closed the connection. No client receives this error."""
+    """Return the result of `work`, and cancel it as soon as the client closes the connection. Then raises an
+    `ApiError`, which nobody receives."""
 
     async def disconnected() -> None:
         while (await http.receive())["type"] != "http.disconnect":

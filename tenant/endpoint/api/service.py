@@ -43,13 +43,12 @@ class Settings:
         keys: API keys. Each key is one client, and clients get equal shares.
         hosts: names allowed in the `Host` header, besides IP addresses. Against DNS rebinding, in which a web page's
             own name resolves to this machine.
-        body_limit: bytes of a request's body.
-        body_s: seconds in which a body must arrive.
+        body_limit, body_s: bytes of a request's body, and seconds in which it must arrive.
         requests: limit of requests in progress. A client may have at most as many of them as stay free.
         drain_s: seconds that answers may take to end when the server stops.
         adapters: folder whose adapters may be loaded at run time; None for none.
         open_paths: paths that need no key.
-        uploads: paths to which clients may upload larger bodies, with their limits in bytes. Their routes read them.
+        uploads: paths of larger bodies, which their routes read, with the limits in bytes.
     """
 
     keys: tuple[str, ...]
@@ -64,8 +63,8 @@ class Settings:
 
 
 class EndpointMetrics(Collector):
-    """Counts the requests of one endpoint, for Prometheus. Reveals nothing about the content of texts. `engine`: its
-    load is read at every scrape."""
+    """Counts the requests of one endpoint, for Prometheus, and nothing about texts. Each scrape reads the engine's
+    load."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -104,7 +103,7 @@ class EndpointMetrics(Collector):
 
 
 class Service:
-    """An engine with its models.
+    """An engine with its models. Raises `ConfigError`: an adapter has the base model's name.
 
     Args:
         model: the base model of the engine; its configuration has the context length and the default sampling.
@@ -113,9 +112,6 @@ class Service:
         pooling: how the hidden states of a text are combined to an embedding.
         fixed_length: compute every answer to its largest length, so that providers do not see its end.
         processor: makes tensors of pictures and sounds (`load_processor`); None for texts only.
-
-    Raises:
-        ConfigError: an adapter has the base model's name.
     """
 
     def __init__(
@@ -169,8 +165,7 @@ class Service:
         return [base, *(base.model_copy(update={"id": one.id.name, "parent": self.name}) for one in infos)]
 
     def adapter(self, model: str) -> str | None:
-        """Return the adapter with a model's name; None for the base model. Raises `ApiError` if there is no such
-        model."""
+        """Return the adapter with a model's name; None for the base model. Raises `ApiError` for another name."""
         if model == self.name:
             return None
         if self.tasks is not None and model in self.tasks:
@@ -205,8 +200,8 @@ class Service:
             return await anyio.to_thread.run_sync(work, limiter=self._tokenizing)
 
     async def prompts(self, given: str | Sequence[Any], *, param: str, client: str) -> list[list[int]]:
-        """Return the token ids of each text. `given` is one text or several, as strings or as token ids. Raises
-        `ApiError` if a text has no tokens, or a token is outside the vocabulary."""
+        """Return the token ids of each text. `given` is one text or several, as strings or token ids. Raises
+        `ApiError`."""
         several: Sequence[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         found: list[list[int]] = []
         for one in several:
@@ -233,13 +228,9 @@ class Service:
         inputs: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> EngineRequest:
-        """Return the request to the engine for one prompt, with at most `limit` new tokens (`default` if None).
-
-        Missing options of sampling are taken from the model's generation config, else OpenAI's defaults.
-
-        Raises:
-            ApiError: the prompt and the new tokens exceed the context, or a field is wrong.
-        """
+        """Return the request to the engine for one prompt, with at most `limit` new tokens (`default` if None). Missing
+        options of sampling are the model's generation config's, else OpenAI's defaults. Raises `ApiError`: a field is
+        wrong, or the tokens exceed the context."""
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
         if sampling.get("grammar") is not None and (body.ignore_eos or body.min_tokens):

@@ -37,8 +37,7 @@ _UNKNOWN = "\ufffd"
 
 
 class Vocabulary:
-    """The tokens of a model. `close` ends the processes of its grammars. `size`: number of the model's logits. `ends`:
-    tokens that end an answer."""
+    """The tokens of a model, and their grammars. `size`: number of logits. `ends`: tokens that end an answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, size: int, ends: Collection[int]) -> None:
         self.size = size
@@ -71,11 +70,8 @@ class Vocabulary:
         return (self.bytes_of(token) or b"\xff").decode(errors="replace")
 
     async def grammar(self, rules: str, *, client: str) -> "CompiledGrammar":
-        """Compile a grammar. Requests of a client with the same grammar share it.
-
-        Args:
-            rules: a grammar in llguidance's variant of Lark, which may contain JSON schemas: `start: %json {"type":
-                "object"}`.
+        """Compile a grammar in llguidance's variant of Lark, such as `start: %json {"type": "object"}`. Requests of a
+        client with the same grammar share it.
 
         Raises:
             ConfigError: a schema is invalid, too large or too complex, or cannot be enforced.

@@ -48,13 +48,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FineTuningJob(msgspec.Struct, kw_only=True):
-    """The state of one job.
-
-    Args:
-        created_at, finished_at: seconds since 1970.
-        fine_tuned_model: name of the resulting adapter; None before.
-        trained_tokens: number of tokens, once the job has succeeded.
-    """
+    """The state of one job. Times are seconds since 1970. `fine_tuned_model`: the resulting adapter; None before."""
 
     id: str
     created_at: int
@@ -152,9 +146,8 @@ class Deleted(BaseModel):
 
 
 class Hyperparameters(Strict):
-    """How to train; "auto" is the default of `tenant finetune`. `rank` and `sequence_length` are not OpenAI's fields.
-    `learning_rate_multiplier`: factor of the default learning rate. `sequence_length`: tokens of an example; longer
-    examples are cut."""
+    """How to train; "auto" is the default of `tenant finetune`. OpenAI has no `rank`, and no `sequence_length`: tokens
+    of an example; longer examples are cut."""
 
     n_epochs: Literal["auto"] | Annotated[int, Field(ge=1, le=1000), INTEGER] | None = None
     batch_size: Literal["auto"] | Annotated[int, Field(ge=1, le=256), INTEGER] | None = None

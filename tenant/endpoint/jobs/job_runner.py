@@ -38,18 +38,16 @@ _LINE_BYTES = 1 << 16
 
 
 class Jobs:
-    """The fine-tuning jobs of one endpoint. A context manager. Thread-safe.
+    """The fine-tuning jobs of one endpoint. A context manager. Thread-safe. Raises `ConfigError`: the folder belongs to
+    another user, or another endpoint uses it.
 
     Args:
-        folder: folder of files, jobs and adapters; made if it is missing. Only this user can read it.
+        folder: private folder of files, jobs and adapters; made if it is missing.
         name: the base model's name for clients.
         remote: arguments of `RemoteConfig` for the processes, as JSON can hold them.
         tasks: the adapters of jobs are registered here, also those of earlier runs.
         end_s: seconds that a process may take to save its steps after SIGTERM; then it is killed.
         start: starts a process, as `subprocess.Popen` does.
-
-    Raises:
-        ConfigError: the folder belongs to another user, or another endpoint uses it.
     """
 
     def __init__(
@@ -92,9 +90,8 @@ class Jobs:
         self._thread.start()
 
     async def check(self, file: str, *, client: str, method: str) -> None:
-        """Check a training file for a method in a process of its own, which ends with this call. Each client has one at
-        a time. Raises `ApiError` if the file is missing or malformed, or the client's last file is still being
-        checked."""
+        """Check a training file for a method in a process, which ends with this call; each client has one at a time.
+        Raises `ApiError` if the file is missing or malformed, or the client's last file is still being checked."""
         path = self.files.path(file, param="training_file")
         if client in self._checking:
             raise ApiError(429, "a training file of this key is being checked; try again later", code="overloaded")
@@ -125,8 +122,7 @@ class Jobs:
             raise ApiError(400, public(wrong, {path: file}), code="invalid_training_file", param="training_file")
 
     def create(self, asked: JobSettings) -> StoredJob:
-        """Queue a job, whose training file was checked. Raises `ApiError` if the training file is missing, or there are
-        too many jobs."""
+        """Queue a job. Raises `ApiError` if its training file is missing, or there are too many jobs."""
         self.files.get(asked.training_file, param="training_file")
         name = f"ftjob-{secrets.token_hex(12)}"
         job = FineTuningJob(id=name, created_at=int(time.time()), model=self.name, asked=asked)
@@ -155,8 +151,7 @@ class Jobs:
             return self._jobs[name]
 
     def cancel(self, name: str) -> StoredJob:
-        """Cancel a job. Saved checkpoints are kept in its folder. Raises `ApiError` if there is no such job, or it has
-        ended."""
+        """Cancel a job; its checkpoints are kept. Raises `ApiError` if there is no such job, or it has ended."""
         stored = self.get(name)
         with self._changed:
             if stored.job.status in ENDED:
@@ -168,8 +163,7 @@ class Jobs:
         return stored
 
     def delete(self, name: str) -> None:
-        """Delete a job, its model and its folder. Raises `ApiError` if there is no such job, it has not ended, or its
-        model is in use."""
+        """Delete a job with its model and folder. Raises `ApiError` if there is none, it runs, or its model is used."""
         stored = self.get(name)
         with self._changed:
             if stored.job.status not in ENDED or self._running is stored:

@@ -21,8 +21,7 @@ _LINES = re.compile(r"\.(jsonl|ndjson)\Z", re.IGNORECASE)
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
-    """The description of a stored file. `filename`: the client's name of the file, which is shown and never used as a
-    path. `created_at`: seconds since 1970."""
+    """A stored file. `filename`: the client's name of it, never used as a path. `created_at`: seconds since 1970."""
 
     id: str
     filename: str
@@ -31,14 +30,7 @@ class File(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Files:
-    """The files in a folder. Thread-safe.
-
-    Args:
-        folder: a private folder.
-        file_limit: largest number of bytes of one file.
-        limit: largest number of bytes of all files.
-        count: largest number of files.
-    """
+    """The files in a private folder. Thread-safe. Limits: bytes of one file, bytes and number of all files."""
 
     def __init__(self, folder: Path, *, file_limit: int = 128 << 20, limit: int = 4 << 30, count: int = 1000) -> None:
         self.file_limit = file_limit
@@ -56,9 +48,8 @@ class Files:
                 path.unlink()
 
     def add(self, source: BinaryIO, filename: str) -> File:
-        """Store a file. `filename`: the client's name; a name that ends in .jsonl or .ndjson means JSON lines. Raises
-        `ApiError` if the file is empty, or it or all files together would be too large; `StorageError` if the file
-        cannot be written."""
+        """Store a file. `filename`: the client's name; with the ending .jsonl or .ndjson, the file is JSON lines.
+        Raises `ApiError` if the file is empty, or too large; `StorageError` if it cannot be written."""
         name = f"file-{secrets.token_hex(12)}"
         content = self._folder / f"{name}{'.jsonl' if _LINES.search(filename) else '.txt'}"
         try:
@@ -119,9 +110,8 @@ class Files:
 
 
 def private_folder(folder: Path) -> Path:
-    """Make a folder that no other user can read or change, if it is missing. Returns its path. Raises `ConfigError` if
-    the folder belongs to another user, or another user could replace it; `StorageError` if the folder cannot be
-    made."""
+    """Make a folder that no other user can read or change, if it is missing, and return its path. Raises `ConfigError`
+    if the folder belongs to another user, or another user could replace it; `StorageError`."""
     with storing(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with PrivateFolder.open(folder):

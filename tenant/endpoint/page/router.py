@@ -45,8 +45,7 @@ _VISIBLE = "how many rows there are, for which layer, when, and when the answer 
 
 @dataclass(frozen=True, kw_only=True)
 class Provider(ProviderFigures):
-    """A provider's figures since the session began. `hidden`: True if it cannot read rows; `sees`: what it learns about
-    an answer."""
+    """A provider's figures since the session began. `sees`: what it learns about an answer. `hidden`: not the rows."""
 
     hidden: bool
     sees: str

@@ -13,7 +13,7 @@ from symbiosis_priv.cli import app
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from tenant.bench import steps_and_tokens
-from tenant.bench.measured_models import Effort, Generate, Llama
+from tenant.bench.measured_models import Effort, Generate, Llama, MaskingVariant
 from tenant.bench.report import Row, number, read
 from tenant.bench.steps_and_tokens import Comparison, comparison
 from tenant.session import tally
@@ -28,10 +28,9 @@ def bench(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comparison]:
-    shape = Llama(width=64, layers=1, inner=64)
-    with comparison(
-        tmp_path_factory.mktemp("comparison"), shape, ["pad"], Effort(threads=1, pool_memory_mib=16)
-    ) as running:
+    shape, pad = Llama(width=64, layers=1, inner=64), MaskingVariant.parse("pad")
+    effort = Effort(threads=1, pool_memory_mib=16)
+    with comparison(tmp_path_factory.mktemp("comparison"), shape, [pad], effort) as running:
         yield running
 
 
@@ -41,7 +40,7 @@ def shared(running: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
 
     @contextmanager
     def already(folder: Path, shape: Llama, maskings: Any, effort: Effort) -> Iterator[Comparison]:
-        assert (shape.width, shape.layers, maskings) == (64, 1, ["pad"])
+        assert (shape.width, shape.layers, [one.name for one in maskings]) == (64, 1, ["pad"])
         yield running
 
     monkeypatch.setattr(steps_and_tokens, "comparison", already)
@@ -214,6 +213,7 @@ def test_a_turn_ends_when_all_processes_are_idle(running: Comparison) -> None:
         ["provider", "--tenants", "0+0"],
         ["provider", "--policies", "chance"],
         ["step", "--masking", "pad,nobody"],
+        ["step", "--masking", "pad/25"],
         ["linear", "--masking", "nobody"],
     ],
     ids=" ".join,

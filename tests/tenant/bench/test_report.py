@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
-from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.errors import ConfigError, ProtocolError
 from tenant.bench import report
-from tenant.bench.options import measuring
+from tenant.bench.options import Progress, benchmark
 from tenant.bench.report import Goal, Table, render, this_run
 from tenant.bench.scaling import picture, slope
 from tenant.session import tally
@@ -118,8 +118,26 @@ def test_parts_are_recorded_only_inside_a_recording() -> None:
 
 def test_no_warnings_of_libraries_are_between_the_figures() -> None:
     """transformers warns about names that peft still uses; benchmarks hide these warnings, as commands do."""
-    with measuring():
+
+    @benchmark("warning")
+    def warning(folder: Path, progress: Progress) -> list[report.Row]:
         warnings.warn_explicit("old name", FutureWarning, "modeling_utils.py", 1, module="transformers.modeling_utils")
+        return ROWS
+
+    warning()
+
+
+def test_faults_are_raised_after_the_figures_were_shown_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @benchmark("faulty", faults=lambda rows: [f"{len(rows)} rows"])
+    def faulty(folder: Path, progress: Progress) -> list[report.Row]:
+        return [{**row, "wrong": 1} for row in ROWS]
+
+    with pytest.raises(ProtocolError, match="2 rows; 2 answers differ"):
+        faulty(json=tmp_path / "r.json")
+    assert "split, pad" in capsys.readouterr().out
+    assert len(report.read(tmp_path / "r.json").rows) == 2
 
 
 @given(measured=st.floats(allow_nan=True), limit=st.floats(0.01, 100))

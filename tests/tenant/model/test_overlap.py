@@ -1,7 +1,7 @@
 """Overlapped parts of a batch: products at the same time, and the bits of one part after the other."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,9 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 
-from symbiosis_priv.arithmetic.ring import Direction
-from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.errors import UnsupportedMethodError
 from tenant import RemoteConfig, backend_of, overlapped
-from tenant.masking.backend import Backend
+from tenant.masking.backend import Backend, Product
 from tenant.model.loading import load_model
 from tenant.model.remote_linear import RemoteLayer
 
@@ -28,17 +26,9 @@ class Meeting(Backend):
     def __init__(self, backend: Backend, parties: int) -> None:
         self.facts, self._inner, self._all_here = backend.facts, backend, threading.Barrier(parties)
 
-    def multiply(
-        self,
-        index: int,
-        direction: Direction,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        *,
-        counts: Counts | None = None,
-    ) -> None:
+    def compute(self, product: Product) -> None:
         self._all_here.wait(TIMEOUT_S)
-        self._inner.multiply(index, direction, inputs, outputs, counts=counts)
+        self._inner.compute(product)
 
     def close(self) -> None:
         self._inner.close()

@@ -5,7 +5,7 @@ import pickle
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, RANGE, Direction, quantise_rows
-from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import UnsupportedMethodError
 from symbiosis_priv.harness import strategies as testing
 from tenant import RemoteConfig, rounded_model
-from tenant.masking.backend import Backend, RingBackend, Simulation
+from tenant.masking.backend import Backend, Product, RingBackend, Simulation
 from tenant.model.hf import backend_of
 from tenant.model.offloaded import OffloadedWeight, set_dtype_and_device
 from tenant.model.remote_linear import LayerGroup, RemoteLinear
@@ -45,17 +44,10 @@ class Counting(Backend):
         self.calls: list[tuple[int, Direction, Tensor]] = []
         self._inner = RingBackend(self.facts, Simulation(store))
 
-    def multiply(
-        self,
-        index: int,
-        direction: Direction,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        *,
-        counts: Counts | None = None,
-    ) -> None:
-        self.calls.append((index, direction, torch.cat([part.detach() for part in inputs], dim=1)))
-        self._inner.multiply(index, direction, inputs, outputs, counts=counts)
+    def compute(self, product: Product) -> None:
+        rows = torch.cat([part.detach() for part in product.inputs], dim=1)
+        self.calls.append((product.group, product.direction, rows))
+        self._inner.compute(product)
 
     def close(self) -> None:
         self._inner.close()

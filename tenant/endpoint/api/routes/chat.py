@@ -206,8 +206,7 @@ async def _prompt(
 
 
 def _options(body: ChatRequest, service: Service, template: str) -> dict[str, str | int | float | bool]:
-    """Return the values for the chat template. Raises `ApiError` for one that would replace a part of the chat, or that
-    the template does not use."""
+    """Return the values for the chat template. Raises `ApiError` for one that the template does not use or must not."""
     options, field = dict(body.chat_template_kwargs or {}), "chat_template_kwargs"
     own = {"messages", "conversations", *service.tokenizer.special_tokens_map, "raise_exception", "strftime_now"}
     if taken := sorted(options.keys() & (own | signature(service.tokenizer.apply_chat_template).parameters.keys())):
@@ -256,8 +255,7 @@ def _message(message: Message, place: int, processor: Processor | None, media: M
 
 
 async def _grammar(body: ChatRequest, service: Service, template: str, client: str) -> Any:
-    """Return the grammar of the answer: that of `response_format`, or of calls that are forced, strict or not
-    parallel."""
+    """Return the grammar of the answer: of `response_format`, or of calls that are forced, strict or not parallel."""
     forces = body.tool_choice not in (None, "auto", "none")
     tools = [] if body.tool_choice == "none" else [tool.function for tool in body.tools or ()]
     if body.parallel_tool_calls is False and not body.tools:

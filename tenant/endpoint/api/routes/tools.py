@@ -49,15 +49,9 @@ def closed(schema: Any) -> Any:
 
 
 def calling(tools: Sequence[Function], template: str, *, forced: bool, parallel: bool = True) -> str:
-    """Return the grammar of an answer with calls of these functions, as the chat template writes calls.
-
-    Args:
-        forced: the answer is one call. Otherwise it is text with calls; without tags, either text or a call.
-        parallel: the answer may have several calls.
-
-    Raises:
-        ConfigError: as for `tagged`.
-    """
+    """Return the grammar of an answer with calls of these functions, as the chat template writes calls. `forced`: the
+    answer is one call; else it is text with calls, or without tags, a text or a call. `parallel`: it may have several
+    calls. Raises `ConfigError` as `tagged` does."""
     in_tags = tagged(template)
     before, after = ("\n", "\n</tool_call>") if in_tags else ("", "")
     key = "arguments" if in_tags or '"parameters"' not in template else "parameters"
@@ -125,8 +119,7 @@ class ToolText:
 
 
 def _between_tags(text: str) -> Iterator[str]:
-    """Yield the texts between tags. The last one may have no end tag. A regular expression would take quadratic time
-    for an answer of white space."""
+    """Yield the texts between tags. The last may have no end tag. (A regular expression could take quadratic time.)"""
     end = 0
     while (begin := text.find(_TAG, end)) >= 0:
         begin += len(_TAG)

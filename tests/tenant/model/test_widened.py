@@ -42,7 +42,18 @@ def untied(tmp_path_factory: pytest.TempPathFactory, save_llama: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("form", ["fp8 blocks", "compressed int8", "compressed 4 bits, ordered", "gptq 4 bits", "awq"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "fp8 blocks",
+        "compressed int8",
+        "compressed 4 bits, ordered",
+        "compressed nvfp4",
+        "modelopt nvfp4",
+        "gptq 4 bits",
+        "awq",
+    ],
+)
 def test_split_plain_and_rounded_models_are_those_of_the_same_weights_in_floats(
     form: str, untied: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -263,6 +263,7 @@ class ShardedOperands(Operands):
         *,
         group: int,
         direction: Direction,
+        mode: Mode | None = None,
         counts: Counts | None = None,
         order: Tensor | None = None,
         pieces: Mapping[int, Sequence[RankPiece]] = MappingProxyType({}),
@@ -271,37 +272,45 @@ class ShardedOperands(Operands):
 
         Args:
             rows: rank 0's rows, as for `product`; perhaps none.
+            mode: the way to multiply dense rows; None for the faster one.
             order: sorts the rows of all ranks, in the order of the ranks, by expert; None if they are sorted.
             pieces: the pieces of each other rank, which its `RowKeeper` has.
         """
-        if self._entries[group].transposed:
-            direction = opposite(direction)
-        total = len(rows) + sum(piece.rows for some in pieces.values() for piece in some)
+        direction = self._packed(group, direction)
+        of_rank = [pieces.get(rank, ()) for rank in range(self._world)]
+        each = [len(rows), *(sum(piece.rows for piece in some) for some in of_rank[1:])]
+        _, outputs = self._widths(group, direction, by_expert=counts is not None)
+        out = torch.empty((len(rows), outputs), dtype=torch.int32, device="cpu")
+        if not sum(each):
+            return out
         if counts is not None:
             mode = Mode.EXPERTS
-        elif self._fixed is not None:
-            mode = self._fixed
-        else:
+        elif mode is None:
             crossover = self._crossover.get((*self._widths(group, direction), direction), _NEVER)
-            mode = Mode.GATHERED if total >= crossover else Mode.COLUMNS
-        return self._multiply(
-            rows, group=group, direction=direction, mode=mode, counts=counts, order=order, pieces=pieces
-        )
+            mode = self._fixed or (Mode.GATHERED if sum(each) >= crossover else Mode.COLUMNS)
+        plan = _Plan(self._sequence + 1, mode, group, direction, tuple(each), tuple(map(len, of_rank)))
+        with self._ending_on_error(self._name_of(plan)):
+            self._announce(plan)
+            for rank, some in enumerate(of_rank):
+                if some:
+                    dist.send(torch.tensor(some, dtype=torch.int64, device="cpu"), rank, group=self._plans)
+            self._compute(plan, rows.contiguous(), out, counts, order)
+        return out
 
     def warm_up(self) -> Iterator[None]:
         """Measure both ways to multiply for every shape, on rank 0; one product per `next`."""
         for group in self._units:
             for direction in DIRECTIONS:
-                shape = (*self._units[group].columns(direction), direction)
+                packed = self._packed(group, direction)
+                shape = (*self._widths(group, packed), packed)
                 if self._fixed is not None or shape in self._crossover:
                     continue
-                inputs = shape[0]
                 for count in _TIMED_ROWS:
-                    rows = probe_rows(count, inputs)
+                    rows = probe_rows(count, shape[0])
                     seconds = dict.fromkeys((Mode.COLUMNS, Mode.GATHERED), math.inf)
                     for mode in (*seconds, *seconds):
                         start = time.perf_counter()
-                        self._multiply(rows, group=group, direction=direction, mode=mode)
+                        self.product_of_ranks(rows, group=group, direction=direction, mode=mode)
                         seconds[mode] = min(seconds[mode], time.perf_counter() - start)
                         yield
                     if seconds[Mode.GATHERED] < seconds[Mode.COLUMNS]:
@@ -325,15 +334,16 @@ class ShardedOperands(Operands):
                 self._heartbeats.close()
                 return
             with self._ending_on_error(self._name_of(plan)):
+                inputs, outputs = self._widths(plan.group, plan.direction, by_expert=plan.mode is Mode.EXPERTS)
+                rows = torch.empty((0, inputs), dtype=torch.int32, device="cpu")
+                out = torch.empty((plan.rows[self._rank], outputs), dtype=torch.int32, device="cpu")
                 if not (count := plan.pieces[self._rank]):
-                    self._compute(plan)
+                    self._compute(plan, rows, out)
                     continue
                 assert keeper is not None, "rank 0 names only what this rank has sent"
                 numbers = torch.empty((count, len(RankPiece._fields)), dtype=torch.int64, device="cpu")
                 dist.recv(numbers, _LEAD, group=self._plans)
                 pieces = [RankPiece(*piece) for piece in numbers.tolist()]
-                _, outputs = self._widths(plan.group, plan.direction, by_expert=plan.mode is Mode.EXPERTS)
-                out = torch.empty((plan.rows[self._rank], outputs), dtype=torch.int32, device="cpu")
                 self._compute(plan, keeper.rows(pieces), out)
                 keeper.take(pieces, out)
 
@@ -345,31 +355,9 @@ class ShardedOperands(Operands):
 
     # Together
 
-    def _multiply(
-        self,
-        rows: Tensor,
-        *,
-        group: int,
-        direction: Direction,
-        mode: Mode,
-        counts: Counts | None = None,
-        order: Tensor | None = None,
-        pieces: Mapping[int, Sequence[RankPiece]] = MappingProxyType({}),
-    ) -> Tensor:
-        _, outputs = self._widths(group, direction, by_expert=counts is not None)
-        out = torch.empty((len(rows), outputs), dtype=torch.int32, device="cpu")
-        of_rank = [pieces.get(rank, ()) for rank in range(self._world)]
-        each = [len(rows), *(sum(piece.rows for piece in some) for some in of_rank[1:])]
-        if not sum(each):
-            return out
-        plan = _Plan(self._sequence + 1, mode, group, direction, tuple(each), tuple(map(len, of_rank)))
-        with self._ending_on_error(self._name_of(plan)):
-            self._announce(plan)
-            for rank, some in enumerate(of_rank):
-                if some:
-                    dist.send(torch.tensor(some, dtype=torch.int64, device="cpu"), rank, group=self._plans)
-            self._compute(plan, rows.contiguous(), out, counts, order)
-        return out
+    def _packed(self, group: int, direction: Direction) -> Direction:
+        """The direction of the packed weights that a direction of the model's matrix has."""
+        return opposite(direction) if self._entries[group].transposed else direction
 
     def _widths(self, group: int, direction: Direction, *, by_expert: bool = False) -> Widths:
         """The widths of a product in a direction of the packed weights."""
@@ -381,50 +369,57 @@ class ShardedOperands(Operands):
         dist.broadcast(plan.encode(self._world), _LEAD, group=self._plans)
 
     def _compute(
-        self,
-        plan: _Plan,
-        rows: Tensor | None = None,
-        out: Tensor | None = None,
-        counts: Counts | None = None,
-        order: Tensor | None = None,
+        self, plan: _Plan, rows: Tensor, out: Tensor, counts: Counts | None = None, order: Tensor | None = None
     ) -> None:
-        """Compute what one rank adds to a product. A rank with rows passes them and gets their products in `out`.
-        Rank 0 has the counts and the order."""
+        """Take part in a product with this rank's rows, perhaps none, and write their products to `out`. Rank 0 has the
+        counts and the order."""
+        if plan.mode is Mode.EXPERTS:
+            self._compute_experts(plan, rows, out, counts, order)
+        elif plan.mode is Mode.GATHERED:
+            self._compute_gathered(plan, rows, out)
+        else:
+            self._compute_columns(plan, rows, out)
+
+    def _compute_experts(
+        self, plan: _Plan, rows: Tensor, out: Tensor, counts: Counts | None, order: Tensor | None
+    ) -> None:
+        unit, total, experts = self._units[plan.group], sum(plan.rows), self._entries[plan.group].experts
+        numbers = torch.zeros(experts + total, dtype=torch.int64, device="cpu")
+        if counts is not None:
+            numbers[:experts] = torch.tensor(counts, dtype=torch.int64, device="cpu")
+            numbers[experts:] = torch.arange(total, dtype=torch.int64, device="cpu") if order is None else order
+        dist.broadcast(numbers, _LEAD, group=self._plans)
+        sorted_by_expert = numbers[experts:].to(self._device)
+        shared = self._everywhere(plan, rows)[sorted_by_expert]
+        product = self._matrix(total, out.shape[1]).zero_()
+        columns, counts = unit.columns_of(self._rank, self._world), tuple(numbers[:experts].tolist())
+        unit.multiply_experts(columns, counts, shared, plan.direction, product)
+        self._sums(plan, torch.empty_like(product).index_copy_(0, sorted_by_expert, product), out)
+
+    def _compute_gathered(self, plan: _Plan, rows: Tensor, out: Tensor) -> None:
+        unit, (root, *others) = self._units[plan.group], plan.roots
+        if others:  # every rank multiplies its own rows
+            product = self._matrix(len(rows), out.shape[1])
+            unit(rows.to(self._device), plan.direction, product)
+            out.copy_(product)
+            return
+        here, total = root == self._rank, plan.rows[root]
+        each = [len(part) for part in torch.empty(total, dtype=torch.int64, device="cpu").tensor_split(self._world)]
+        mine = self._scattered(root, rows.split(each) if here else None, each, rows.shape[1])
+        product = self._matrix(each[self._rank], out.shape[1])
+        unit(mine, plan.direction, product)
+        self._collect(root, product, out.split(each) if here else None)
+
+    def _compute_columns(self, plan: _Plan, rows: Tensor, out: Tensor) -> None:
         unit, total = self._units[plan.group], sum(plan.rows)
-        experts = self._entries[plan.group].experts if plan.mode is Mode.EXPERTS else 1
-        inputs, outputs = unit.columns(plan.direction, experts=experts)
         shards = [unit.columns_of(rank, self._world) for rank in range(self._world)]
         columns = shards[self._rank]
-        if plan.mode is Mode.EXPERTS:
-            numbers = torch.zeros(experts + total, dtype=torch.int64, device="cpu")
-            if counts is not None:
-                numbers[:experts] = torch.tensor(counts, dtype=torch.int64, device="cpu")
-                numbers[experts:] = torch.arange(total, dtype=torch.int64, device="cpu") if order is None else order
-            dist.broadcast(numbers, _LEAD, group=self._plans)
-            sorted_by_expert = numbers[experts:].to(self._device)
-            shared = self._everywhere(plan, rows, inputs)[sorted_by_expert]
-            product = self._matrix(total, outputs).zero_()
-            unit.multiply_experts(columns, tuple(numbers[:experts].tolist()), shared, plan.direction, product)
-            self._sums(plan, torch.empty_like(product).index_copy_(0, sorted_by_expert, product), out)
-        elif plan.mode is Mode.GATHERED and len(plan.roots) > 1:
-            mine = self._matrix(0, inputs) if rows is None else rows.to(self._device)
-            product = self._matrix(len(mine), outputs)
-            unit(mine, plan.direction, product)
-            if out is not None:
-                out.copy_(product)
-        elif plan.mode is Mode.GATHERED:
-            (root,) = plan.roots
-            each = [len(part) for part in torch.empty(total, dtype=torch.int64, device="cpu").tensor_split(self._world)]
-            has_rows = root == self._rank and rows is not None and out is not None
-            mine = self._scattered(root, rows.split(each) if has_rows and rows is not None else None, each, inputs)
-            product = self._matrix(each[self._rank], outputs)
-            unit(mine, plan.direction, product)
-            self._collect(root, product, out.split(each) if has_rows and out is not None else None)
-        elif plan.direction == FORWARD:
-            product = self._matrix(total, columns.stop - columns.start)
-            unit.multiply_shard(columns, self._everywhere(plan, rows, inputs), FORWARD, product)
-            for root, part in zip(plan.roots, product.split([plan.rows[r] for r in plan.roots]), strict=True):
-                if root != self._rank or out is None:
+        width = columns.stop - columns.start
+        if plan.direction == FORWARD:
+            product = self._matrix(total, width)
+            unit.multiply_shard(columns, self._everywhere(plan, rows), FORWARD, product)
+            for root, part in self._by_root(plan, product):
+                if root != self._rank:
                     self._collect(root, part, None)
                     continue
                 chunks = [out.new_empty((len(out), shard.stop - shard.start)) for shard in shards]
@@ -433,23 +428,20 @@ class ShardedOperands(Operands):
         else:
             arrived = []
             for root in plan.roots:
-                here = root == self._rank and rows is not None
-                parts = [rows[:, shard].contiguous() for shard in shards] if here and rows is not None else None
-                arrived.append(
-                    self._scattered(root, parts, [plan.rows[root]] * self._world, columns.stop - columns.start)
-                )
-            product = self._matrix(total, outputs)
+                parts = [rows[:, shard].contiguous() for shard in shards] if root == self._rank else None
+                arrived.append(self._scattered(root, parts, [plan.rows[root]] * self._world, width))
+            product = self._matrix(total, out.shape[1])
             unit.multiply_shard(columns, torch.cat(arrived), BACKWARD, product)
             self._sums(plan, product, out)
 
     # Matrices between the root, which has them on the CPU, and the other ranks, which pass None
 
-    def _everywhere(self, plan: _Plan, rows: Tensor | None, width: int) -> Tensor:
+    def _everywhere(self, plan: _Plan, rows: Tensor) -> Tensor:
         """The rows of all ranks, on this rank's device."""
         arrived = []
         for root in plan.roots:
-            here = root == self._rank and rows is not None
-            part = rows.to(self._device) if here and rows is not None else self._matrix(plan.rows[root], width)
+            own = root == self._rank
+            part = rows.to(self._device) if own else self._matrix(plan.rows[root], rows.shape[1])
             dist.broadcast(part, root)
             arrived.append(part)
         return torch.cat(arrived) if len(arrived) > 1 else arrived[0]
@@ -478,12 +470,17 @@ class ShardedOperands(Operands):
             if here is not there:
                 here.copy_(there)
 
-    def _sums(self, plan: _Plan, product: Tensor, out: Tensor | None) -> None:
+    def _sums(self, plan: _Plan, product: Tensor, out: Tensor) -> None:
         """Write the sum of all ranks' results to `out` of each rank that has rows."""
-        for root, part in zip(plan.roots, product.split([plan.rows[root] for root in plan.roots]), strict=True):
+        for root, part in self._by_root(plan, product):
             dist.reduce(part, root, op=dist.ReduceOp.SUM)  # int32 sums wrap
-            if root == self._rank and out is not None:
+            if root == self._rank:
                 out.copy_(part)
+
+    @staticmethod
+    def _by_root(plan: _Plan, product: Tensor) -> list[tuple[int, Tensor]]:
+        """The results for each rank that has rows."""
+        return list(zip(plan.roots, product.split([plan.rows[root] for root in plan.roots]), strict=True))
 
     def _matrix(self, rows: int, width: int) -> Tensor:
         return torch.empty((rows, width), dtype=torch.int32, device=self._device)

@@ -12,10 +12,8 @@ V = TypeVar("V", bound=Hashable)
 
 
 class RoundRobin(Generic[K, V]):
-    """A first-in, first-out queue for each client; clients take turns. Not thread-safe.
-
-    An item waits for the earlier items of its own client, and for at most as many items of each other client.
-    """
+    """A first-in, first-out queue for each client; clients take turns. Not thread-safe. An item waits for the earlier
+    items of its own client, and for at most as many items of each other client."""
 
     def __init__(self) -> None:
         # the first client in the dictionary has the next turn

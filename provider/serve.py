@@ -202,10 +202,8 @@ class Provider:
         return self
 
     def stop(self) -> None:
-        """Tell the registries, accept no more connections, answer requests in flight, and close.
-
-        Returns within twice `limits.stop_timeout_s`, plus the seconds that a registry takes.
-        """
+        """Tell the registries, accept no more connections, answer requests in flight, and close. Returns within twice
+        `limits.stop_timeout_s`, plus the seconds that a registry takes."""
         if self._gateway is None:
             return
         timeout = self.config.limits.stop_timeout_s

@@ -44,11 +44,10 @@ def template(
     public_address: str | None = None,
     revoked: str | None = None,
 ) -> str:
-    """A provider.toml with these values. Every other key is commented out, with its default or an example.
-
-    Metrics are on, at a loopback address. The explanations come from the docstrings in `provider.config.schema`.
-    Tenants reach the provider at `public_address`, or else at `listen`. Raises `ConfigError`: a value that
-    provider.toml does not allow."""
+    """A provider.toml with these values. Every other key is commented out, with its default or an example. Metrics are
+    on, at a loopback address. The explanations come from the docstrings in `provider.config.schema`. Tenants reach the
+    provider at `public_address`, or else at `listen`. Raises `ConfigError`: a value that provider.toml does not
+    allow."""
     check_name(name)  # prefix of the name of the certificate and of its key
     port = parse_address(listen)[1] + _METRICS_PORT - parse_address(DEFAULT_LISTEN)[1]  # each provider has its own
     given = {

@@ -145,12 +145,9 @@ class ExecutorRequester:
         self._channel.send(message, payload)
 
     def receive(self, *, deadline: float, tenant_left: Callable[[], bool] = lambda: False) -> ExecutorAnswer:
-        """Wait for the answer to the last request.
-
-        The executor also checks the deadline, by `time.monotonic()`, and answers a late request without a product. A
-        request whose tenant has left is cancelled. Raises `Refusal`: BUSY if the executor ended or did not answer in
-        time; STOPPING if the provider stops.
-        """
+        """Wait for the answer to the last request. The executor also checks the deadline, by `time.monotonic()`, and
+        answers a late request without a product. A request whose tenant has left is cancelled. Raises `Refusal`: BUSY
+        if the executor ended or did not answer in time; STOPPING if the provider stops."""
         cancelled = False
         while (answer := self._receive()) is None:
             if self._lost:

@@ -203,10 +203,8 @@ class Executor:
         self._record_products()
 
     def _serve_inline(self, message: InboxMessage) -> bool:
-        """Serve a request of few rows in the thread that sends it. Returns False if the request must be queued.
-
-        Works only while the executor's own thread rests and every other request waits: no request is overtaken.
-        """
+        """Serve a request of few rows in the thread that sends it. Returns False if the request must be queued. Works
+        only while the executor's own thread rests and every other request waits: no request is overtaken."""
         if self._resting_since is None or not self._model.operands.any_thread:
             return False
         work = message.envelope

@@ -39,11 +39,9 @@ J = TypeVar("J")
 
 
 class ProductRequest(msgspec.Struct, frozen=True, kw_only=True, tag="work"):
-    """A tenant's request for a product.
-
-    The last byte arrived at `arrival`, and the gateway ignores the answer after `deadline`, both by `time.monotonic()`,
-    which all processes of a machine share. The request was checked against model, shapes and limits.
-    """
+    """A tenant's request for a product. The last byte arrived at `arrival`, and the gateway ignores the answer after
+    `deadline`, both by `time.monotonic()`, which all processes of a machine share. The request was checked against
+    model, shapes and limits."""
 
     tenant: TenantIdentity
     stage: Stage

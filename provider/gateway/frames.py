@@ -68,9 +68,7 @@ class GatewayState:
 
 class Frames:
     """The frames of one connection, for one thread: `wait`, `read_header`, then `read` or `discard` of the payload.
-
-    Methods raise TimeoutError if the client is too slow, and ConnectionLostError or OSError if it has left.
-    """
+    Methods raise TimeoutError if the client is too slow, and ConnectionLostError or OSError if it has left."""
 
     def __init__(self, stream: FrameStream, limits: Limits) -> None:
         self._stream = stream
@@ -151,8 +149,7 @@ class Frames:
 
     def _paced(self, payload: memoryview) -> Iterator[tuple[memoryview, float]]:
         """Yield the parts of a large payload with their deadlines. A large payload holds bytes that other tenants wait
-        for, so it has a minimum rate. A small payload has `frame_timeout_s` in total.
-        """
+        for, so it has a minimum rate. A small payload has `frame_timeout_s` in total."""
         begun = time.monotonic()
         last = begun + self._limits.frame_timeout_s
         rate = self._limits.min_transfer_mib_per_s * MIB

@@ -89,11 +89,9 @@ class UnauthenticatedConnection:
 
 
 class UnauthenticatedConnections:
-    """The unauthenticated connections, in order of arrival. Thread-safe.
-
-    One more than `limit` drops one, of the network with the most: a silent one if there is one, and the oldest. While
-    networks without an authenticated client hold more than half of the places, one of them loses it.
-    """
+    """The unauthenticated connections, in order of arrival. Thread-safe. One more than `limit` drops one, of the
+    network with the most: a silent one if there is one, and the oldest. While networks without an authenticated client
+    hold more than half of the places, one of them loses it."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

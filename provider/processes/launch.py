@@ -38,11 +38,9 @@ _RENDEZVOUS = timedelta(seconds=600)
 
 class Rendezvous(StaticTCPRendezvous):
     """The rendezvous of torchrun for a fixed set of machines, of which this one is number `node`. The store is for
-    torchrun's own data and, with several machines, for the ranks' rendezvous; `port` is 0 if it has none.
-
-    torch's class would listen on all interfaces in `next_rendezvous`; its other answers fit: no machine joins later,
-    and rank 0 uses this store instead of opening another one.
-    """
+    torchrun's own data and, with several machines, for the ranks' rendezvous; `port` is 0 if it has none. torch's class
+    would listen on all interfaces in `next_rendezvous`; its other answers fit: no machine joins later, and rank 0 uses
+    this store instead of opening another one."""
 
     def __init__(self, run_id: str, store: Store, *, host: str, port: int, node: int, nodes: int) -> None:
         super().__init__(host, port, node, nodes, run_id, timeout=0)

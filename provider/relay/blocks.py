@@ -71,10 +71,8 @@ class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockStore:
-    """The blocks of all tenants. Thread-safe.
-
-    No tenant holds more bytes than stay free, so one more tenant always finds room. n tenants that fill their shares
-    together get `memory / (n + 1)` bytes each."""
+    """The blocks of all tenants. Thread-safe. No tenant holds more bytes than stay free, so one more tenant always
+    finds room. n tenants that fill their shares together get `memory / (n + 1)` bytes each."""
 
     def __init__(self, memory: int, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

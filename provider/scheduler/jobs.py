@@ -107,8 +107,7 @@ class Pace:
 
     Each layer group is measured separately: a product of a narrow group takes far longer per multiply-add than one of a
     wide group. With one estimate for all groups, a tenant that asks for the narrowest group makes the products of other
-    tenants look slow, and its own products free. A group that was not measured is as fast as the fastest known one.
-    """
+    tenants look slow, and its own products free. A group that was not measured is as fast as the fastest known one."""
 
     def __init__(self, slice_s: float) -> None:
         self._slice_s = slice_s
@@ -271,8 +270,7 @@ class RunnableJobs(Generic[J]):
 
     def in_turn(self) -> Iterator[tuple[Stage, list[J]]]:
         """Yield each stage that has jobs with the first job of each of its tenants. Stages and tenants are sorted by
-        charge, tenants with equal charges by the arrival of their jobs.
-        """
+        charge, tenants with equal charges by the arrival of their jobs."""
         for level in sorted((level for level in self._levels.values() if level.flows), key=lambda level: level.charged):
             flows = sorted(level.flows.values(), key=lambda flow: (flow.charged, flow.first.arrival))
             yield level.stage, [flow.first for flow in flows]

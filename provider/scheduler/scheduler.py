@@ -392,10 +392,8 @@ class Scheduler(Generic[J]):
 
     def take_alone(self, job: J) -> list[Piece[J]]:
         """Take all rows of a job at once, instead of `put` and `take`. Empty if the job has to be put, because it has
-        many rows, or because other tenants wait or are expected.
-
-        The tenant is not charged: no other tenant waits for a turn.
-        """
+        many rows, or because other tenants wait or are expected. The tenant is not charged: no other tenant waits for a
+        turn."""
         if self._jobs or job.rows > ARITHMETIC_ROWS or not self._discipline.is_alone(job):
             return []
         self._discipline.arrived(job)

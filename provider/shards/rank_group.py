@@ -145,11 +145,9 @@ _parent: int | None = None  # process id of torchrun, once the kernel ends this 
 
 
 def limit_memory(room: int) -> None:
-    """Limit the memory of this process, a torchrun, to `room` bytes more than it uses now.
-
-    A client that floods the store can then end torchrun, but cannot fill the machine's memory. The ranks inherit the
-    limit and lift it. Does nothing on systems without /proc.
-    """
+    """Limit the memory of this process, a torchrun, to `room` bytes more than it uses now. A client that floods the
+    store can then end torchrun, but cannot fill the machine's memory. The ranks inherit the limit and lift it. Does
+    nothing on systems without /proc."""
     status = Path("/proc/self/status")
     if status.is_file():
         used = 1024 * int(status.read_text().partition("VmData:")[2].split()[0])
@@ -158,11 +156,9 @@ def limit_memory(room: int) -> None:
 
 
 def end_with_torchrun() -> None:
-    """Have the kernel kill this process when torchrun ends (Linux), and lift torchrun's limit on memory.
-
-    Otherwise a rank that hangs would not notice the end, and would keep its memory and its address. On other systems,
-    only ranks that do not hang end with the group.
-    """
+    """Have the kernel kill this process when torchrun ends (Linux), and lift torchrun's limit on memory. Otherwise a
+    rank that hangs would not notice the end, and would keep its memory and its address. On other systems, only ranks
+    that do not hang end with the group."""
     global _parent
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))

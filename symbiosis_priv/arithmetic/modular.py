@@ -56,11 +56,8 @@ class Column:
 
 
 def uniform(key: StreamKey, count: int) -> Column:
-    """A secret column from a 256-bit key: 61 bits of keystream per entry; the value p counts as 0.
-
-    So 0 has probability 2^-60 and every other residue 2^-61: an equation for one entry holds with probability 2^-60 at
-    most.
-    """
+    """A secret column from a 256-bit key: 61 bits of keystream per entry; the value p counts as 0. So 0 has probability
+    2^-60 and every other residue 2^-61: an equation for one entry holds with probability 2^-60 at most."""
     values = expand(key, first_row=0, rows=1, width=2 * count).view(torch.int64)[0] & PRIME
     return Column(values.masked_fill_(values == PRIME, 0))
 

@@ -91,12 +91,10 @@ class QuantisedGroup:
         return self.bounds()[direction]
 
     def bounds(self, *, experts: int = 1, along_outputs: bool = True) -> dict[Direction, Bound]:
-        """The public bounds of both directions, from one pass over the weights.
-
-        For rows that each belong to one expert of a stack, the norms are the largest of any expert's matrix. So the
-        scale of a row does not depend on its expert, and every product is in range. The experts' matrices are joined
-        along the outputs or along the inputs.
-        """
+        """The public bounds of both directions, from one pass over the weights. For rows that each belong to one expert
+        of a stack, the norms are the largest of any expert's matrix. So the scale of a row does not depend on its
+        expert, and every product is in range. The experts' matrices are joined along the outputs or along the
+        inputs."""
         matrices = self.weight.chunk(experts, dim=0 if along_outputs else 1)
         outputs, inputs = matrices[0].shape
         absmax, row, column = (max(norms) for norms in zip(*map(_norms, matrices), strict=True))

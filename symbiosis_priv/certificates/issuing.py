@@ -149,8 +149,7 @@ def rotate(certificate: Path, *, authority: reading.Identity | None, days: int =
 
     `authority` signs the new certificate; None for a self-signed certificate. It is not used if a next pair exists.
     Raises `CertificateError` for an authority's certificate (create a second authority instead), and if `authority` is
-    None although an authority has issued the certificate.
-    """
+    None although an authority has issued the certificate."""
     upcoming = reading.pair(certificate.parent, certificate.stem + NEXT)
     if not upcoming.certificate.exists():
         prepare_rotation(certificate, authority=authority, days=days)

@@ -32,8 +32,7 @@ def check_name(name: str) -> None:
 
 def is_operator(operator: str) -> bool:
     """Returns True if an authority may sign this operator's name: Latin letters with or without diacritics, digits and
-    some punctuation. Rule 8 compares operators' names, so two different names must not look alike.
-    """
+    some punctuation. Rule 8 compares operators' names, so two different names must not look alike."""
     return (
         1 <= len(operator) <= _MAX_OPERATOR
         and operator == operator.strip() == unicodedata.normalize("NFKC", operator)

@@ -73,9 +73,8 @@ def hub_name(folder: Path) -> tuple[str, str] | None:
 
 
 def _snapshot(name: str, *needed: str) -> Path:
-    """The folder of a hub name in the Hugging Face cache, downloaded if the cache lacks a `needed` file or tensors.
-
-    The cache comes first, without a request, so a name without a revision stays at the commit that the cache has."""
+    """The folder of a hub name in the Hugging Face cache, downloaded if the cache lacks a `needed` file or tensors. The
+    cache comes first, without a request, so a name without a revision stays at the commit that the cache has."""
     # imported only for a name, because the import takes as long as reading a local folder
     from huggingface_hub import constants, errors, snapshot_download
 
@@ -135,9 +134,8 @@ def check_index(path: Path) -> dict[str, str]:
 
 class Checkpoint:
     """The tensors of a safetensors checkpoint, by name. A context manager; files are opened once and memory-mapped.
-    Every method raises `CheckpointError` for a file that is missing or damaged.
-
-    A weight that is stored in 8 or 4 bits (`forms`) has its own name and its numbers here, and its parts have none."""
+    Every method raises `CheckpointError` for a file that is missing or damaged. A weight that is stored in 8 or 4 bits
+    (`forms`) has its own name and its numbers here, and its parts have none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

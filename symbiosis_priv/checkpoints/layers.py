@@ -56,13 +56,11 @@ class Composed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A group of linears that share one input, or a stack: the matrices of all experts of a layer for one product.
-
-    A stack is one dense matrix. If it is joined along `outputs` (gate and up), and each expert has n outputs, expert k
-    has the outputs `k n` to `(k + 1) n - 1`. If it is joined along `inputs` (down), the same holds for inputs.
-
-    A `composed` group has the matrix W1 of one linear, and below it `W2 diag(g) C W1` for each linear W2 that follows
-    the norm with the weight g. C subtracts the mean, if the norm does."""
+    """A group of linears that share one input, or a stack: the matrices of all experts of a layer for one product. A
+    stack is one dense matrix. If it is joined along `outputs` (gate and up), and each expert has n outputs, expert k
+    has the outputs `k n` to `(k + 1) n - 1`. If it is joined along `inputs` (down), the same holds for inputs. A
+    `composed` group has the matrix W1 of one linear, and below it `W2 diag(g) C W1` for each linear W2 that follows the
+    norm with the weight g. C subtracts the mean, if the norm does."""
 
     members: tuple[str, ...]  # module names in call order
     inputs: int

@@ -80,8 +80,7 @@ class Endpoints:
 
 def is_internal(address: str) -> bool:
     """Returns True for a loopback address, an address of the link or of a cloud's metadata service, and for an address
-    that is not unicast. False for every other address, private networks included, and for a name.
-    """
+    that is not unicast. False for every other address, private networks included, and for a name."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

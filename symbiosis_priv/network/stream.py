@@ -214,11 +214,9 @@ Waiting = Callable[[float, str], None]
 
 def within(deadline: float, operation: Callable[[float], T], why: str, *, waiting: Waiting | None = None) -> T:
     """Repeat an operation, called with a timeout in seconds, until it succeeds. Raises `TimeoutError`: the deadline, on
-    the clock of `time.monotonic`, has passed.
-
-    The timeout stays the same, because changing it takes a system call. `waiting` is called after every slice of the
-    wait, and may raise; without it, a second attempt has all the time that is left.
-    """
+    the clock of `time.monotonic`, has passed. The timeout stays the same, because changing it takes a system call.
+    `waiting` is called after every slice of the wait, and may raise; without it, a second attempt has all the time that
+    is left."""
     most = SLICE_S
     while (left := deadline - time.monotonic()) > 0:
         try:

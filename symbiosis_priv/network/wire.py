@@ -288,11 +288,10 @@ class BlockRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Execute(Binding, frozen=True, tag="execute"):
-    """Multiply the payload's rows by a layer group. Payload: `[rows, inputs]` (`[rows, outputs]` backward).
-
-    With `counts`, the widths are those of one expert's matrix. The executor subtracts the rows of `blocks` from the
-    answer; every row of a block is used for one request. `confirms` has the nonces of earlier requests of the tenant,
-    whose blocks the executor need not keep any longer."""
+    """Multiply the payload's rows by a layer group. Payload: `[rows, inputs]` (`[rows, outputs]` backward). With
+    `counts`, the widths are those of one expert's matrix. The executor subtracts the rows of `blocks` from the answer;
+    every row of a block is used for one request. `confirms` has the nonces of earlier requests of the tenant, whose
+    blocks the executor need not keep any longer."""
 
     blocks: Annotated[tuple[BlockRows, ...], msgspec.Meta(max_length=MAX_BLOCKS)] = ()
     confirms: Annotated[tuple[Nonce, ...], msgspec.Meta(max_length=MAX_BLOCKS)] = ()

@@ -198,13 +198,11 @@ class Call:
 
 
 def trace_calls(model: PreTrainedModel, modules: dict[str, nn.Module]) -> tuple[list[Call], set[str]]:
-    """Run a model and, where this leaves modules out, its parts: once in inference and once in training.
-
-    The forward pass of experts is replaced, because it depends on the values of routes. `modules` are the linears and
-    the modules of expert stacks to look for, by name. Returns the first call of every module in inference, in order;
-    and the names of modules whose parameters the model also uses outside such calls, which therefore cannot be
-    offloaded. Raises `UnsupportedModelError`: the model cannot be run without weights.
-    """
+    """Run a model and, where this leaves modules out, its parts: once in inference and once in training. The forward
+    pass of experts is replaced, because it depends on the values of routes. `modules` are the linears and the modules
+    of expert stacks to look for, by name. Returns the first call of every module in inference, in order; and the names
+    of modules whose parameters the model also uses outside such calls, which therefore cannot be offloaded. Raises
+    `UnsupportedModelError`: the model cannot be run without weights."""
     trace = _Trace(model, modules)
     handles = [m.register_forward_pre_hook(trace.enter(n), with_kwargs=True) for n, m in modules.items()]
     handles += [m.register_forward_hook(trace.leave, always_call=True) for m in modules.values()]

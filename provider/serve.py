@@ -32,7 +32,7 @@ from provider.operations.status import Status, take_status
 from provider.products.model import open_store
 from provider.shards.line import GatewayStatus, Member
 from symbiosis_priv.checkpoints.layers import LayerRange, whole_layers
-from symbiosis_priv.checkpoints.manifest import price_of_composing
+from symbiosis_priv.checkpoints.manifest import Manifest, price_of_composing
 from symbiosis_priv.checkpoints.weights import Progress
 from symbiosis_priv.errors import ConfigError, RankLostError
 from symbiosis_priv.system.files import write_atomically
@@ -84,16 +84,13 @@ class Provider:
                 '[executor] gateways = "all": set ranks and run `symbiosis-priv provider serve`, or start the ranks '
                 "of several machines with `python -m provider.processes.launch` (docs/provider.md)"
             )
-        self.config = config
-        self._unplaced = self._reloaded = config
+        self.config = self._unplaced = self._reloaded = config  # `_reloaded`: as last read
+        self._source, self._progress, self._on_move = source, progress, on_move
         self._credentials: Credentials | None = None
-        self._next: ProviderConfig | None = None
-        self._on_move = on_move
-        self._rebalancer: Rebalancer | None = None
-        self._source = source
-        self._progress = progress
+        self._next: ProviderConfig | None = None  # set before `move`
         self._gateway: Gateway | None = None
         self._announcer: Announcer | None = None
+        self._rebalancer: Rebalancer | None = None
         self._metrics: MetricsServer | None = None
 
     @property
@@ -130,16 +127,14 @@ class Provider:
         """Quantise the model if necessary, start the executor, and listen. Raises `ConfigError`: the address is in use,
         or the executor does not start; `CertificateError`: a certificate, a key or the revocation list cannot be used;
         `CheckpointError`, `UnsupportedModelError`: the model cannot be read or served."""
-        self._tls, self._relay = self.config.tls, self.config.relay
         self._reloader = Reloader(self._watched_files, self._reload)  # later changes are reloaded
         config = self.config = placed(self.config, progress=self._progress)
-        helpers = config.relay.helpers
+        helpers, member = config.relay.helpers, self._member
         self._credentials = credentials = Credentials.load(config.tls, helpers=helpers, before=self._credentials)
         store = open_store(config)
         manifest, served = store.manifest(progress=self._progress), store.served
         self.model_digest = manifest.digest
         check_plan(memory_plan(config, manifest, served))
-        member = self._member
         self.executor: ExecutorHandle
         self._usage = UsageCounters(config.usage.database) if member is None else RemoteUsage(member)
         if member is None:
@@ -158,28 +153,9 @@ class Provider:
                 executor=self.executor,
                 usage=self._usage,
             )
-            if member is not None:
-                gateway.state.quotas = RemoteQuotas(member, gateway.state.quotas)
-                gateway.state.register = RemoteRegister(member)
-            elif self._lines is not None:
-                assert isinstance(self.executor, ThreadExecutor), "this process is rank 0 of the group"
-                self._accounts = Accounts(gateway.state, self.executor, self._lines, dist.get_world_size())
-            gateway.listener.start()
-            if member is not None:
-                self._tells = Periodic(
-                    lambda: member.tell(self._gateway_status()), every_s=_TELL_S, name="status", at_once=True
-                )
-                self._tells.start()
+            self._start_gateway(gateway)
             self._reloader.start()
-            if config.registry.announce:
-                self._announcer = Announcer(config, address=gateway.listener.address, manifest=manifest, served=served)
-                self._announcer.start()
-            if self._unplaced.model.layers == AUTO and config.registry.rebalance_s and self._on_move is not None:
-                layers = whole_layers(served, manifest.layers)
-                self._rebalancer = Rebalancer(
-                    self._unplaced, layers=LayerRange(layers[0], layers[-1]), move=self._plan_move
-                )
-                self._rebalancer.periodic.start()
+            self._start_announcing(gateway, manifest, served)
             if config.metrics.listen is not None:
                 # imports Prometheus' client, which most providers do not need
                 from provider.operations.metrics import MetricsServer
@@ -193,13 +169,39 @@ class Provider:
             else:
                 self.stop()
             raise
-        entries = manifest.groups[served.start : served.stop]
-        memory, work = price_of_composing(entries)
+        memory, work = price_of_composing(manifest.groups[served.start : served.stop])
         composed: dict[str, str | int] = {}
         if memory > 1:
             composed = {"round_trips": 2, "memory": f"x{memory:.2f}", "multiply_adds_of_a_token": f"x{work:.2f}"}
         log.info("started", provider=config.name, address=gateway.listener.address, groups=len(served), **composed)
         return self
+
+    def _start_gateway(self, gateway: Gateway) -> None:
+        """Listen. In a group of ranks, rank 0 counts for the gateways of all ranks."""
+        if (member := self._member) is not None:
+            gateway.state.quotas = RemoteQuotas(member, gateway.state.quotas)
+            gateway.state.register = RemoteRegister(member)
+            gateway.listener.start()
+            self._tells = Periodic(
+                lambda: member.tell(self._gateway_status()), every_s=_TELL_S, name="status", at_once=True
+            )
+            self._tells.start()
+            return
+        if self._lines is not None:
+            assert isinstance(self.executor, ThreadExecutor), "this process is rank 0 of the group"
+            self._accounts = Accounts(gateway.state, self.executor, self._lines, dist.get_world_size())
+        gateway.listener.start()
+
+    def _start_announcing(self, gateway: Gateway, manifest: Manifest, served: range) -> None:
+        registry = self.config.registry
+        if registry.announce:
+            self._announcer = Announcer(self.config, address=gateway.listener.address, manifest=manifest, served=served)
+            self._announcer.start()
+        if self._unplaced.model.layers == AUTO and registry.rebalance_s and self._on_move is not None:
+            layers = whole_layers(served, manifest.layers)
+            own = LayerRange(layers[0], layers[-1])
+            self._rebalancer = Rebalancer(self._unplaced, layers=own, move=self._plan_move)
+            self._rebalancer.periodic.start()
 
     def stop(self) -> None:
         """Tell the registries, accept no more connections, answer requests in flight, and close. Returns within twice
@@ -269,7 +271,7 @@ class Provider:
         credentials = Credentials.load(config.tls, helpers=config.relay.helpers, before=self._credentials)
         assert self._gateway is not None
         self._gateway.renew(config, credentials)
-        self._tls, self._relay, self._credentials, self._reloaded = config.tls, config.relay, credentials, config
+        self._credentials, self._reloaded = credentials, config
         if self._announcer is not None:
             self._announcer.renew()
         replace, old = msgspec.structs.replace, self.config
@@ -287,7 +289,7 @@ class Provider:
         log.info("reloaded", needs_restart=None if fixed == self.config else "yes: other settings have changed too")
 
     def _watched_files(self) -> list[Path]:
-        tls, relay = self._tls, self._relay  # as last read: the configuration may name other files than at the start
+        tls, relay = self._reloaded.tls, self._reloaded.relay  # it may name other files than at the start
         files = [self._source, tls.certificate, tls.key, tls.tenant_authority, tls.revoked, *relay.helpers]
         return [path for path in (*files, *(target.certificate for target in relay.to)) if path is not None]
 

@@ -96,14 +96,8 @@ class RemoteUsage(UsageCounters):
     def totals(self) -> dict[tuple[TenantIdentity, BilledRole], UsageCounts]:
         return {}
 
-    def settle(self) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
     def close(self) -> None:
-        pass
+        """Does nothing: rank 0 has the file."""
 
 
 class Accounts:

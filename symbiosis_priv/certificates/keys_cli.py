@@ -11,7 +11,7 @@ from symbiosis_priv.certificates import issuing, reading, revocation
 from symbiosis_priv.certificates.naming import NEXT, PREVIOUS
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.display import terminal
-from symbiosis_priv.errors import CertificateError, ConfigError
+from symbiosis_priv.errors import CertificateError, ConfigError, one_line
 
 app = typer.Typer(no_args_is_help=True, help="Create, request, sign, rotate, revoke and show certificates.")
 
@@ -191,7 +191,7 @@ def rotate(
     make = issuing.prepare_rotation if prepare else issuing.rotate
     identity = make(path, authority=signer, days=days)
     _report(identity)
-    if reading.describe(path).kind != Kind.PROVIDER:
+    if reading.kind_of(old) is not Kind.PROVIDER:
         _next("Restart the programs that use the pair: they read it at start.")
     elif prepare:
         _next(
@@ -230,7 +230,7 @@ def revoke(
         terminal.say(f"{listed} already has every certificate of {name}")
     if following.exists():
         _next(f"{following} is revoked too: remove it and its key before you rotate.")
-    if reading.describe(path).kind == Kind.PROVIDER:
+    if reading.kind_of(reading.load_certificates(path)[0]) is Kind.PROVIDER:
         _next(f"Send {listed} to registries (`registry serve --revoked`) and to all tenants.")
         _set("In federation.toml", "registry", revoked=listed)
         return
@@ -279,20 +279,22 @@ def _report(identity: Identity) -> None:
 
 
 def _print_certificate(path: Path) -> None:
-    description = reading.describe(path)
-    days, identity = (description.not_after - reading.now()).days, Identity(path, path.with_suffix(".key"))
+    certificate = reading.load_certificates(path)[0]
+    kind = "authority" if reading.is_authority(certificate) else reading.kind_of(certificate) or "other"
+    until, identity = certificate.not_valid_after_utc, Identity(path, path.with_suffix(".key"))
+    days = (until - reading.now()).days
     left = f"{days} days left"
     if days < 0:
         how = reading.how_to_renew(identity) if identity.key.exists() else "ask its owner for the next one"
-        if description.kind == "authority":
+        if kind == "authority":
             how = "make another with `symbiosis-priv keys authority`, and list both until all certificates are new"
         left = f"EXPIRED: {how}"
     terminal.say(f"{path}", style="bold green" if days >= 0 else "bold red")
-    terminal.say(f"  kind         {description.kind}\n  subject      {description.subject}")
-    if description.hosts:
-        terminal.say(f"  hosts        {', '.join(description.hosts)}")
-    terminal.say(f"  not after    {description.not_after:%Y-%m-%d %H:%M} UTC ({left})")
-    terminal.say(f"  fingerprint  {description.fingerprint}")
+    terminal.say(f"  kind         {kind}\n  subject      {one_line(certificate.subject.rfc4514_string())}")
+    if hosts := reading.hosts_of(certificate):
+        terminal.say(f"  hosts        {one_line(', '.join(hosts))}")
+    terminal.say(f"  not after    {until:%Y-%m-%d %H:%M} UTC ({left})")
+    terminal.say(f"  fingerprint  {reading.fingerprint(certificate)}")
 
 
 def _next(what: str, paste: str = "") -> None:

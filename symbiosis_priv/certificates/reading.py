@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -26,7 +26,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from symbiosis_priv.certificates.naming import NAME, PROJECT, TENANT_URN, is_operator
 from symbiosis_priv.certificates.pem import read_file
-from symbiosis_priv.errors import CertificateError, one_line
+from symbiosis_priv.errors import CertificateError
 
 Pin = Path | x509.Certificate
 """The only certificate that is accepted from a provider: a file that holds it alone, or a certificate that the
@@ -60,17 +60,6 @@ class Identity:
             raise CertificateError(
                 f"{self.key} is not an unencrypted PEM private key: restore it, or make one with `symbiosis-priv keys`"
             ) from error
-
-
-@dataclass(frozen=True)
-class Description:
-    """What `symbiosis-priv keys show` prints about one certificate."""
-
-    subject: str
-    kind: Kind | Literal["authority", "other"]
-    hosts: tuple[str, ...]
-    not_after: datetime
-    fingerprint: str
 
 
 def now() -> datetime:
@@ -133,18 +122,6 @@ def key_fingerprint(certificate: x509.Certificate | x509.CertificateSigningReque
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
     return f"sha256:{hashlib.sha256(spki).hexdigest()}"
-
-
-def describe(path: Path) -> Description:
-    """Describes the first certificate of a PEM file. Unprintable characters of its names are escaped."""
-    certificate = load_certificates(path)[0]
-    return Description(
-        subject=one_line(certificate.subject.rfc4514_string()),
-        kind="authority" if is_authority(certificate) else kind_of(certificate) or "other",
-        hosts=tuple(map(one_line, hosts_of(certificate))),
-        not_after=certificate.not_valid_after_utc,
-        fingerprint=fingerprint(_der(certificate)),
-    )
 
 
 def kind_of(certificate: x509.Certificate) -> Kind | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from symbiosis_priv.certificates.reading import Identity, Kind, describe, fingerprint, require_identity
+from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint, load_certificates, require_identity
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.display import terminal
@@ -159,7 +159,7 @@ def check(
         rows.append(list(map(escape, cells)))
     console = terminal.console()
     console.print(terminal.table(headings, rows, styles=["red" if finding.failure else "" for finding in findings]))
-    ends = describe(loaded.tenant_certificate).not_after
+    ends = load_certificates(loaded.tenant_certificate)[0].not_valid_after_utc
     console.print(
         f"model {loaded.model_digest}, {loaded.weight_bits} weight bits; your own certificate ends on {ends:%Y-%m-%d}",
         soft_wrap=True,

@@ -20,7 +20,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from hypothesis import example, given, settings, strategies as st
 from typer.testing import CliRunner
 
-from symbiosis_priv.certificates import issuing, pem, reading, revocation
+from symbiosis_priv.certificates import issuing, keys_cli, pem, reading, revocation
 from symbiosis_priv.certificates.keys_cli import app
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
@@ -54,7 +54,7 @@ def test_provider_names_its_hosts(tmp_path: Path, authority: Identity) -> None:
     certificate = leaf(provider.certificate)
     certificate.verify_directly_issued_by(leaf(authority.certificate))
     assert reading.usages(certificate) == [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    assert reading.describe(provider.certificate).hosts == ("gpu.example.org", "10.0.0.7", "::1")
+    assert reading.hosts_of(certificate) == ("gpu.example.org", "10.0.0.7", "::1")
     assert reading.kind_of(certificate) is Kind.PROVIDER
     assert reading.tenant_name(certificate) is None
 
@@ -309,7 +309,6 @@ def test_fingerprint_is_that_of_the_der(authority: Identity) -> None:
     expected = f"sha256:{certificate.fingerprint(hashes.SHA256()).hex()}"
     der = certificate.public_bytes(serialization.Encoding.DER)
     assert reading.fingerprint(authority.certificate) == reading.fingerprint(der) == expected
-    assert reading.describe(authority.certificate).fingerprint == expected
 
 
 @pytest.mark.parametrize("content", [b"", b"no pem", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
@@ -319,17 +318,17 @@ def test_unreadable_certificates(tmp_path: Path, content: bytes, monkeypatch: py
     with pytest.raises(CertificateError, match=r"broken\.pem holds no PEM certificate"):
         reading.fingerprint(path)
     with pytest.raises(CertificateError, match=r"cannot read .*missing\.pem.*symbiosis-priv keys"):
-        reading.describe(tmp_path / "missing.pem")
+        reading.fingerprint(tmp_path / "missing.pem")
 
     def denied(*_: object) -> bytes:  # root can read everything
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(pem, "read_limited", denied)
     with pytest.raises(CertificateError, match=rf"Permission denied; let user {os.geteuid()} read it"):
-        reading.describe(path)
+        reading.fingerprint(path)
 
 
-def test_other_certificates_have_no_kind(tmp_path: Path) -> None:
+def test_other_certificates_have_no_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     name = x509.Name([])
     now = datetime.now(UTC)
@@ -339,7 +338,8 @@ def test_other_certificates_have_no_kind(tmp_path: Path) -> None:
     path = tmp_path / "stranger.pem"
     path.write_bytes(stranger.public_bytes(serialization.Encoding.PEM))
     assert reading.kind_of(stranger) is None
-    assert reading.describe(path).kind == "other"
+    keys_cli.show([path])
+    assert "kind         other" in capsys.readouterr().out
 
 
 # Warnings
@@ -466,7 +466,7 @@ def test_an_altered_certificate_or_request_is_parsed_or_a_certificate_error(
             issuing.load_request(path)
             return
         (found,) = reading.load_certificates(path)
-        reading.describe(path)
+        keys_cli.show([path])
         reading.key_fingerprint(found)
         reading.operator_of(found)
         reading.load_pin(path)

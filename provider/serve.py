@@ -196,7 +196,7 @@ class Provider:
         registry = self.config.registry
         if registry.announce:
             self._announcer = Announcer(self.config, address=gateway.listener.address, manifest=manifest, served=served)
-            self._announcer.start()
+            self._announcer.periodic.start()
         if self._unplaced.model.layers == AUTO and registry.rebalance_s and self._on_move is not None:
             layers = whole_layers(served, manifest.layers)
             own = LayerRange(layers[0], layers[-1])
@@ -273,7 +273,7 @@ class Provider:
         self._gateway.renew(config, credentials)
         self._credentials, self._reloaded = credentials, config
         if self._announcer is not None:
-            self._announcer.renew()
+            self._announcer.periodic.wake()  # the configuration or the certificate may have changed
         replace, old = msgspec.structs.replace, self.config
         shares = {name: getattr(old.limits, name) for name in ("handshake_share", "handshake_share_serving")}
         chosen = replace(config.model, layers=old.model.layers)  # as chosen at the start

@@ -1,7 +1,9 @@
 """Names and limits that command lines, files and arithmetic share. This module does not import torch, for a fast
 `--help`."""
 
-from typing import Final, Literal, NewType
+from typing import Annotated, Final, Literal, NewType
+
+from msgspec import Meta
 
 Role = Literal["executor", "helper"]
 """The role of a provider towards a tenant."""
@@ -17,6 +19,8 @@ MAX_EXPERTS: Final = 1024
 MIN_WEIGHT_BITS: Final = 4
 MAX_WEIGHT_BITS: Final = 12
 DEFAULT_WEIGHT_BITS: Final = 10
+WeightBits = Annotated[int, Meta(ge=MIN_WEIGHT_BITS, le=MAX_WEIGHT_BITS)]
+"""Bits of a quantised weight."""
 
 GroupIndex = NewType("GroupIndex", int)
 """The number of a layer group in its manifest, from 0."""

@@ -34,9 +34,9 @@ def trust_of(config: AnnounceConfig) -> Trust:
 
 
 class Announcer:
-    """Announces one executor, which serves the layer groups `served`, from a background thread. Raises
-    `CertificateError` if the authority's certificate cannot be read, `ConfigError` if tenants would refuse this
-    executor's descriptor."""
+    """Announces one executor, which serves the layer groups `served`. Start it with `periodic.start()`;
+    `periodic.wake()` announces a change at once. Raises `CertificateError` if the authority's certificate cannot be
+    read, `ConfigError` if tenants would refuse this executor's descriptor."""
 
     def __init__(self, config: ProviderConfig, *, address: str, manifest: Manifest, served: range) -> None:
         self._registry = config.registry
@@ -58,7 +58,7 @@ class Announcer:
                 f"Ask for a certificate with `symbiosis-priv keys request --provider`, have it signed with --operator "
                 f"and --host by the owner of {self._registry.authority}, and set address to one of its hosts"
             ) from error
-        self._periodic = Periodic(
+        self.periodic = Periodic(
             self._announce_to_all, every_s=_RETRY_S, name="announcing to registries", jitter=_JITTER, at_once=True
         )
 
@@ -67,18 +67,11 @@ class Announcer:
         """For each registry: True if the registry accepted the last announcement."""
         return dict(self._accepted)
 
-    def start(self) -> None:
-        self._periodic.start()
-
-    def renew(self) -> None:
-        """Announce again immediately, because the configuration or the certificate may have changed."""
-        self._periodic.wake()
-
     def leave(self) -> None:
         """Announce that this executor is about to stop, and announce nothing afterwards. Returns within seconds."""
         with self._lock:
             self._leaving = True
-        self._periodic.stop()
+        self.periodic.stop()
         threads = [
             threading.Thread(target=self._announce, args=(address, _LEAVE_S), name="leave", daemon=True)
             for address, accepted in self._accepted.items()
@@ -96,7 +89,7 @@ class Announcer:
                 self._accepted[address] = self._announce(address, _DEADLINE_S)
                 self._announcing_to = None
         pause_s = self._registry.lifetime_s / 3
-        self._periodic.every_s = pause_s if all(self._accepted.values()) else min(pause_s, _RETRY_S)
+        self.periodic.every_s = pause_s if all(self._accepted.values()) else min(pause_s, _RETRY_S)
 
     def _announce(self, address: str, deadline_s: float) -> bool:
         try:

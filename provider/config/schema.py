@@ -13,15 +13,7 @@ import msgspec
 from symbiosis_priv.certificates.naming import NAME
 from symbiosis_priv.checkpoints.layers import LayerRange, RoundTrips, Scope
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.limits import (
-    DEFAULT_WEIGHT_BITS,
-    MAX_PAYLOAD,
-    MAX_ROWS,
-    MAX_SECONDS,
-    MAX_WEIGHT_BITS,
-    MIN_WEIGHT_BITS,
-    Role,
-)
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_PAYLOAD, MAX_ROWS, MAX_SECONDS, Role, WeightBits
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import TenantIdentity
 from symbiosis_priv.registry.descriptor import MAX_LIFETIME_S
@@ -61,7 +53,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     checkpoint: str
-    weight_bits: Annotated[int, msgspec.Meta(ge=MIN_WEIGHT_BITS, le=MAX_WEIGHT_BITS)] = DEFAULT_WEIGHT_BITS
+    weight_bits: WeightBits = DEFAULT_WEIGHT_BITS
     tied_head: bool = False
     experts: bool = True
     round_trips: RoundTrips = 4

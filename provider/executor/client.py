@@ -19,16 +19,7 @@ import msgspec
 
 from provider import logs
 from provider.config.schema import ProviderConfig
-from provider.executor.queues import (
-    Cancel,
-    Envelope,
-    ExecutorAnswer,
-    ExecutorReport,
-    ProductRequest,
-    RepeatedProduct,
-    ReportRequest,
-    RequestChannel,
-)
+from provider.executor import queues
 from provider.refusal import Refusal
 from symbiosis_priv.network import wire
 
@@ -67,7 +58,7 @@ class ExecutorHandle(ABC):
         """Stop the executor, after the gateway has stopped. Does nothing if the executor was not started."""
 
     @abstractmethod
-    def open_channel(self) -> RequestChannel:
+    def open_channel(self) -> queues.RequestChannel:
         """Make a channel for one thread of the gateway."""
 
     def close(self) -> None:  # noqa: B027 - only some kinds have something to close
@@ -97,7 +88,7 @@ class ExecutorHandle(ABC):
     def _answers(self, generation: int, *, deadline: float) -> bool:
         """Ask for a report. Returns False if the report is late, or if the executor restarts or stops first."""
         with contextlib.closing(self.open_channel()) as channel:
-            channel.send(ReportRequest())
+            channel.send(queues.ReportRequest())
             while channel.receive(WATCH_S) is None:
                 if time.monotonic() > deadline or generation != self.generation or self.stopping.is_set():
                     return False
@@ -127,7 +118,7 @@ class ExecutorRequester:
     def __exit__(self, *_: object) -> None:
         self._channel.close()
 
-    def repeat(self, like: ProductRequest) -> RepeatedProduct | None:
+    def repeat(self, like: queues.ProductRequest) -> queues.RepeatedProduct | None:
         """Return what computes products like that of a request, in this thread; None if there is no fast way."""
         return self._channel.repeat(like)
 
@@ -136,7 +127,7 @@ class ExecutorRequester:
         if not self._handle.present:
             self._give_up("the executor is being started again; ask again later")
 
-    def send(self, message: Envelope, payload: memoryview = _NOTHING) -> None:
+    def send(self, message: queues.Envelope, payload: memoryview = _NOTHING) -> None:
         """Send a request. Call `receive` for its answer."""
         if self._outstanding:
             self._reconnect()
@@ -144,7 +135,7 @@ class ExecutorRequester:
         self._outstanding = True
         self._channel.send(message, payload)
 
-    def receive(self, *, deadline: float, tenant_left: Callable[[], bool] = lambda: False) -> ExecutorAnswer:
+    def receive(self, *, deadline: float, tenant_left: Callable[[], bool] = lambda: False) -> queues.ExecutorAnswer:
         """Wait for the answer to the last request. The executor also checks the deadline, by `time.monotonic()`, and
         answers a late request without a product. A request whose tenant has left is cancelled. Raises `Refusal`: BUSY
         if the executor ended or did not answer in time; STOPPING if the provider stops."""
@@ -160,11 +151,11 @@ class ExecutorRequester:
                 self._give_up("the executor is late; ask again later")
         return answer
 
-    def report(self, *, deadline: float) -> ExecutorReport:
+    def report(self, *, deadline: float) -> queues.ExecutorReport:
         """Ask the executor for a report. Raises what `receive` raises."""
-        self.send(ReportRequest())
+        self.send(queues.ReportRequest())
         answer = self.receive(deadline=deadline - _GRACE_S)  # the executor sends no answer for a late report
-        return msgspec.json.decode(answer.payload, type=ExecutorReport)
+        return msgspec.json.decode(answer.payload, type=queues.ExecutorReport)
 
     def settle(self) -> int:
         """Wait until the executor holds no memory of the last request: it has answered or ended. Returns the number of
@@ -180,7 +171,7 @@ class ExecutorRequester:
     def _lost(self) -> bool:
         return self._handle.generation != self.generation
 
-    def _receive(self) -> ExecutorAnswer | None:
+    def _receive(self) -> queues.ExecutorAnswer | None:
         answer = self._channel.receive(WATCH_S)
         if answer is not None:
             self._outstanding = False
@@ -188,7 +179,7 @@ class ExecutorRequester:
 
     def cancel(self) -> None:
         """Cancel the last request. The executor still answers it, without a product."""
-        self._channel.send(Cancel())
+        self._channel.send(queues.Cancel())
 
     def _give_up(self, detail: str) -> NoReturn:
         stopping = self._handle.stopping.is_set()
@@ -207,9 +198,9 @@ class CachedReport:
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
-        self._last: tuple[float, ExecutorReport] | None = None
+        self._last: tuple[float, queues.ExecutorReport] | None = None
 
-    def report(self, executor: ExecutorRequester, *, timeout: float) -> ExecutorReport:
+    def report(self, executor: ExecutorRequester, *, timeout: float) -> queues.ExecutorReport:
         """A report that is at most 0.25 s old. Raises what `ExecutorRequester.receive` raises."""
         executor.require_present()
         deadline = time.monotonic() + timeout

@@ -17,17 +17,8 @@ from torch import Tensor
 
 from provider import logs
 from provider.config.schema import ProviderConfig
+from provider.executor import queues
 from provider.executor.client import ExecutorHandle
-from provider.executor.queues import (
-    NOTHING,
-    Cancel,
-    Envelope,
-    ExecutorAnswer,
-    Mailbox,
-    ProductRequest,
-    ReportRequest,
-    RequestChannel,
-)
 from provider.products.model import open_store
 from provider.scheduler.jobs import RankPiece
 from provider.shards import line
@@ -45,7 +36,7 @@ class _Held:
 
     payload: memoryview
     rows: int
-    sender: Mailbox
+    sender: queues.Mailbox
     result: Tensor | None = None
     multiplied: int = 0
     reply: Reply | None = None
@@ -80,7 +71,7 @@ class MemberExecutor(ExecutorHandle):
             os._exit(1)
         self._guard.join()
 
-    def open_channel(self) -> RequestChannel:
+    def open_channel(self) -> queues.RequestChannel:
         return _MemberChannel(self)
 
     def _follow(self) -> None:
@@ -99,7 +90,7 @@ class MemberExecutor(ExecutorHandle):
 
     # Requests of this rank's gateway, for `_MemberChannel`
 
-    def post(self, work: ProductRequest, payload: memoryview, sender: Mailbox) -> int:
+    def post(self, work: queues.ProductRequest, payload: memoryview, sender: queues.Mailbox) -> int:
         assert isinstance(work.request, wire.Execute), "a rank's own gateway serves executors only"
         held = _Held(payload, work.request.rows, sender)
         ask = line.Work(work.tenant, work.deadline - time.monotonic(), work.request)
@@ -122,9 +113,9 @@ class MemberExecutor(ExecutorHandle):
         if not failure and held.multiplied < held.rows:
             return
         self._held.pop(number, None)
-        product = NOTHING if failure or held.result is None else wire.RING32.pack(held.result)
-        held.payload = NOTHING
-        held.sender.put(ExecutorAnswer(failure, product, reply.rows))
+        product = queues.NOTHING if failure or held.result is None else wire.RING32.pack(held.result)
+        held.payload = queues.NOTHING
+        held.sender.put(queues.ExecutorAnswer(failure, product, reply.rows))
 
     # Rows and products of this rank's pieces, for `ShardedOperands.follow`
 
@@ -150,21 +141,21 @@ class MemberExecutor(ExecutorHandle):
                 self._deliver(number, held)
 
 
-class _MemberChannel(Mailbox):
+class _MemberChannel(queues.Mailbox):
     def __init__(self, executor: MemberExecutor) -> None:
         super().__init__()
         self._executor = executor
         self._last: int | None = None
 
-    def send(self, message: Envelope, payload: memoryview = NOTHING) -> None:
+    def send(self, message: queues.Envelope, payload: memoryview = queues.NOTHING) -> None:
         match message:
-            case ProductRequest():
+            case queues.ProductRequest():
                 self._last = self._executor.post(message, payload, self)
-            case Cancel() if self._last is not None:
+            case queues.Cancel() if self._last is not None:
                 self._executor.member.tell(line.Withdraw(self._last))
-            case ReportRequest():
+            case queues.ReportRequest():
                 self._executor.member.post(line.Report(), self._reported)
 
     def _reported(self, reply: Reply) -> None:
         if reply.code is None:
-            self.put(ExecutorAnswer(b"", memoryview(reply.report), 0))
+            self.put(queues.ExecutorAnswer(b"", memoryview(reply.report), 0))

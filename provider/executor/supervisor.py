@@ -23,20 +23,9 @@ import zmq
 
 from provider import logs
 from provider.config.schema import INPROC, RANKS_VARIABLE, ProviderConfig, group_command, to_json
+from provider.executor import queues
 from provider.executor.client import STARTUP_S, ExecutorHandle, ExecutorRequester
 from provider.executor.executor import build
-from provider.executor.queues import (
-    NOTHING,
-    AddressedAnswer,
-    Envelope,
-    ExecutorAnswer,
-    Inbox,
-    InboxMessage,
-    LocalInbox,
-    RequestChannel,
-    decode,
-    encode,
-)
 from provider.refusal import Refusal
 from provider.shards.rank_group import FOLDER_VARIABLE
 from symbiosis_priv.errors import ConfigError, DeviceLostError, RankLostError
@@ -62,7 +51,7 @@ class ThreadExecutor(ExecutorHandle):
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self.inbox = LocalInbox()
+        self.inbox = queues.LocalInbox()
         self._executor = build(self.config, model_digest=self.model_digest, inbox=self.inbox)
         self._answered = self.generation
         self._thread = threading.Thread(target=self._run, name="executor", daemon=True)
@@ -78,7 +67,7 @@ class ThreadExecutor(ExecutorHandle):
         self._thread.join(timeout)
         self._guard.join()
 
-    def open_channel(self) -> RequestChannel:
+    def open_channel(self) -> queues.RequestChannel:
         return self.inbox.open_channel()
 
     def _run(self) -> None:
@@ -95,7 +84,7 @@ class ThreadExecutor(ExecutorHandle):
             self.generation += 1
 
 
-class SocketInbox(Inbox):
+class SocketInbox(queues.Inbox):
     """The inbox of an executor whose senders are in another process. Raises `ConfigError`: the path cannot be used."""
 
     def __init__(self, endpoint: str) -> None:
@@ -109,17 +98,17 @@ class SocketInbox(Inbox):
             self.close()
             raise ConfigError(f"endpoint = {endpoint!r}: {error.strerror}; choose another path") from error
 
-    def arrived(self) -> Iterator[InboxMessage]:
+    def arrived(self) -> Iterator[queues.InboxMessage]:
         receive = self._router.recv  # part by part: `recv_multipart` and `send_multipart` take 5 µs longer
         while int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:
             sender, head, payload = receive(), receive(), receive(copy=False)
-            yield InboxMessage(sender, decode(head), payload.buffer)
+            yield queues.InboxMessage(sender, queues.decode(head), payload.buffer)
 
     def wait(self, seconds: float | None) -> None:
         if not int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:  # ZeroMQ's timeouts are whole milliseconds: too long
             select.select([self._router.fileno()], [], [], seconds)
 
-    def answer(self, answers: Sequence[AddressedAnswer]) -> None:
+    def answer(self, answers: Sequence[queues.AddressedAnswer]) -> None:
         for sender, answer in answers:
             assert isinstance(sender, bytes)
             self._router.send(sender, zmq.SNDMORE)
@@ -127,11 +116,11 @@ class SocketInbox(Inbox):
             self._router.send(answer.rows.to_bytes(_ROWS_BYTES, "big"), zmq.SNDMORE)
             self._router.send(answer.payload, copy=False)
 
-    def post(self, message: Envelope) -> None:
+    def post(self, message: queues.Envelope) -> None:
         with contextlib.suppress(zmq.ZMQError), self._context.socket(zmq.DEALER) as dealer:  # the inbox may be closed
             dealer.linger = _LINGER_MS
             dealer.connect(_POSTS)
-            dealer.send(encode(message), zmq.SNDMORE)
+            dealer.send(queues.encode(message), zmq.SNDMORE)
             dealer.send(b"")
 
     def close(self) -> None:
@@ -139,7 +128,7 @@ class SocketInbox(Inbox):
         self._context.term()
 
 
-class SocketChannel(RequestChannel):
+class SocketChannel(queues.RequestChannel):
     """A channel to an executor in another process."""
 
     def __init__(self, context: Context, endpoint: str) -> None:
@@ -150,11 +139,11 @@ class SocketChannel(RequestChannel):
         self._arrival = select.poll()  # `select.select` takes no descriptor above 1023, and connections use more
         self._arrival.register(self._dealer.fileno(), select.POLLIN)
 
-    def send(self, message: Envelope, payload: memoryview = NOTHING) -> None:
-        self._dealer.send(encode(message), zmq.SNDMORE)
+    def send(self, message: queues.Envelope, payload: memoryview = queues.NOTHING) -> None:
+        self._dealer.send(queues.encode(message), zmq.SNDMORE)
         self._dealer.send(payload, copy=False)
 
-    def receive(self, seconds: float) -> ExecutorAnswer | None:
+    def receive(self, seconds: float) -> queues.ExecutorAnswer | None:
         until = time.monotonic() + seconds
         while not int(self._dealer.get(zmq.EVENTS)) & zmq.POLLIN:
             left = until - time.monotonic()
@@ -162,7 +151,7 @@ class SocketChannel(RequestChannel):
                 return None
             self._arrival.poll(1000 * left)
         failure, rows = self._dealer.recv(), self._dealer.recv()
-        return ExecutorAnswer(failure, self._dealer.recv(copy=False).buffer, int.from_bytes(rows, "big"))
+        return queues.ExecutorAnswer(failure, self._dealer.recv(copy=False).buffer, int.from_bytes(rows, "big"))
 
     def close(self) -> None:
         self._dealer.close()
@@ -180,7 +169,7 @@ class ProcessExecutor(ExecutorHandle):
         wanted = config.limits.max_connections + _SPARE_SOCKETS
         self._context.set(zmq.MAX_SOCKETS, min(wanted, self._context.get(zmq.SOCKET_LIMIT)))
 
-    def open_channel(self) -> RequestChannel:
+    def open_channel(self) -> queues.RequestChannel:
         return SocketChannel(self._context, self.endpoint)
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, NO_HEADROOM, Bou
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.layers import AGAIN, Composed, GroupSpec, Joined, layers_of
 from symbiosis_priv.errors import CheckpointError, RangeError
-from symbiosis_priv.limits import MAX_EXPERTS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, RingBits
+from symbiosis_priv.limits import MAX_EXPERTS, RingBits, WeightBits
 from symbiosis_priv.system.files import UNDECODABLE
 
 MANIFEST_VERSION = 1
@@ -89,7 +89,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Describes a quantised base model. Two parties with equal digests hold the same bits."""
 
     version: int
-    weight_bits: Annotated[int, msgspec.Meta(ge=MIN_WEIGHT_BITS, le=MAX_WEIGHT_BITS)]
+    weight_bits: WeightBits
     groups: tuple[GroupEntry, ...]
 
     @property

@@ -1,39 +1,5 @@
-"""`federation.toml`: which providers a tenant uses, in which roles, and which model they must serve.
-
-[model]
-digest = "sha256:..."            # from `symbiosis-priv provider manifest`; checked against the tenant's own copy
-weight_bits = 10
-# tied_head = true               # the providers serve the product of a tied LM head
-# experts = false                # the providers do not serve the experts of a mixture
-# round_trips = 2                # the providers serve composed groups: half the round trips of a decoded token
-# ring_bits = 24                 # bits of the integers on the wire: fewer bytes, coarser rounding. Without it 32
-
-[tenant]
-certificate = "keys/alice.pem"   # paths are relative to this file
-key = "keys/alice.key"
-
-[[provider]]
-name = "alpha"
-operator = "Alpha GmbH"          # the company that runs it: never both an executor's and a helper's (rule 8)
-role = "executor"
-address = "alpha.example:7401"   # or several, where it shows the same certificate: ["a.example:7401", "b.example:7401"]
-certificate = "keys/alpha.pem"   # pinned: nothing else is accepted. One certificate per file
-# next_certificate = "keys/alpha-next.pem"   # while alpha renews its certificate: accepted too
-# layers = "0-15"                # layers that it must serve. Without it the provider decides
-
-[pads]
-helpers = 2                      # two helpers share each pad, others are spares. Without it all share every pad
-# relay = true                   # helpers send effects to the executor: half the bytes down (docs/federation.md)
-
-[[company]]                      # its members and operators count as one party; so do providers of one operator
-name = "Holding SE"
-members = ["alpha", "gamma"]     # names of providers
-operators = ["Delta AG"]         # operators that are not listed as providers here
-
-[registry]                       # further executors are found here; helpers never are
-addresses = ["registry.example:7500"]
-authority = "keys/federation.pem"   # signs certificates that name the executor and its operator
-# revoked = "keys/revoked.txt"   # revoked certificates
+"""`federation.toml`: which providers a tenant uses, in which roles, and which model they must serve. The file
+examples/federation.toml explains every key.
 
 `parties` checks rule 11, and `check_choice` checks rule 8: which executor may receive rows under which pads.
 
@@ -69,14 +35,7 @@ from symbiosis_priv.federation.parties import (
     plain,
     plain_host,
 )
-from symbiosis_priv.limits import (
-    DEFAULT_RING_BITS,
-    DEFAULT_WEIGHT_BITS,
-    MAX_WEIGHT_BITS,
-    MIN_WEIGHT_BITS,
-    RingBits,
-    Role,
-)
+from symbiosis_priv.limits import DEFAULT_RING_BITS, DEFAULT_WEIGHT_BITS, RingBits, Role, WeightBits
 from symbiosis_priv.network.addresses import Address, parse_address
 from symbiosis_priv.network.tls import client_context
 from symbiosis_priv.system.toml import load_toml, toml_table
@@ -195,7 +154,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class _Model(_Section, frozen=True):
     digest: str
-    weight_bits: Annotated[int, msgspec.Meta(ge=MIN_WEIGHT_BITS, le=MAX_WEIGHT_BITS)] = DEFAULT_WEIGHT_BITS
+    weight_bits: WeightBits = DEFAULT_WEIGHT_BITS
     tied_head: bool = False
     experts: bool = True
     round_trips: RoundTrips = 4

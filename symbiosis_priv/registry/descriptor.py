@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Final, Self
 
@@ -34,7 +33,7 @@ from symbiosis_priv.certificates.reading import is_authority, is_current, is_iss
 from symbiosis_priv.certificates.revocation import load_revoked, mark_of
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import CertificateError, ConfigError, DescriptorError
-from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from symbiosis_priv.limits import WeightBits
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
     port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
     model_digest: Digest
-    weight_bits: Annotated[int, msgspec.Meta(ge=MIN_WEIGHT_BITS, le=MAX_WEIGHT_BITS)]
+    weight_bits: WeightBits
     first_layer: _Layer
     last_layer: _Layer
     capacity: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
@@ -131,25 +130,15 @@ class _Signed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 @dataclass(frozen=True)
 class VerifiedDescriptor:
-    """A descriptor that has passed `verify`, with its signed bytes and the SHA-256 of the signed body."""
+    """A descriptor that has passed `verify`, with what its certificate names."""
 
     descriptor: Descriptor
     certificate: x509.Certificate
-    data: bytes
-    digest: bytes
-
-    @cached_property
-    def key(self) -> str:
-        """`key_fingerprint` of the executor's public key."""
-        return reading.key_fingerprint(self.certificate)
-
-    @cached_property
-    def name(self) -> str:
-        return reading.provider_name(self.certificate) or ""
-
-    @cached_property
-    def operator(self) -> str:
-        return reading.operator_of(self.certificate) or ""
+    name: str
+    operator: str
+    key: str  # `key_fingerprint` of the executor's public key
+    data: bytes  # the signed bytes
+    digest: bytes  # SHA-256 of the signed body
 
     @property
     def age(self) -> tuple[int, bytes]:
@@ -224,7 +213,8 @@ def verify(data: bytes, trust: Trust, *, now: float) -> VerifiedDescriptor:
         raise DescriptorError(f"it is malformed ({type(error).__name__})") from error
     if not reading.is_signed(key, _DOMAIN + signed.body, signed.signature):
         raise DescriptorError("it is not signed by the key of its certificate")
-    if reading.operator_of(certificate) is None:
+    name, operator = provider_name(certificate), reading.operator_of(certificate)
+    if name is None or operator is None:
         raise DescriptorError("its certificate names no operator (`symbiosis-priv keys sign --operator`)")
     if descriptor.host not in reading.hosts_of(certificate):
         raise DescriptorError("it claims a host that its certificate does not name")
@@ -232,7 +222,8 @@ def verify(data: bytes, trust: Trust, *, now: float) -> VerifiedDescriptor:
         raise DescriptorError("it comes from the future: compare the clocks")
     if descriptor.expires / MS < now - CLOCK_TOLERANCE_S:
         raise DescriptorError("it has expired: compare the clocks if it is new")
-    return VerifiedDescriptor(descriptor, certificate, data, hashlib.sha256(signed.body).digest())
+    fingerprint, digest = reading.key_fingerprint(certificate), hashlib.sha256(signed.body).digest()
+    return VerifiedDescriptor(descriptor, certificate, name, operator, fingerprint, data, digest)
 
 
 def newest_of(listed: Iterable[bytes], trust: Trust, *, now: float) -> tuple[list[VerifiedDescriptor], Counter[str]]:

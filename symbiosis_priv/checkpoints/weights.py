@@ -10,8 +10,9 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -47,6 +48,75 @@ T = TypeVar("T")
 
 Progress = Callable[[int, int], None]
 """Called with (groups done, groups in all)."""
+
+
+@dataclass(frozen=True)
+class _Members:
+    """Reads the float members of layer groups from an open checkpoint, whose tensors are in `stored` by parameter.
+    Raises `CheckpointError`: a tensor is missing, or is not of the shape and dtype that config.json implies."""
+
+    skeleton: Skeleton
+    checkpoint: Checkpoint
+    stored: Mapping[str, Source]
+
+    def read(self, name: str) -> Layer | Stack:
+        """Read a member. A stack reads its matrices when it is asked for them."""
+        group, shape = self.skeleton.group_of[name], self.skeleton.shapes[name]
+        if group.composed is not None:
+            return self._composed(name, group)
+        if group.experts > 1:
+            return self._stack(name, group, shape)
+        transposed = name in self.skeleton.transposed
+        weight, outputs = self._parameter(name, "weight", shape), shape[1:] if transposed else shape[:1]
+        bias = self._parameter(name, "bias", outputs) if name in self.skeleton.biased else None
+        return Layer(name, weight.t() if transposed else weight, bias)
+
+    def _composed(self, name: str, group: GroupSpec) -> Layer | Stack:
+        """One member of a composed group. Its bias is the product of the norm's bias, which the norm's factor does not
+        multiply. (The first linear's bias is part of the tenant's other row.)"""
+        below, norm = self.read(group.members[0].removesuffix(AGAIN)), group.composed
+        if name == group.members[0]:
+            return below
+        assert norm is not None
+        of = {kind: self._parameter(norm.norm, kind, group.outputs[:1]) for kind in norm.parameters}
+        ones = torch.ones(group.outputs[0], dtype=torch.float64, device="cpu")
+        gain = of["weight"].to(torch.float64) + int(norm.one_plus) if "weight" in of else ones
+        above = self.read(name.removesuffix(THROUGH)).weight
+        bias = compose(above, ones, of["bias"][:, None]).flatten() if "bias" in of else None
+        return Layer(name, compose(above, gain, centred(below.weight) if norm.centred else below.weight), bias)
+
+    def _stack(self, name: str, group: GroupSpec, shape: tuple[int, ...]) -> Stack:
+        if name not in self.stored:
+            self.checkpoint.tensor(name)  # raises an error that names what is missing
+        reads = self.stored[name].matrices(self.checkpoint, name, group.experts)
+        matrices = [functools.partial(self._matrix, name, read, shape[1:]) for read in reads]
+        return Stack(name, (sum(group.outputs), group.inputs), matrices, group.joined)
+
+    def _matrix(self, name: str, read: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
+        found = self._checked(read(), name, "weight", shape)
+        return found.t() if name in self.skeleton.transposed else found
+
+    def _parameter(self, owner: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+        parameter = f"{owner}.{kind}"
+        source_of_tie = self.skeleton.tied.get(parameter, parameter)
+        if parameter not in self.stored or source_of_tie not in self.stored:  # tenants look up embeddings in the source
+            parameter = source_of_tie
+        if (source := self.stored.get(parameter)) is None:
+            return self.checkpoint.tensor(parameter)  # raises an error that names what is missing
+        return self._checked(source.read(self.checkpoint, parameter), owner, kind, shape)
+
+    def _checked(self, tensor: Tensor, owner: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"the {kind} of {owner} is {list(tensor.shape)} on disk, not {list(shape)} as config.json says; "
+                f"fetch {self.checkpoint.path} again"
+            )
+        if tensor.dtype not in _STORED:
+            raise CheckpointError(
+                f"the {kind} of {owner} is stored as {str(tensor.dtype).removeprefix('torch.')}; use a checkpoint in "
+                f"float32, bfloat16 or float16"
+            )
+        return tensor
 
 
 class WeightStore:
@@ -159,7 +229,7 @@ class WeightStore:
     def quantised(self, entry: GroupEntry) -> QuantisedGroup:
         """Quantise one group of a manifest. Raises `CheckpointError`: this checkpoint does not hold its weights."""
         with Checkpoint(self.path) as checkpoint:
-            group = quantise(list(self._layers(checkpoint, entry.members)), weight_bits=self.weight_bits)
+            group = quantise(self._layers(checkpoint, entry.members), weight_bits=self.weight_bits)
         if group.digest() != entry.digest:
             raise CheckpointError(f"{self.path} changed while it was in use; start again")
         return group
@@ -208,82 +278,19 @@ class WeightStore:
     def floats(self, members: tuple[str, ...]) -> list[Layer | Stack]:
         """The float weights and biases of linears, as stored in the checkpoint. A stack reads its matrices when it is
         asked for them, and keeps the checkpoint's files open."""
-        return list(self._layers(Checkpoint(self.path), members))
+        return self._layers(Checkpoint(self.path), members)
 
     def _layers(
         self, checkpoint: Checkpoint, members: tuple[str, ...], stored: Mapping[str, Source] | None = None
-    ) -> Iterator[Layer | Stack]:
-        skeleton = self.skeleton
+    ) -> list[Layer | Stack]:
         if stored is None:
-            stored = skeleton.names.by_parameter(checkpoint.names())
-
-        def read(parameter: str) -> Tensor:
-            source_of_tie = skeleton.tied.get(parameter, parameter)
-            if parameter not in stored or source_of_tie not in stored:  # the tenant looks up embeddings in the source
-                parameter = source_of_tie
-            source = stored.get(parameter)
-            if source is None:
-                return checkpoint.tensor(parameter)  # raises an error that names what is missing
-            return source.read(checkpoint, parameter)
-
-        def composed(member: str, group: GroupSpec) -> Layer:
-            """One member of a composed group. Its bias is the product of the norm's bias, which the norm's factor does
-            not multiply. (The first linear's bias is part of the tenant's other row.)"""
-            assert group.composed is not None
-            first, norm = group.members[0].removesuffix(AGAIN), group.composed
-            [below] = self._layers(checkpoint, (first,), stored)
-            if member == group.members[0]:
-                return Layer(below.name, below.weight, below.bias)
-            of = {n: self._checked(read(f"{norm.norm}.{n}"), norm.norm, n, group.outputs[:1]) for n in norm.parameters}
-            ones = torch.ones(group.outputs[0], dtype=torch.float64, device="cpu")
-            gain = of["weight"].to(torch.float64) + int(norm.one_plus) if "weight" in of else ones
-            [above] = self._layers(checkpoint, (member.removesuffix(THROUGH),), stored)
-            bias = compose(above.weight, ones, of["bias"][:, None]).flatten() if "bias" in of else None
-            below_weight = centred(below.weight) if norm.centred else below.weight
-            return Layer(member, compose(above.weight, gain, below_weight), bias)
-
-        def stack(name: str, group: GroupSpec, transposed: bool) -> Stack:
-            if name not in stored:
-                checkpoint.tensor(name)  # raises an error that names what is missing
-            reads, shape = stored[name].matrices(checkpoint, name, group.experts), skeleton.shapes[name]
-
-            def matrix(read: Callable[[], Tensor]) -> Tensor:
-                found = self._checked(read(), name, "weight", shape[1:])
-                return found.t() if transposed else found
-
-            matrices = [functools.partial(matrix, read) for read in reads]
-            return Stack(name, (sum(group.outputs), group.inputs), matrices, group.joined)
-
-        for name in members:
-            group, transposed = skeleton.group_of[name], name in skeleton.transposed
-            if group.composed is not None:
-                yield composed(name, group)
-                continue
-            if group.experts > 1:
-                yield stack(name, group, transposed)
-                continue
-            weight = self._checked(read(f"{name}.weight"), name, "weight", skeleton.shapes[name])
-            outputs = skeleton.shapes[name][1 if transposed else 0]
-            bias = self._checked(read(f"{name}.bias"), name, "bias", (outputs,)) if name in skeleton.biased else None
-            yield Layer(name, weight.t() if transposed else weight, bias)
+            stored = self.skeleton.names.by_parameter(checkpoint.names())
+        reader = _Members(self.skeleton, checkpoint, stored)
+        return [reader.read(name) for name in members]
 
     def _weight_of(self, name: str) -> str:
         """The parameter of a member's weight. A stack of experts is a parameter itself."""
         return name if self.skeleton.group_of[name].experts > 1 else f"{name}.weight"
-
-    def _checked(self, tensor: Tensor, name: str, kind: str, expected: tuple[int, ...]) -> Tensor:
-        """Return a tensor of a member after checking that it has the shape and dtype that config.json implies."""
-        if tensor.shape != expected:
-            raise CheckpointError(
-                f"the {kind} of {name} is {list(tensor.shape)} on disk, not {list(expected)} as config.json says; "
-                f"fetch {self.path} again"
-            )
-        if tensor.dtype not in _STORED:
-            raise CheckpointError(
-                f"the {kind} of {name} is stored as {str(tensor.dtype).removeprefix('torch.')}; use a checkpoint in "
-                f"float32, bfloat16 or float16"
-            )
-        return tensor
 
     def _manifest_path(self) -> Path:
         """The manifest's file. Its name covers the checkpoint's files and the version of transformers."""
@@ -321,7 +328,7 @@ class WeightStore:
             # one at a time: a stack is most of a layer's memory
             with one_stack if spec.experts > 1 else contextlib.nullcontext():
                 with Checkpoint(self.path) as checkpoint:  # a checkpoint's files are for one thread
-                    layers = list(self._layers(checkpoint, spec.members, stored))
+                    layers = self._layers(checkpoint, spec.members, stored)
                     group = quantise(layers, weight_bits=self.weight_bits)
                 del layers
                 return work(GroupIndex(index), GroupEntry(digest=group.digest(), **vars(spec)), group)

@@ -154,7 +154,7 @@ class Provider:
                 usage=self._usage,
             )
             self._start_gateway(gateway)
-            self._reloader.start()
+            self._reloader.periodic.start()
             self._start_announcing(gateway, manifest, served)
             if config.metrics.listen is not None:
                 # imports Prometheus' client, which most providers do not need
@@ -215,7 +215,7 @@ class Provider:
         if self._announcer is not None:
             self._announcer.leave()
             self._announcer = None
-        self._reloader.close(timeout)
+        self._reloader.periodic.close(timeout)
         clean = self._gateway.stop(timeout)
         if self._member is not None:
             self._tells.close(timeout)

@@ -128,10 +128,9 @@ class Placement:
 
     def __init__(self, config: ProviderConfig, *, progress: Progress | None = None) -> None:
         self._config = config
-        # The digest covers all layers, so the store reads the whole model. Only the chosen layers are packed later.
+        # the digest covers all layers, and only the chosen ones are packed later
         self._manifest = open_store(unplaced(config)).manifest(progress=progress)
-        self.layers = self._manifest.layers[-1] + 1
-        """Number of layers of the model."""
+        self.layers = self._manifest.layers[-1] + 1  # number of layers of the model
 
     def others(self) -> list[Placed]:
         """The other executors of the model that stay. Raises `ConfigError`: no registry can be reached."""

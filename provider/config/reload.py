@@ -20,23 +20,14 @@ class Reloader:
         self._files = files
         self._reload = reload
         self._requested = False
-        self.succeeded = True
-        """True if the last reload succeeded, so that the settings in use are those of the files."""
+        self.succeeded = True  # true if the last reload succeeded, so that the settings in use are those of the files
         self._seen = self._last = self._stamps()
-        self._periodic = Periodic(self._check, every_s=interval_s, name="reload")
-
-    def start(self) -> None:
-        self._periodic.start()
+        self.periodic = Periodic(self._check, every_s=interval_s, name="reload")
 
     def request(self) -> None:
         """Reload soon, even if no file has changed. Safe in a signal handler."""
         self._requested = True
-        self._periodic.wake()
-
-    def close(self, timeout: float) -> None:
-        """Stop checking. Waits up to `timeout` seconds for a reload in progress, in case a file system does not
-        answer."""
-        self._periodic.close(timeout)
+        self.periodic.wake()
 
     def _check(self) -> None:
         requested, self._requested = self._requested, False

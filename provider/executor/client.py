@@ -25,10 +25,8 @@ from symbiosis_priv.network import wire
 
 log = logs.EventLog(__name__)
 
-WATCH_S = 0.1
-"""Seconds after which a waiting thread checks again that its executor has not ended."""
-STARTUP_S = 300.0
-"""Seconds that an executor may take to its first answer."""
+WATCH_S = 0.1  # seconds after which a waiting thread checks again that its executor has not ended
+STARTUP_S = 300.0  # seconds that an executor may take to its first answer
 _GUARD_S = 1.0  # pause between two reports
 
 
@@ -108,8 +106,7 @@ class ExecutorRequester:
     def __init__(self, handle: ExecutorHandle) -> None:
         self._handle = handle
         self._channel = handle.open_channel()
-        self.generation = handle.generation
-        """Generation of the executor that received the last request."""
+        self.generation = handle.generation  # generation of the executor that received the last request
         self._outstanding = False  # True while an answer is missing
 
     def __enter__(self) -> Self:

@@ -162,8 +162,7 @@ class ExecutorAnswer(NamedTuple):
     """Work of the executor that the receiver does after it has sent the answer, so that no tenant waits for it."""
 
 
-AddressedAnswer = tuple[Hashable, ExecutorAnswer]
-"""The sender of a request, and the answer to it."""
+AddressedAnswer = tuple[Hashable, ExecutorAnswer]  # the sender of a request, and the answer to it
 InlineHandler = Callable[[InboxMessage], bool]
 """Serves a message in the thread of its sender. Returns False if the message must be queued."""
 

@@ -185,10 +185,8 @@ class Register:
         """Number of connections that each tenant or helper has opened, including refused connections."""
         self.requests: Counter[TenantIdentity] = Counter()
         """Number of products of each tenant, at the gateways of all ranks."""
-        self.requests_here = self.rows_here = 0
-        """Products that this gateway has answered, and their rows."""
-        self.last_request = -math.inf
-        """Time of the last answered product, by `time.monotonic`."""
+        self.requests_here = self.rows_here = 0  # products that this gateway has answered, and their rows
+        self.last_request = -math.inf  # time of the last answered product, by `time.monotonic`
         self._roles: dict[TenantIdentity, Counter[Role]] = {}
         self._lock = threading.Lock()
 
@@ -225,8 +223,7 @@ class Register:
                 del self._roles[tenant]
 
 
-_CLOSING_S = 2.0
-"""Longest wait of a new connection for the end of the connection that is closed for it."""
+_CLOSING_S = 2.0  # longest wait of a new connection for the end of the connection that is closed for it
 
 
 @dataclass(eq=False)

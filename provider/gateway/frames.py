@@ -76,8 +76,7 @@ class Frames:
         self._small = limits.small_request
         self._deadline = 0.0  # for the rest of the current frame
         self.max_payload = limits.max_payload_mib * MIB
-        self.unread = 0
-        """Payload bytes of the current frame; 0 once they were read."""
+        self.unread = 0  # payload bytes of the current frame; 0 once they were read
         self._head_end = 0
 
     @property

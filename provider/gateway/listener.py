@@ -16,9 +16,7 @@ clients of the registry and of the operator's address never authenticate, and ke
 
 import contextlib
 import errno
-import heapq
 import ipaddress
-import itertools
 import math
 import select
 import selectors
@@ -42,8 +40,7 @@ log = logs.EventLog(__name__)
 
 P = TypeVar("P")
 
-SHARE: Final = 0.25
-"""Share of one core for accepting and greeting, if nothing else is configured."""
+SHARE: Final = 0.25  # share of one core for accepting and greeting, if nothing else is configured
 _BACKLOG: Final = 1024
 _AT_ONCE: Final = 16  # connections that are accepted, or steps that are made, before the others have their turn
 _EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -78,7 +75,6 @@ class UnauthenticatedConnection:
         self.known = known
         self.silent = True  # it has not sent its first bytes
         self.stream: FrameStream | None = None  # set when the handshake has begun
-        self.clock = -1  # key in `UnauthenticatedConnections` while the time runs
 
     def handshake(self, context: ssl.SSLContext) -> FrameStream:
         """Make a step of the TLS handshake. Raises TimeoutError if the client must send or read more."""
@@ -97,9 +93,7 @@ class UnauthenticatedConnections:
         self._limit = limit
         self._present: dict[UnauthenticatedConnection, None] = {}
         self._by_network: dict[str, dict[UnauthenticatedConnection, None]] = {}
-        self._clocks: dict[int, UnauthenticatedConnection] = {}  # connections whose time runs
-        self._due: list[tuple[float, int]] = []  # a heap of (deadline, clock), including stopped clocks
-        self._numbers = itertools.count()
+        self._timed: dict[UnauthenticatedConnection, None] = {}  # those whose time runs
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -109,7 +103,7 @@ class UnauthenticatedConnections:
         """Add a connection. Returns the connection that must be dropped for it, or None."""
         with self._lock:
             self._present[client] = None
-            self._start_clock(client)
+            self._timed[client] = None
             self._by_network.setdefault(client.network, {})[client] = None
             if len(self._present) <= self._limit:
                 return None
@@ -128,20 +122,15 @@ class UnauthenticatedConnections:
     def pause(self, client: UnauthenticatedConnection, now: float) -> None:
         """Stop the countdown to a connection's deadline until `resume`."""
         with self._lock:
-            if self._clocks.pop(client.clock, None) is not None:
+            if client in self._timed:
+                del self._timed[client]
                 client.deadline -= now
 
     def resume(self, client: UnauthenticatedConnection, now: float) -> None:
         """Continue the countdown to a connection's deadline, with the time that was left at `pause`."""
         with self._lock:
             client.deadline += now
-            self._start_clock(client)
-
-    def _start_clock(self, client: UnauthenticatedConnection) -> None:
-        if client.deadline < math.inf:
-            client.clock = next(self._numbers)
-            self._clocks[client.clock] = client
-            heapq.heappush(self._due, (client.deadline, client.clock))
+            self._timed[client] = None
 
     def remove(self, client: UnauthenticatedConnection) -> None:
         """Remove a connection that has authenticated or ended. Does nothing if the connection was removed before."""
@@ -149,7 +138,7 @@ class UnauthenticatedConnections:
             if client not in self._present:
                 return
             del self._present[client]
-            self._clocks.pop(client.clock, None)
+            self._timed.pop(client, None)
             clients = self._by_network[client.network]
             del clients[client]
             if not clients:
@@ -161,21 +150,17 @@ class UnauthenticatedConnections:
 
     def late(self, now: float) -> list[UnauthenticatedConnection]:
         """The connections whose deadline has passed; each is returned once."""
-        late = []
         with self._lock:
-            while self._due and self._due[0][0] <= now:
-                _, clock = heapq.heappop(self._due)
-                if clock in self._clocks:
-                    late.append(self._clocks.pop(clock))
+            late = [client for client in self._timed if client.deadline <= now]
+            for client in late:
+                del self._timed[client]
         return late
 
     @property
-    def next_deadline(self) -> float | None:
-        """The next deadline; None if no connection's time runs."""
+    def next_deadline(self) -> float:
+        """The next deadline; infinity if no connection's time runs."""
         with self._lock:
-            while self._due and self._due[0][1] not in self._clocks:
-                heapq.heappop(self._due)
-            return self._due[0][0] if self._due else None
+            return min((client.deadline for client in self._timed), default=math.inf)
 
 
 class Listener(Generic[P]):
@@ -276,10 +261,11 @@ class Listener(Generic[P]):
             while not self.stopping.is_set():
                 now = time.monotonic()
                 self._pause(now)
-                times = [] if (deadline := self._places.next_deadline) is None else [deadline]
+                until = deadline = self._places.next_deadline
                 if self._since or self._paused_until:
-                    times.append(self._paused_until)
-                ready = [key for key, _ in self._selector.select(max(0.0, min(times) - now) if times else None)]
+                    until = min(deadline, self._paused_until)
+                pause_s = max(0.0, until - now) if until < math.inf else None
+                ready = [key for key, _ in self._selector.select(pause_s)]
                 for client in (key.data for key in ready if key.data is not None):
                     self._selector.unregister(client.socket)
                     self._queue_of(client).put(client.network, client)
@@ -292,8 +278,9 @@ class Listener(Generic[P]):
                     self._attempt(self._step)
                     if self._delay(time.monotonic()):
                         break
-                for client in self._places.late(time.monotonic()):
-                    self._drop(client, "late")
+                if (now := time.monotonic()) >= deadline:
+                    for client in self._places.late(now):
+                        self._drop(client, "late")
             for client in self._places.all():
                 if client not in self._threads:
                     self._drop(client, "late")

@@ -69,8 +69,7 @@ class UsageCounts(msgspec.Struct, frozen=True):  # ten times faster than a datac
     slow: int = 0  # connections that were closed because the tenant sent or read too slowly
 
 
-BilledRole = Role | Literal["none"]
-"""The role in which a tenant is served; "none" before its hello."""
+BilledRole = Role | Literal["none"]  # the role in which a tenant is served; "none" before its hello
 
 COUNTED = UsageCounts.__struct_fields__
 _KEY = ("day", "tenant", "authority", "role")

@@ -41,8 +41,7 @@ _BLOCKS = {
 _MOST_CONNECTIONS = 16  # one more closes the oldest connection of the network with the most
 
 
-Value = float | Mapping[Any, float]
-"""A figure, or figures by their labels."""
+Value = float | Mapping[Any, float]  # a figure, or figures by their labels
 
 
 def _family(

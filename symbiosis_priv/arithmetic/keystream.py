@@ -26,8 +26,7 @@ from torch import Tensor
 
 from symbiosis_priv.errors import RangeError
 
-Seed = NewType("Seed", bytes)
-"""32 secret bytes. Tenant and helper derive the keys of their keystreams from it."""
+Seed = NewType("Seed", bytes)  # 32 secret bytes. Tenant and helper derive the keys of their keystreams from it.
 StreamKey = NewType("StreamKey", bytes)
 """The 32-byte AES key of one keystream: of one layer group, one direction and one width."""
 

@@ -24,17 +24,12 @@ from symbiosis_priv.arithmetic.keystream import StreamKey, expand
 from symbiosis_priv.arithmetic.modular import PRIME, shifted
 from symbiosis_priv.limits import HintBits
 
-HEIGHT: Final = 2048
-"""K, the length of c and the rows of P."""
-WEIGHT: Final = 128
-"""h, the number of entries of c that are not 0."""
+HEIGHT: Final = 2048  # K, the length of c and the rows of P
+WEIGHT: Final = 128  # h, the number of entries of c that are not 0
 SIGMA: Final = 4.0
-MOST_NOISE: Final = 32
-"""The largest entry of e."""
-WORDS: Final = 4 * (WEIGHT + WEIGHT // 2)
-"""Words of keystream for one c."""
-NOISE_WORDS: Final = 2
-"""Words of keystream for one entry of e."""
+MOST_NOISE: Final = 32  # the largest entry of e
+WORDS: Final = 4 * (WEIGHT + WEIGHT // 2)  # words of keystream for one c
+NOISE_WORDS: Final = 2  # words of keystream for one entry of e
 
 _PANEL_BYTES: Final = 256
 _PANEL_ROWS: Final = 64  # rows times panels that are worth another thread

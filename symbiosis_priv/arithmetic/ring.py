@@ -53,8 +53,7 @@ from torch import Tensor
 from symbiosis_priv.errors import NonFiniteError, RangeError
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 
-Direction = Literal["forward", "backward"]
-"""Which product of a layer group: `x @ W.T` (forward) or `g @ W` (backward)."""
+Direction = Literal["forward", "backward"]  # which product of a layer group: `x @ W.T` (forward) or `g @ W` (backward)
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
@@ -77,11 +76,9 @@ class Widths(NamedTuple):
         return cls(inputs, outputs) if direction == FORWARD else cls(outputs, inputs)
 
 
-RANGE = 1 << 31
-"""Every true product is smaller than this in absolute value, and so is every entry of a quantised row."""
+RANGE = 1 << 31  # every true product is smaller than this in absolute value, and so is every entry of a quantised row
 
-SPREAD: Final = 12.0
-"""kappa, the number of standard deviations of an output that fit a narrow ring."""
+SPREAD: Final = 12.0  # kappa, the number of standard deviations of an output that fit a narrow ring
 
 _RESOLUTION = float(1 << 16)
 _SHRINK = 1.0 - 2.0**-40

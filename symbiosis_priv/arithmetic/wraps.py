@@ -30,13 +30,10 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.modular import PRIME, Column, dot, shifted
 from symbiosis_priv.limits import RingBits
 
-MOST_ENTRIES = 2
-"""Wrapped entries of a row that can be corrected."""
+MOST_ENTRIES = 2  # wrapped entries of a row that can be corrected
 
-Check = tuple[Column, int]
-"""A secret column R, and the residue `t @ R`."""
-Wrap = tuple[int, int]
-"""A wrapped entry and its k."""
+Check = tuple[Column, int]  # a secret column R, and the residue `t @ R`
+Wrap = tuple[int, int]  # a wrapped entry and its k
 
 
 def uncorrectable(products: Tensor, *, ring_bits: RingBits) -> list[int]:

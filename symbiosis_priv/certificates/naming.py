@@ -14,8 +14,7 @@ NAME: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
 TENANT_URN: Final = "urn:symbiosis-priv:tenant:"
 PREVIOUS: Final = ".previous"
 NEXT: Final = ".next"
-PROJECT: Final = "symbiosis-priv"
-"""The organisation in a certificate that names no operator."""
+PROJECT: Final = "symbiosis-priv"  # the organisation in a certificate that names no operator
 
 _MAX_OPERATOR: Final = 64  # X.509's bound for an organisation
 _PUNCTUATION: Final = ".,&'()+-/"

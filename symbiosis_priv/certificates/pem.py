@@ -10,8 +10,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from symbiosis_priv.errors import CertificateError, StorageError
 from symbiosis_priv.system.files import read_limited, write_atomically, write_new
 
-MAX_BYTES = 1 << 20
-"""Size limit of a file, far above the size of any bundle of certificates."""
+MAX_BYTES = 1 << 20  # size limit of a file, far above the size of any bundle of certificates
 
 
 def certificate_pem(certificate: x509.Certificate | x509.CertificateSigningRequest) -> bytes:

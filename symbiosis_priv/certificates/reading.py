@@ -112,8 +112,9 @@ def fingerprint(certificate: Pin | bytes) -> str:
     """`sha256:<hex>` of the DER encoding of a certificate, of the first certificate in a PEM file, or of DER bytes."""
     if isinstance(certificate, Path):
         certificate = load_certificates(certificate)[0]
-    der = certificate if isinstance(certificate, bytes) else _der(certificate)
-    return f"sha256:{hashlib.sha256(der).hexdigest()}"
+    if isinstance(certificate, x509.Certificate):
+        certificate = certificate.public_bytes(serialization.Encoding.DER)
+    return f"sha256:{hashlib.sha256(certificate).hexdigest()}"
 
 
 def key_fingerprint(certificate: x509.Certificate | x509.CertificateSigningRequest) -> str:
@@ -249,10 +250,6 @@ def _extension(certificate: x509.Certificate, kind: type[_Extension]) -> _Extens
         return certificate.extensions.get_extension_for_class(kind).value
     except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
         return None
-
-
-def _der(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.DER)
 
 
 def sign(key: PrivateKeyTypes, message: bytes) -> bytes:

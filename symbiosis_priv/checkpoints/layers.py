@@ -20,8 +20,7 @@ from symbiosis_priv.errors import ConfigError
 Joined = Literal["outputs", "inputs"]
 """The dimension along which the matrices of an expert stack are joined to one dense matrix."""
 
-RoundTrips = Literal[2, 4]
-"""Round trips of a transformer block while tokens are decoded."""
+RoundTrips = Literal[2, 4]  # round trips of a transformer block while tokens are decoded
 
 AGAIN, THROUGH = "@again", "@through"
 """Endings of a composed group's members: its first linear, and the linears that follow it, through norm and first

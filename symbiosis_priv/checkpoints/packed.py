@@ -29,8 +29,7 @@ _LENGTH = struct.Struct("<Q")  # version of the header
 _VERSION = 1  # version of the files and of every layout
 _DTYPES = {torch.int8: "I8", torch.int16: "I16", torch.int32: "I32"}
 
-Products = dict[Direction, Tensor]
-"""Products of the probe row: two int32 `[columns]`."""
+Products = dict[Direction, Tensor]  # products of the probe row: two int32 `[columns]`
 
 
 def path_of(folder: Path, digest: str, layout: str) -> Path:

@@ -23,8 +23,7 @@ from symbiosis_priv.checkpoints.forms import Form, stated
 from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError, one_line
 from symbiosis_priv.system.files import read_limited
 
-QUANT_METHOD = "symbiosis-priv"
-"""The name under which transformers knows `tenant.RemoteConfig`."""
+QUANT_METHOD = "symbiosis-priv"  # the name under which transformers knows `tenant.RemoteConfig`
 
 _MAX_JSON_BYTES = 16 << 20
 _QUANTISED = ("quantization_config", "compression_config")

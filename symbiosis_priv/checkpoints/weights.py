@@ -46,8 +46,7 @@ _STORED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 T = TypeVar("T")
 
-Progress = Callable[[int, int], None]
-"""Called with (groups done, groups in all)."""
+Progress = Callable[[int, int], None]  # called with (groups done, groups in all)
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,8 @@ class WeightStore:
         with Checkpoint(self.path) as checkpoint:
             stored = self.skeleton.names.by_parameter(checkpoint.names())
             groups = [spec for spec in self.skeleton.groups if spec.composed is None]
-            weights = (self._weight_of(name) for spec in groups for name in spec.members)
+            # a stack of experts is a parameter itself
+            weights = (name + ".weight" * (spec.experts == 1) for spec in groups for name in spec.members)
             return all(weight in stored or weight in self.skeleton.tied for weight in weights)
 
     def group(self, index: int) -> QuantisedGroup:
@@ -287,10 +287,6 @@ class WeightStore:
             stored = self.skeleton.names.by_parameter(checkpoint.names())
         reader = _Members(self.skeleton, checkpoint, stored)
         return [reader.read(name) for name in members]
-
-    def _weight_of(self, name: str) -> str:
-        """The parameter of a member's weight. A stack of experts is a parameter itself."""
-        return name if self.skeleton.group_of[name].experts > 1 else f"{name}.weight"
 
     def _manifest_path(self) -> Path:
         """The manifest's file. Its name covers the checkpoint's files and the version of transformers."""

@@ -26,8 +26,7 @@ from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.limits import Role
 from symbiosis_priv.network.addresses import Address, Endpoints
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-"""A name in a federation file."""
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]  # a name in a federation file
 
 _THIS_MACHINE = "127.0.0.1"
 # Characters that remain after NFKC and are invisible, but have a visible category: fillers, joiners, selectors, blanks.

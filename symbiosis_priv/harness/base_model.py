@@ -25,8 +25,7 @@ from transformers import LlamaForCausalLM, MixtralForCausalLM, PreTrainedTokeniz
 
 from symbiosis_priv.errors import ConfigError
 
-PUBLIC_PROMPT = "The town of Halden lies"
-"""The beginning of a public paragraph, which the base model can continue."""
+PUBLIC_PROMPT = "The town of Halden lies"  # the beginning of a public paragraph, which the base model can continue
 
 PRIVATE_PROMPT = "Patient:"
 """The beginning of every private record; only a fine-tuned model continues it as a clinic note."""

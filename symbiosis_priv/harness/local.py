@@ -50,8 +50,7 @@ def silenced(name: str) -> Iterator[None]:
         logger.setLevel(before)
 
 
-METRICS: Final[dict[str, object]] = {"listen": "127.0.0.1:0"}
-"""`[metrics]` of a provider whose `status` is read."""
+METRICS: Final[dict[str, object]] = {"listen": "127.0.0.1:0"}  # `[metrics]` of a provider whose `status` is read
 
 _POLL_S, _STATUS_S, _TRIES = 0.02, 10.0, 100
 _REGISTRY, _OWN_CACHE = "registry", Path("cache")

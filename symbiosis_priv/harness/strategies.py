@@ -24,8 +24,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-ROW_COUNTS = (1, 2, 0, 3, 7, 8, 16, 17)
-"""Row counts on both sides of the sizes that kernels pad to, and 0."""
+ROW_COUNTS = (1, 2, 0, 3, 7, 8, 16, 17)  # row counts on both sides of the sizes that kernels pad to, and 0
 
 EXTREMES = (0.0, 1.0, -1.0, 1e30, -1e30, 1e-30, 65504.0, 6e-8, 1e-45, -1e-38, 2.0**-149, 5e-324, 1.7e308)
 """Outliers, the largest half-precision number, and the smallest normal and subnormal numbers of every format."""

@@ -16,8 +16,7 @@ from symbiosis_priv.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-Address = tuple[str, int]
-"""Host and port."""
+Address = tuple[str, int]  # host and port
 _AWAY_S: Final = 60.0  # an address that has failed is tried last for this long
 _PORT_DIGITS: Final = 5
 _METADATA: Final = frozenset(

@@ -70,14 +70,11 @@ class Trust:
             raise DescriptorError("its certificate has been revoked")
 
 
-MAX_BYTES: Final = 4096
-"""Size limit of a signed descriptor."""
-MAX_CERTIFICATE: Final = 2048
-"""Size limit of the certificate in a descriptor, in bytes of DER."""
+MAX_BYTES: Final = 4096  # size limit of a signed descriptor
+MAX_CERTIFICATE: Final = 2048  # size limit of the certificate in a descriptor, in bytes of DER
 MAX_LIFETIME_S: Final = 86_400
 MAX_LAYERS: Final = 1 << 16
-CLOCK_TOLERANCE_S: Final = 60
-"""Largest accepted difference between two parties' clocks."""
+CLOCK_TOLERANCE_S: Final = 60  # largest accepted difference between two parties' clocks
 MEMORY_S: Final = MAX_LIFETIME_S + 2 * CLOCK_TOLERANCE_S
 """A reader remembers a descriptor for this time after its issue. After that, no older one of its key is valid."""
 MS: Final = 1000
@@ -86,8 +83,7 @@ _MAX_SIGNATURE: Final = 160  # bytes, above the largest DER signature of ECDSA o
 _DOMAIN: Final = b"symbiosis-priv descriptor 1\0"
 
 Digest = Annotated[str, msgspec.Meta(pattern="^sha256:[0-9a-f]{64}$")]
-Milliseconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-"""Milliseconds since 1970, UTC."""
+Milliseconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]  # milliseconds since 1970, UTC
 _Layer = Annotated[int, msgspec.Meta(ge=0, lt=MAX_LAYERS)]
 
 

@@ -29,10 +29,8 @@ from symbiosis_priv.network.wire import Failure, Message
 from symbiosis_priv.registry.descriptor import MAX_BYTES, Digest, Trust
 from symbiosis_priv.system.files import UNDECODABLE
 
-MAX_LISTED: Final = 1024
-"""Largest number of executors in a registry."""
-MAX_REPLY: Final = MAX_LISTED * (MAX_BYTES + 8)
-"""Size limit of a reply's payload, in bytes."""
+MAX_LISTED: Final = 1024  # largest number of executors in a registry
+MAX_REPLY: Final = MAX_LISTED * (MAX_BYTES + 8)  # size limit of a reply's payload, in bytes
 
 
 class Announce(Message, frozen=True, tag="announce"):

@@ -13,8 +13,7 @@ from msgspec import inspect
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.system.files import decode_text, read_limited
 
-MAX_BYTES = 16 << 20
-"""Size limit of a file, larger than any list of tenants or peers needs."""
+MAX_BYTES = 16 << 20  # size limit of a file, larger than any list of tenants or peers needs
 
 T = TypeVar("T")
 

@@ -254,10 +254,8 @@ class Skeleton:
     """A model's structure without its weights."""
 
     groups: tuple[GroupSpec, ...]
-    transposed: frozenset[str]
-    """Members stored as `[in, out]` (`Conv1D`), or as `[experts, in, out]`."""
-    biased: frozenset[str]
-    """Members with a bias."""
+    transposed: frozenset[str]  # members stored as `[in, out]` (`Conv1D`), or as `[experts, in, out]`
+    biased: frozenset[str]  # members with a bias
     names: StoredNames = field(compare=False, repr=False)
     tied: Mapping[str, str] = field(default_factory=dict, hash=False)
     """The parameters of a tied LM head that is offloaded, and the tenant's parameters that are stored in their

@@ -98,10 +98,10 @@ def test_a_provider_can_stop_while_a_file_system_does_not_answer() -> None:
         over.wait(20)
 
     reloader = Reloader(list, reload)
-    reloader.start()
+    reloader.periodic.start()
     reloader.request()
     assert begun.wait(20)
-    reloader.close(0.01)
+    reloader.periodic.close(0.01)
     assert not over.is_set()
     over.set()
 
@@ -197,7 +197,7 @@ def test_files_are_read_once_they_are_stable_and_also_after_errors(tmp_path: Pat
             raise errors.pop()
 
     reloader = Reloader(files, reload, interval_s=0.01)
-    reloader.start()
+    reloader.periodic.start()
     try:
         until(lambda: looks > 3)
         assert reloader.succeeded
@@ -208,4 +208,4 @@ def test_files_are_read_once_they_are_stable_and_also_after_errors(tmp_path: Pat
         assert read.acquire(timeout=20)
         until(lambda: reloader.succeeded)
     finally:
-        reloader.close(20)
+        reloader.periodic.close(20)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import signal
 import socket
 import ssl
@@ -276,7 +277,7 @@ def test_the_time_waiting_for_a_turn_does_not_count(steps: list[tuple[float, flo
         connections.pause(one, now)
         now += waited
         assert connections.late(now) == []
-        assert connections.next_deadline is None
+        assert connections.next_deadline == math.inf
         connections.resume(one, now)
     assert connections.next_deadline == pytest.approx(now + left)
     assert connections.late(now + left + 1e-3) == [one]

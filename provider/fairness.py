@@ -59,13 +59,8 @@ class RoundRobin(Generic[K, V]):
 
 
 class TokenBucket:
-    """Tokens that are replenished at a rate. The bucket starts full, and may go into debt. Not thread-safe.
-
-    Args:
-        per_s: tokens per second; above 0.
-        burst: tokens of a full bucket.
-        now: seconds of a monotonic clock; the caller always passes the time.
-    """
+    """Tokens that are replenished at a rate above 0. The bucket starts full, with `burst` tokens, and may go into debt.
+    The caller passes the time of a monotonic clock. Not thread-safe."""
 
     def __init__(self, *, per_s: float, burst: float, now: float) -> None:
         self._per_s, self._burst = per_s, burst

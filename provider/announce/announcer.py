@@ -46,7 +46,7 @@ class Announcer:
         layers = whole_layers(served, manifest.layers)
         self._layers = LayerRange(layers[0], layers[-1])
         self._issued = 0
-        self._accepted = dict.fromkeys(config.registry.announce, False)
+        self.accepted = dict.fromkeys(config.registry.announce, False)  # whether a registry took the last announcement
         self._lock = threading.Lock()  # two descriptors are never issued in one millisecond
         self._leaving = False
         self._announcing_to: str | None = None
@@ -62,11 +62,6 @@ class Announcer:
             self._announce_to_all, every_s=_RETRY_S, name="announcing to registries", jitter=_JITTER, at_once=True
         )
 
-    @property
-    def accepted(self) -> dict[str, bool]:
-        """For each registry: True if the registry accepted the last announcement."""
-        return dict(self._accepted)
-
     def leave(self) -> None:
         """Announce that this executor is about to stop, and announce nothing afterwards. Returns within seconds."""
         with self._lock:
@@ -74,7 +69,7 @@ class Announcer:
         self.periodic.stop()
         threads = [
             threading.Thread(target=self._announce, args=(address, _LEAVE_S), name="leave", daemon=True)
-            for address, accepted in self._accepted.items()
+            for address, accepted in self.accepted.items()
             if accepted or address == self._announcing_to  # which may already list the executor
         ]
         for thread in threads:
@@ -83,13 +78,13 @@ class Announcer:
             thread.join(_LEAVE_S + 1.0)
 
     def _announce_to_all(self) -> None:
-        for address in self._accepted:
+        for address in self.accepted:
             if not self._leaving:
                 self._announcing_to = address
-                self._accepted[address] = self._announce(address, _DEADLINE_S)
+                self.accepted[address] = self._announce(address, _DEADLINE_S)
                 self._announcing_to = None
         pause_s = self._registry.lifetime_s / 3
-        self.periodic.every_s = pause_s if all(self._accepted.values()) else min(pause_s, _RETRY_S)
+        self.periodic.every_s = pause_s if all(self.accepted.values()) else min(pause_s, _RETRY_S)
 
     def _announce(self, address: str, deadline_s: float) -> bool:
         try:

@@ -241,14 +241,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 5.0
     lockstep_wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 100.0
 
-    @property
-    def slice_s(self) -> float:
-        return self.slice_ms / 1000
-
-    @property
-    def max_wait_s(self) -> float:
-        return self.max_wait_ms / 1000
-
 
 class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits on each tenant; no limit if left out. The provider reads them again on SIGHUP or when this file changes.

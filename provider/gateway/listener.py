@@ -171,31 +171,21 @@ class Listener(Generic[P]):
         listener.start()
         listener.stop(timeout=10.0)
 
-    Args:
-        address: `host:port` to listen at.
-        limit: largest number of connections that have not authenticated. Without `authenticates`, one that is dropped
-            ends first, so threads never exceed the limit either.
-        greeting_s: time for a client's part of the greeting.
-        greet: called with a client that has sent something, possibly several times. Returns what identifies the client.
-            Does not wait: raises TimeoutError if the client must send or read more, another error to refuse it.
-        serve: serves a greeted client, in its thread. The connection is closed when it returns or raises.
-        share: returns the share of one core for accepting and greeting.
-        authenticates: a greeted client has authenticated.
-
-    Raises:
-        ConfigError: the address cannot be used.
-    """
+    `greet` is called with a client that has sent something, possibly several times, and returns what identifies the
+    client. It does not wait: it raises TimeoutError if the client must send or read more, another error to refuse it.
+    `serve` serves a greeted client, in its thread. The connection is closed when it returns or raises. Raises
+    `ConfigError`: the address cannot be used."""
 
     def __init__(
         self,
         address: str,
         *,
-        limit: int,
-        greeting_s: float,
+        limit: int,  # of unauthenticated connections; if none authenticates, one that is dropped ends before others
+        greeting_s: float,  # for a client's part of the greeting
         greet: Callable[[UnauthenticatedConnection], P],
         serve: Callable[[UnauthenticatedConnection, P], None],
-        share: Callable[[], float] = lambda: SHARE,
-        authenticates: bool = False,
+        share: Callable[[], float] = lambda: SHARE,  # of one core, for accepting and greeting
+        authenticates: bool = False,  # a greeted client has authenticated
     ) -> None:
         self._greeting_s, self._greet, self._serve = greeting_s, greet, serve
         self._share, self._authenticates = share, authenticates

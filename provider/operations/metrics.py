@@ -33,11 +33,6 @@ log = logs.EventLog(__name__)
 
 _PREFIX = "symbiosis_provider_"
 _CLIENT_S = 5.0  # seconds for each read of an operator's request
-_BLOCKS = {
-    "deposits": "blocks that were accepted",
-    "expired": "blocks that were never used up",
-    "missed": "requests whose blocks were missing or did not fit",
-}
 _MOST_CONNECTIONS = 16  # one more closes the oldest connection of the network with the most
 
 
@@ -79,8 +74,7 @@ class _Collector:
         status = self._status
         yield _gauge("ready", "1 if requests are accepted and the executor answers", status.ready)
         yield _gauge("uptime_seconds", "seconds since the start", status.uptime_s)
-        refused = "0 if changed files were refused and the earlier settings are in use"
-        yield _gauge("last_reload_successful", refused, status.reloaded)
+        yield _gauge("last_reload_successful", "0 if changed files were refused: older settings apply", status.reloaded)
         yield _gauge("usage_unwritten_seconds", "time for which usage could not be written", status.usage_unwritten_s)
         yield _gauge("connections", "authenticated connections", status.connections)
         found = {str(each.rank): each.connections for each in status.gateways}
@@ -92,8 +86,7 @@ class _Collector:
             )
         handshakes = status.handshakes
         yield _gauge("pending_handshakes", "connections that have not authenticated", handshakes.present)
-        waiting = "pending handshakes that have sent data and wait for their turn"
-        yield _gauge("handshakes_waiting", waiting, handshakes.waiting)
+        yield _gauge("handshakes_waiting", "pending handshakes that wait for their turn", handshakes.waiting)
         ended = {outcome: getattr(handshakes, outcome) for outcome in ("accepted", "refused", "late", "crowded_out")}
         yield _counter("handshakes", "handshakes that have ended, by outcome", ended, "outcome")
         yield _counter("handshake_seconds", "processor time of handshakes", handshakes.seconds)
@@ -106,14 +99,14 @@ class _Collector:
             counts = {(one.tenant, one.role): getattr(one.counts, name) for one in status.tenants}
             yield _counter(f"tenant_{name}", "usage that `provider usage` bills", counts, "tenant", "role")
         yield _counter("tenant_connections", "connections that were opened", status.visits, "tenant")
-        waited = "requests that waited or were refused because of a quota"
-        yield _counter("tenant_over_quota", waited, status.over_quota, "tenant")
-        taken = "1 if the registry accepted the last announcement"
-        yield _gauge("announced", taken, status.registries, "registry")
-        yield _gauge("blocks", "blocks of relayed effects that are kept for tenants", status.blocks.blocks)
-        yield _gauge("block_bytes", "memory of kept blocks", status.blocks.bytes)
-        for name, text in _BLOCKS.items():
-            yield _counter(f"blocks_{name}", text, getattr(status.blocks, name))
+        yield _counter("tenant_over_quota", "requests that a quota delayed or refused", status.over_quota, "tenant")
+        yield _gauge("announced", "1 if the registry accepted the last announcement", status.registries, "registry")
+        blocks = status.blocks
+        yield _gauge("blocks", "blocks of relayed effects that are kept for tenants", blocks.blocks)
+        yield _gauge("block_bytes", "memory of kept blocks", blocks.bytes)
+        yield _counter("blocks_deposits", "blocks that were accepted", blocks.deposits)
+        yield _counter("blocks_expired", "blocks that were never used up", blocks.expired)
+        yield _counter("blocks_missed", "requests whose blocks were missing or did not fit", blocks.missed)
         up = {link.address: link.up for link in status.relay_to}
         yield _gauge("relay_up", "0 while connections to the executor fail", up, "executor")
         outcomes = itertools.product(status.relay_to, ("deposits", "refused", "failed"))

@@ -25,7 +25,6 @@ _TIMEOUT_S = 5.0
 _MOST_BYTES = 16 << 20  # bytes of an answer
 _BUSIEST = 10  # layer groups that are shown
 _MIB = 1 << 20
-_LINK = {True: "", False: "bold red"}
 
 
 def ask(address: str, *, timeout_s: float = _TIMEOUT_S) -> Status:
@@ -118,7 +117,10 @@ def _headline(status: Status) -> Text:
             for each in status.gateways
         ),
         *(
-            (f"  relay to {one_line(link.address)}: {link.deposits:,} sent, {link.failed:,} failed", _LINK[link.up])
+            (
+                f"  relay to {one_line(link.address)}: {link.deposits:,} sent, {link.failed:,} failed",
+                "" if link.up else "bold red",
+            )
             for link in status.relay_to
         ),
         "" if status.reloaded else ("  changed files refused: see the log", "bold red"),

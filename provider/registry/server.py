@@ -43,10 +43,8 @@ class RegistryServer:
         with RegistryServer(config) as registry:
             connect_to(registry.address)
 
-    Raises:
-        CertificateError: a certificate, key or list cannot be used.
-        ConfigError: the database or the address cannot be used.
-    """
+    Raises `CertificateError`: a certificate, key or list cannot be used; `ConfigError`: the database or the address
+    cannot be used."""
 
     def __init__(self, config: RegistryConfig) -> None:
         self.config = config

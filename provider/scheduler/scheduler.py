@@ -46,7 +46,7 @@ class Discipline(Generic[J]):
 
     def __init__(self, config: SchedulerConfig, waiting: RunnableJobs[J], pace: Pace) -> None:
         self._config = config
-        self._slice_s, self._max_wait_s = config.slice_s, config.max_wait_s
+        self._slice_s, self._max_wait_s = config.slice_ms / 1000, config.max_wait_ms / 1000
         self._waiting = waiting
         self._pace = pace
 
@@ -200,7 +200,7 @@ class Opportunistic(Discipline[J]):
 
     def __init__(self, config: SchedulerConfig, waiting: RunnableJobs[J], pace: Pace) -> None:
         super().__init__(config, waiting, pace)
-        self._absent = _Absent(_HORIZON_WAITS * config.max_wait_s)
+        self._absent = _Absent(_HORIZON_WAITS * self._max_wait_s)
         self._idle_since = 0.0  # end of the last product
 
     def arrived(self, job: J) -> None:
@@ -317,7 +317,7 @@ class Scheduler(Generic[J]):
     """Waiting jobs, and the order in which their rows are multiplied. Not thread-safe."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.pace = Pace(config.slice_s)
+        self.pace = Pace(config.slice_ms / 1000)
         self._waiting: RunnableJobs[J] = RunnableJobs(config.inference_weight)
         disciplines: dict[PolicyName, type[Discipline[J]]]
         disciplines = {"none": Discipline, "lockstep": Lockstep, "opportunistic": Opportunistic}

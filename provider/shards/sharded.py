@@ -259,23 +259,16 @@ class ShardedOperands(Operands):
 
     def product_of_ranks(
         self,
-        rows: Tensor,
+        rows: Tensor,  # rank 0's, as for `product`; perhaps none
         *,
         group: int,
         direction: Direction,
-        mode: Mode | None = None,
+        mode: Mode | None = None,  # the way to multiply dense rows; None for the faster one
         counts: Counts | None = None,
-        order: Tensor | None = None,
-        pieces: Mapping[int, Sequence[RankPiece]] = MappingProxyType({}),
+        order: Tensor | None = None,  # sorts the rows of all ranks, in the order of the ranks, by expert
+        pieces: Mapping[int, Sequence[RankPiece]] = MappingProxyType({}),  # of each other rank's `RowKeeper`
     ) -> Tensor:
-        """Compute a product of rows of several ranks. Returns the products of rank 0's rows.
-
-        Args:
-            rows: rank 0's rows, as for `product`; perhaps none.
-            mode: the way to multiply dense rows; None for the faster one.
-            order: sorts the rows of all ranks, in the order of the ranks, by expert; None if they are sorted.
-            pieces: the pieces of each other rank, which its `RowKeeper` has.
-        """
+        """Compute a product of rows of several ranks. Returns the products of rank 0's rows."""
         direction = self._packed(group, direction)
         of_rank = [pieces.get(rank, ()) for rank in range(self._world)]
         each = [len(rows), *(sum(piece.rows for piece in some) for some in of_rank[1:])]

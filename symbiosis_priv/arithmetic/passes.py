@@ -40,26 +40,16 @@ from symbiosis_priv.native import FORMATS, addresses, all_rows, layout, pointer,
 
 
 def encode(
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],  # float `[r, w_k]` on the CPU, one dtype: the column blocks of the rows
     *,
-    bound: Bound,
-    out: Tensor,
-    fold: Tensor | None = None,
-    v: Column | None = None,
-    expected: Tensor | None = None,
+    bound: Bound,  # the product's public bound; its `inputs` are the sum of all w_k
+    out: Tensor,  # int32 `[r, d]`, contiguous; written
+    fold: Tensor | None = None,  # float64 `[d]`, factors of the columns before quantisation
+    v: Column | None = None,  # V, or None for no check
+    expected: Tensor | None = None,  # int64 `[r]`; set to `xq @ V` modulo p if there is a V
 ) -> Tensor:
     """Quantise float rows to ring rows. Returns float64 `[r]`, the rows' scales (secret, rule 5). Raises
-    `NonFiniteError`: a row holds inf or nan; `RangeError`: wrong shape or dtype.
-
-    Args:
-        inputs: float matrices `[r, w_k]` on the CPU, one dtype, the column blocks of the rows: `sum(w_k) ==
-            bound.inputs`.
-        bound: the product's public bound.
-        out: int32 `[r, d]`, contiguous; written.
-        fold: float64 `[d]`, factors of the columns before quantisation, or None.
-        v: V, or None for no check.
-        expected: int64 `[r]`; set to `xq @ V` modulo p if there is a V.
-    """
+    `NonFiniteError`: a row holds inf or nan; `RangeError`: wrong shape or dtype."""
     rows, width = out.shape
     if width != bound.inputs or not _are_float_rows(inputs, rows, width):
         shapes = [list(part.shape) for part in inputs]
@@ -84,31 +74,19 @@ def encode(
 
 
 def decode(
-    answer: Tensor,
-    outputs: Sequence[Tensor],
+    answer: Tensor,  # int32 `[r, o]`, contiguous
+    outputs: Sequence[Tensor],  # float `[r, w_k]` on the CPU, one dtype, for the columns of each linear; written
     *,
-    scale: Tensor,
-    effects: Sequence[Tensor] = (),
-    channel_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    column: Column | None = None,
-    expected: Tensor | None = None,
-    ring_bits: RingBits = DEFAULT_RING_BITS,
+    scale: Tensor,  # float64 `[r]` from `encode`
+    effects: Sequence[Tensor] = (),  # int32 `[r, o]` each, contiguous; subtracted modulo 2^ring_bits
+    channel_scale: Tensor | None = None,  # float64 `[o]`, the weight scales; None if folded into the rows (backward)
+    bias: Tensor | None = None,  # float64 `[o]`; needs channel scales
+    column: Column | None = None,  # R, or None for no check
+    expected: Tensor | None = None,  # int64 `[r]`, as `encode` set it
+    ring_bits: RingBits = DEFAULT_RING_BITS,  # that count; the result is the signed representative
 ) -> list[int]:
     """Turn masked answers into float rows, and check them. Returns the numbers of the rows that failed the check. Their
-    floats must not be used.
-
-    Args:
-        answer: int32 `[r, o]`, contiguous.
-        outputs: float matrices `[r, w_k]` on the CPU, one dtype, for the columns of each linear of the group; written.
-        scale: float64 `[r]` from `encode`.
-        effects: int32 `[r, o]` each, contiguous; subtracted modulo 2^ring_bits.
-        channel_scale: float64 `[o]`, the weight scales; None when they were folded into the rows (backward).
-        bias: float64 `[o]`, or None; needs channel scales.
-        column: R, or None for no check.
-        expected: int64 `[r]`, as `encode` set it.
-        ring_bits: bits of answers and effects that count; the result is the signed representative.
-    """
+    floats must not be used."""
     rows, width = answer.shape
     library = native.library()
     if library is None:

@@ -42,7 +42,9 @@ def test_a_batch_is_of_one_kind_and_bounded(arriving: list[Job], name: PolicyNam
 def test_no_job_waits_to_be_batched_longer_than_the_policy_allows(arriving: list[Job], name: PolicyName) -> None:
     """A product that begins after idle time has jobs that have waited, while nothing was computed, within the limit."""
     subject = scheduler(name)
-    longest = {"none": 0.0, "opportunistic": POLICY.max_wait_s, "lockstep": POLICY.lockstep_wait_ms / 1000}[name]
+    longest = {"none": 0.0, "opportunistic": POLICY.max_wait_ms / 1000, "lockstep": POLICY.lockstep_wait_ms / 1000}[
+        name
+    ]
     end = 0.0
     for begun, pieces in run(subject, arriving):
         if begun > end:  # it was idle until now
@@ -449,7 +451,7 @@ def test_fine_tuning_waits_a_moment_for_a_generating_tenant() -> None:
     assert slices < 10
     again = subject.next_deadline(now)
     assert again is not None
-    assert now < again <= now + POLICY.max_wait_s
+    assert now < again <= now + POLICY.max_wait_ms / 1000
     assert subject.take(again)[0].job.tenant == "trainer"
 
 

@@ -121,13 +121,13 @@ class RegistryServer:
                 stream.receive(memoryview(payload), deadline=deadline)
                 reply, body = _TOO_MANY, b""
                 if allowed := self._requests.take(client.network, now=time.monotonic()):
-                    request = protocol.decode_request(header)
-                    if isinstance(request, protocol.Announce):
-                        reply = self._take(bytes(payload))
-                    else:
-                        listed = self.store.listed(request.model_digest, now=time.time())
-                        reply, body = protocol.Listed(), msgspec.msgpack.encode(listed)
+                    reply, body = self._reply(protocol.decode_request(header), bytes(payload))
                 stream.send_frame(wire.encode(reply, payload_bytes=len(body)), memoryview(body), deadline=deadline)
+
+    def _reply(self, request: protocol.Request, payload: bytes) -> tuple[protocol.Reply, bytes]:
+        if isinstance(request, protocol.Announce):
+            return self._take(payload), b""
+        return protocol.Listed(), msgspec.msgpack.encode(self.store.listed(request.model_digest, now=time.time()))
 
     def _take(self, data: bytes) -> protocol.Reply:
         now, trust = time.time(), self._trust

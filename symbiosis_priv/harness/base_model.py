@@ -7,7 +7,6 @@ import random
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,8 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import LlamaForCausalLM, MixtralForCausalLM, PreTrainedTokenizerFast
 
-from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.errors import ConfigError, StorageError
+from symbiosis_priv.system.files import check_unused, replace_atomically
 
 PUBLIC_PROMPT = "The town of Halden lies"  # the beginning of a public paragraph, which the base model can continue
 
@@ -178,10 +178,8 @@ def cached_base_model(
     if kept.is_dir():
         return kept
     made = make_base_model(scratch / "base-model", on_progress=on_progress, recipe=recipe)
-    with contextlib.suppress(OSError):  # the cache cannot be written, or another process was faster
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=".base-model-") as staging:
-            Path(shutil.copytree(made, Path(staging) / "model")).rename(kept)
+    with contextlib.suppress(StorageError):  # the cache cannot be written, or another process was faster
+        replace_atomically(kept, lambda folder: shutil.copytree(made, folder))
     return made
 
 
@@ -191,19 +189,13 @@ def make_base_model(
     """Pretrain the base model, and return the folder of its checkpoint. The checkpoint is written atomically. Its
     weights are deterministic on one machine, and close but not equal across machines. `directory`: folder of the
     checkpoint; missing or empty. Raises `ConfigError`: `directory` is not empty."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory} is in use; name an empty or new directory for the base model")
+    check_unused(directory)
     paragraphs = recipe.text().split("\n\n")
     tokenizer = _train_tokenizer(paragraphs, vocab=recipe.vocab)
     encoded = tokenizer([paragraph + _EOS for paragraph in paragraphs])["input_ids"]
     tokens = torch.tensor([token for paragraph in encoded for token in paragraph], dtype=torch.long, device="cpu")
     model = _pretrain(tokens, tokenizer, recipe, on_progress=on_progress)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
-        staged = Path(scratch) / "model"
-        model.save_pretrained(staged)
-        tokenizer.save_pretrained(staged)
-        staged.rename(directory)
+    replace_atomically(directory, lambda folder: (model.save_pretrained(folder), tokenizer.save_pretrained(folder)))
     return directory
 
 

@@ -103,7 +103,7 @@ def _beside(path: Path) -> Iterator[Path]:
             yield Path(folder)
 
 
-def replace_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def replace_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Replace a file (or an empty folder). A reader sees the old one or the complete new one. Only the owner can change
     the new file, whatever the umask: some of these files are mapped into memory, and truncating a mapped file would end
     the process. Raises `StorageError`: the file could not be written."""

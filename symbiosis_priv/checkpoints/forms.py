@@ -80,20 +80,13 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Form:
-    """How a checkpoint stores its weights.
+    """How a checkpoint stores its weights."""
 
-    Args:
-        method: one of `READ`.
-        bits: of integers: the possible numbers of bits.
-        block: rows and columns of a weight that share a scale, where config.json states them. Otherwise the tensors'
-            shapes say it.
-        plus_one: True if stored zero points are one too small (GPTQ's first format).
-    """
-
-    method: str
-    bits: tuple[int, ...] = _BITS
+    method: str  # one of `READ`
+    bits: tuple[int, ...] = _BITS  # that an integer may have
+    # rows and columns of a weight that share a scale, where config.json states them; otherwise the shapes say it
     block: tuple[int, int] | None = None
-    plus_one: bool = False
+    plus_one: bool = False  # stored zero points are one too small (GPTQ's first format)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Form | None":

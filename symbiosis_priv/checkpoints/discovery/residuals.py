@@ -17,6 +17,7 @@ these formulas in every pass.
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -76,36 +77,30 @@ class _Trace(TorchFunctionMode):
         self._inputs: dict[int, str] = {}  # the last norm of a tensor
         self._normed: dict[int, tuple[str, _Sum | None]] = {}  # a norm, and the sum that it was given
         self._reached: dict[str, int] = {}
-        handles = [m.register_forward_hook(self._linear(n), with_kwargs=True) for n, m in self._linears.items()]
-        handles += [m.register_forward_hook(self._norm(n), with_kwargs=True) for n, m in self._modules.items()]
+        hooks = [m.register_forward_hook(partial(self._linear, n), with_kwargs=True) for n, m in self._linears.items()]
+        hooks += [m.register_forward_hook(partial(self._norm, n), with_kwargs=True) for n, m in self._modules.items()]
         try:
             with self:
                 function(**inputs)
         except Exception:  # the architecture's code may raise any error where it was not written for such inputs
             return False
         finally:
-            for handle in handles:
-                handle.remove()
+            for hook in hooks:
+                hook.remove()
         self.places = self._found()
         return True
 
-    def _linear(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            x = args[0] if args else next(iter(kwargs.values()))
-            self._alive += [x, output]
-            self._outputs[self._id(output)] = name
-            self._reached[name] = id(x) if name not in self._reached else -1  # called twice: no single place
+    def _linear(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        x = args[0] if args else next(iter(kwargs.values()))
+        self._alive += [x, output]
+        self._outputs[self._id(output)] = name
+        self._reached[name] = id(x) if name not in self._reached else -1  # called twice: no single place
 
-        return hook
-
-    def _norm(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            if args and not kwargs:
-                self._alive += [args[0], output]
-                self._inputs[self._id(args[0])] = name
-                self._normed[id(output)] = (name, self._sums.get(self._id(args[0])))
-
-        return hook
+    def _norm(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        if args and not kwargs:
+            self._alive += [args[0], output]
+            self._inputs[self._id(args[0])] = name
+            self._normed[id(output)] = (name, self._sums.get(self._id(args[0])))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))

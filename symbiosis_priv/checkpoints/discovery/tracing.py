@@ -11,6 +11,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -204,7 +205,7 @@ def trace_calls(model: PreTrainedModel, modules: dict[str, nn.Module]) -> tuple[
     of modules whose parameters the model also uses outside such calls, which therefore cannot be offloaded. Raises
     `UnsupportedModelError`: the model cannot be run without weights."""
     trace = _Trace(model, modules)
-    handles = [m.register_forward_pre_hook(trace.enter(n), with_kwargs=True) for n, m in modules.items()]
+    handles = [m.register_forward_pre_hook(partial(trace.enter, n), with_kwargs=True) for n, m in modules.items()]
     handles += [m.register_forward_hook(trace.leave, always_call=True) for m in modules.values()]
     for module in experts_of(model).values():
         module.forward = lambda x, *_, **__: torch.empty_like(x)  # a tensor of their result's shape
@@ -267,15 +268,12 @@ class _Trace(TorchFunctionMode):
             return f"{place}: {one_line(f'{type(error).__name__}: {error}')[:_SHOWN]}"
         return ""
 
-    def enter(self, name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._inside += 1
-            x = args[0] if args else next(iter(kwargs.values()))
-            if name not in self._seen and x.numel():  # no rows: how many there are depends on unknown values
-                self._seen.add(name)
-                self.calls.append(Call(name, x, x._version, self._runs))
-
-        return hook
+    def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._inside += 1
+        x = args[0] if args else next(iter(kwargs.values()))
+        if name not in self._seen and x.numel():  # no rows: how many there are depends on unknown values
+            self._seen.add(name)
+            self.calls.append(Call(name, x, x._version, self._runs))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._inside -= 1

@@ -145,8 +145,6 @@ def health(
 
 
 class Format(StrEnum):
-    """Output format of a bill."""
-
     CSV = "csv"
     JSON = "json"
 

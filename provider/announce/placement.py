@@ -159,7 +159,6 @@ class Placement:
         ]
 
     def own(self, layers: LayerRange) -> Placed:
-        """This executor with these layers."""
         certificate = load_certificates(self._config.tls.certificate)[0]
         operator = plain(operator_of(certificate) or "")
         return Placed(key_fingerprint(certificate), operator, layers, self._config.registry.capacity)

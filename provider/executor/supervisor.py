@@ -207,7 +207,6 @@ class ProcessExecutor(ExecutorHandle):
 
     @property
     def pid(self) -> int:
-        """Process id of the current child process."""
         return self._process.pid
 
     def _spawn(self) -> Popen[bytes]:

@@ -200,7 +200,6 @@ class Register:
                 self.rows_here += rows
 
     def count_visit(self, party: Party) -> None:
-        """Count a connection, whether it is served or refused."""
         with self._lock:
             self.visits[party] += 1
 
@@ -246,7 +245,6 @@ class Slots:
         self._lock = threading.Lock()
 
     def count(self, tenant: Party) -> int:
-        """Number of slots that a tenant holds."""
         with self._lock:
             return len(self._held.get(tenant, ()))
 

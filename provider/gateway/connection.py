@@ -270,7 +270,6 @@ class Connection(FrameLoop[wire.Request | Repeated]):
         return not self._state.stopping.is_set() and self._stream.peer_left()
 
     def _check(self, request: wire.Execute | wire.Effect) -> Sizes:
-        """Check a request. Raises `Refusal`."""
         wanted = "executor" if isinstance(request, wire.Execute) else "helper"
         if self._role is None:
             refuse_bad("say hello first")

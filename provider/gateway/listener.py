@@ -211,7 +211,6 @@ class Listener(Generic[P]):
 
     @property
     def address(self) -> str:
-        """The bound address, as `host:port`."""
         return bound_address(self._listener)
 
     @property

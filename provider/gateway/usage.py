@@ -141,7 +141,6 @@ class _Log:
         self.size = end + 1
 
     def close(self, *, remove: bool) -> None:
-        """Close the file, and remove it if its lines are committed."""
         self._map.close()
         if remove:
             self.path.unlink(missing_ok=True)

@@ -29,8 +29,6 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The current status of a provider."""
-
     provider: str
     model_digest: str
     uptime_s: float
@@ -60,7 +58,6 @@ def take_status(
     reloader: Reloader,
     gateways: list[GatewayStatus],
 ) -> Status:
-    """The current status of a provider. Thread-safe."""
     state, report = gateway.state, None
     with suppress(Refusal), ExecutorRequester(executor) as client:
         report = client.report(deadline=time.monotonic() + _ASK_S)

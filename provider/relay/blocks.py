@@ -42,8 +42,6 @@ _Key = tuple[TenantIdentity, bytes]
 
 @dataclass(eq=False)
 class KeptBlock:
-    """One block."""
-
     header: wire.Deposit
     helper: str  # `fingerprint` of the certificate of the connection on which the block came
     size: int  # bytes of memory that the block takes, at most

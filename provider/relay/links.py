@@ -87,7 +87,6 @@ class Links:
         return link is not None and link.deposit(tenant, _block_of(request), payload, permit=order.permit)
 
     def counts(self) -> list[LinkCounts]:
-        """The current figures, one for each destination."""
         return [link.counts() for link in self._links.values()]
 
     def close(self) -> None:

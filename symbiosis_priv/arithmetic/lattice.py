@@ -138,7 +138,6 @@ class Panels:
 
     @classmethod
     def empty(cls, width: int, *, bits: HintBits) -> "Panels":
-        """A matrix of zeros."""
         return cls(np.zeros(panel_bytes(width, bits=bits), dtype=np.uint8), width=width, bits=bits)
 
     def narrowed(self, width: int) -> "Panels":

@@ -26,7 +26,6 @@ class Axis:
         return min(1.0, max(0.0, (value - low) / (high - low)))
 
     def ticks(self) -> list[float]:
-        """Values to label on the axis."""
         if not self.log:
             return [self.low + (self.high - self.low) * i / 4 for i in range(5)]
         first, last = round(math.log10(self.low)), round(math.log10(self.high))

@@ -134,7 +134,6 @@ class Peer:
 
     @property
     def label(self) -> str:
-        """Role, name and address, for messages."""
         return f"{self.role} {self.name!r} at {self.where}"
 
     @property

@@ -163,7 +163,6 @@ class Pretraining:
     seed: int = 0  # of the text, the initial weights and the order of the windows
 
     def text(self) -> str:
-        """The text that the model is trained on."""
         return public_text(seed=self.seed, sentences=self.sentences)
 
 

@@ -151,7 +151,6 @@ class LocalFederation:
         return status
 
     def issue_tenant(self, name: str) -> Identity:
-        """Issue a key and a certificate to one more tenant."""
         return issue(self._keys, authority=self._authority, kind=Kind.TENANT, name=name)
 
     def kill(self, name: str) -> None:

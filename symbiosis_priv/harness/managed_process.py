@@ -67,7 +67,6 @@ class ManagedProcess:
         return self._ready.read_text(encoding="utf-8").split()
 
     def terminate(self) -> None:
-        """Ask the service to stop (SIGTERM)."""
         if self._process is not None:
             self._process.terminate()
 

@@ -70,7 +70,6 @@ class Endpoints:
         return sorted(order, key=lambda address: self._failed_at.get(address, recent) > recent)
 
     def failed(self, address: Address, why: object) -> None:
-        """Record that a connection to one of several addresses failed."""
         now = time.monotonic()
         if now - self._failed_at.get(address, now - 2 * _AWAY_S) > _AWAY_S:
             log.warning("%s cannot be used at %s:%d, so its other addresses are: %s", self._name, *address, why)
@@ -113,7 +112,6 @@ def listen(address: str, *, backlog: int) -> socket.socket:
 
 
 def bound_address(listener: socket.socket) -> str:
-    """Address of a listening socket, as `host:port`."""
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

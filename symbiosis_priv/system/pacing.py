@@ -41,7 +41,6 @@ class Backoff:
 
     @property
     def is_over(self) -> bool:
-        """True if there is no pause now."""
         return not self.failures or self.clock() >= self._until
 
     def failed(self) -> float:

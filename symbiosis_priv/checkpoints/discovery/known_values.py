@@ -137,7 +137,6 @@ most of a trace's time, and models repeat their layers."""
 
 
 def _without_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the unknown result of an operation."""
     names, values = tuple(kwargs), tuple(kwargs.values())
     key = (func, torch.get_default_dtype(), names, _layouts(args), _layouts(values)) if _makes_new(func) else None
     if key in _results:

@@ -116,7 +116,7 @@ def probe_rows(count: int, width: int) -> Tensor:
     return rows
 
 
-ROW_CLASSES = {"few": 4, "some": 16, "many": 64}
+ROW_CLASSES = {"few": 4, "some": 12, "many": 64}
 """The classes of row counts (`row_class`), and the count that represents each in a timing."""
 _CLASSES = {f"{direction} {rows}" for direction in DIRECTIONS for rows in ROW_CLASSES}
 # size of the sample of a matrix that is timed; it gives work to all processors
@@ -139,9 +139,9 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def row_class(count: int) -> str:
-    """The class of a number of rows. AMX was the fastest from about 12 rows on with 8 weight bits, and from about 30
-    rows on with 10."""
-    return "few" if count <= 8 else "some" if count <= 32 else "many"
+    """The class of a number of rows. AMX is faster than AVX-512 from about 6 rows on with 8 weight bits, and from 12 to
+    16 rows on with 10."""
+    return "few" if count <= 8 else "some" if count <= 16 else "many"
 
 
 def choose(
@@ -199,6 +199,8 @@ def tune(
         packed = kernel.pack(sample, weight_bits=weight_bits).to(device)
         for direction in DIRECTIONS:
             for rows, count in ROW_CLASSES.items():
+                if count < kernel.least_rows:
+                    continue
                 seconds = _seconds(kernel, sample, packed, count, direction=direction)
                 times.setdefault(kernel.layout, {}).setdefault(f"{direction} {rows}", {})[kernel.name] = seconds
     best = {

@@ -72,6 +72,9 @@ class Kernel(ABC):
     narrow = False
     """True if a product modulo 2^24 takes less work than one modulo 2^32."""
 
+    least_rows = 1
+    """`tune` does not choose the kernel for fewer rows."""
+
     granule: ClassVar[int]
     """`cut` divides packed weights at multiples of this number of outputs."""
 
@@ -157,6 +160,10 @@ class CompiledKernel(Kernel):
         self.isa = isa
         self.name = f"native-{isa.name.lower()}"
         self.narrow = isa >= Isa.AVX512
+        if (
+            isa is Isa.AMX
+        ):  # a timing of 4 rows may be in its favour, but one row takes longer, and has no compiled call
+            self.least_rows = 9
 
     def supports(self, device: torch.device) -> bool:
         return device.type == "cpu" and self.isa in native.isas()
@@ -331,7 +338,7 @@ class LimbKernel(DigitKernel):
         return True
 
     def is_candidate(self, device: torch.device) -> bool:
-        return device.type != "cpu" or not native.vectorised() or torch.cpu._is_amx_tile_supported()
+        return device.type != "cpu" or not native.vectorised()
 
     def max_terms(self) -> int:
         return 1 << 16  # products of 2^7 * 2^7 in int32 accumulators

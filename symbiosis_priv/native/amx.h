@@ -4,15 +4,19 @@
  * 16 x 16 sums in int32, which wrap. A row entry is 4 unsigned bytes, its limbs (the lowest 3 suffice for a result modulo
  * 2^24). A weight is one signed byte, or two signed digits: w = low + 2^8 * high. The product of limb i and digit j counts
  * 2^(8 (i + j)) times, so it vanishes where i + j is at least the number of limbs. What remains takes, per 16 x 16 x 64
- * products, 7 instructions (modulo 2^24: 5) with two digits and 4 (3) with one. There is one tile of sums per shift. An
- * instruction waits some 52 cycles for the previous one with the same sums, and starts every 16 cycles. So with 3 limbs the
- * unused tiles hold second sums of a shift. `combine` shifts the sums and adds them up. Nothing saturates or is rounded.
+ * products, 7 instructions (modulo 2^24: 5) with two digits and 4 (3) with one. There is one tile of sums per shift, and
+ * `combine` shifts the sums and adds them up. Nothing saturates or is rounded.
  *
- * Blocking: digit tiles of STEPS * 64 terms x WIDE * 64 columns are made in a buffer that stays in the second-level cache,
- * once for all rows. The limbs of up to 16 rows and these terms, 32 KB, stay in the first-level cache while all columns of the
- * block pass. Meanwhile the weights of the next block are fetched evenly, and the previous sums are combined between
- * tile instructions. Blocks of rows are of about equal height: 17 rows are 9 and 8, because the time of an instruction
- * decreases down to 8 rows.
+ * Blocking: digit tiles of 256 terms (512 with one digit) x WIDE * 64 columns are made in a buffer that stays in the
+ * second-level cache, once for all rows. The limbs of up to 16 rows and these terms stay in the first-level cache while all
+ * columns of the block pass; with twice as many terms, the passing tiles displace them. Meanwhile the weights of the next
+ * block are fetched evenly, and the previous sums are combined between tile instructions. Blocks of rows are of about equal
+ * height: 17 rows are 9 and 8, because the time of an instruction decreases down to 8 rows.
+ *
+ * An instruction starts every 16 cycles, also if it adds to the same sums as the one before, and loads of other tiles take no
+ * time beside it. While the core's second thread works, for another process or virtual machine, each waits for the one before,
+ * also for unrelated ones, and 7 instructions with their 6 loads take four times as long. Loads that stand together then
+ * take less time than loads between the products.
  *
  * In a packed layout of two bytes, a vector holds pairs of terms, and the digits of two vectors are interleaved. That puts
  * every four terms in the order 0, 2, 1, 3, and `amx_split` puts the limbs in the same order. */
@@ -26,9 +30,10 @@
 
 #define TARGET_AMX __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi")))
 
-enum { STEPS = 8, WIDE = 4, SUMS = 6, QUARTER = PANEL / 4 }; /* QUARTER: the columns of a tile, and the words of its rows */
+enum { DIGIT_TILES = 8, WIDE = 8, QUARTER = PANEL / 4 }; /* QUARTER: the columns of a tile, and the words of its rows */
 
-static int sum_tiles(int limbs, int digits) { return limbs == 4 ? 4 : digits == 2 ? 5 : 6; }
+/* Steps of 64 terms in a block. */
+INLINE int64_t steps_of(int digits) { return DIGIT_TILES / digits; }
 
 static int64_t height_of(int64_t count) {
     int64_t blocks = (count + TILE_ROWS - 1) / TILE_ROWS;
@@ -41,14 +46,15 @@ INLINE __mmask16 first_lanes(int64_t count) {
     return (__mmask16)(count >= 16 ? 0xffff : count > 0 ? (1 << count) - 1 : 0);
 }
 
-/* Limbs of rows: [block of STEPS steps][block of rows][step of 64 terms][limb][row][64 terms], zeros where there are none. */
+/* Limbs of rows: [block of `steps_of` steps][block of rows][step of 64 terms][limb][row][64 terms], zeros where there are
+ * none. */
 static TARGET_AMX void amx_split(const int32_t *rows, int64_t count, int64_t width, int limbs, int digits, uint8_t *to) {
     uint8_t gather[64]; /* byte l of word i, at 16 l + i or where its term belongs */
     for (int i = 0; i < 64; i++) gather[i] = (uint8_t)(4 * (digits == 1 || i % 4 % 3 == 0 ? i % 16 : i % 16 ^ 3) + i / 16);
     __m512i order = _mm512_loadu_si512(gather);
-    int64_t height = height_of(count), blocks = (count + height - 1) / height, steps = tiles_of(width);
-    for (int64_t first = 0; first < steps; first += STEPS) {
-        int64_t here = least(STEPS, steps - first);
+    int64_t height = height_of(count), blocks = (count + height - 1) / height, steps = tiles_of(width), most = steps_of(digits);
+    for (int64_t first = 0; first < steps; first += most) {
+        int64_t here = least(most, steps - first);
         for (int64_t r = 0; r < blocks * height; r++) {
             uint8_t *out = to + ((first * blocks + r / height * here) * limbs * height + r % height) * TILE_WIDTH;
             for (int64_t s = 0; s < here; s++, out += limbs * height * TILE_WIDTH) {
@@ -125,23 +131,22 @@ INLINE TARGET_AMX void backward_tiles(const char *square, char *to, int64_t gap,
 
 /* ---- the product ---- */
 
-/* Sums of up to 16 rows and 16 columns that are to be stored in or added to `out`; `done` rows have been. */
+/* The sums of up to 16 rows and 16 columns, one tile per limb, and where they are to be stored or added; `done` rows are. */
 struct finished {
-    const int32_t *sums;
+    _Alignas(64) int32_t sums[4][TILE_ROWS * QUARTER];
     int32_t *out;
     int64_t columns;
     __mmask16 present;
     int add, rows, done;
 };
 
-INLINE TARGET_AMX void combine(struct finished *f, int stop, const int limbs, const int digits) {
+INLINE TARGET_AMX void combine(struct finished *f, int stop, const int limbs) {
     for (; f->done < stop; f->done++) {
-        const int32_t *sums = f->sums + f->done * 16;
         int32_t *out = f->out + f->done * f->columns;
         __m512i total = f->add ? _mm512_maskz_loadu_epi32(f->present, out) : _mm512_setzero_si512();
-        UNROLL for (int i = 0; i < sum_tiles(limbs, digits); i++) {
-            int shift = 8 * (limbs == 4 ? i : digits == 1 ? i % 3 : i < 3 ? i : i - 2);
-            total = _mm512_add_epi32(total, _mm512_sllv_epi32(_mm512_load_si512(sums + 256 * i), _mm512_set1_epi32(shift)));
+        UNROLL for (int i = 0; i < limbs; i++) {
+            __m512i sum = _mm512_load_si512(f->sums[i] + f->done * QUARTER);
+            total = _mm512_add_epi32(total, _mm512_sllv_epi32(sum, _mm512_set1_epi32(8 * i)));
         }
         _mm512_mask_storeu_epi32(out, f->present, total);
     }
@@ -161,79 +166,42 @@ INLINE void fetch_lines(struct next_block *n) {
     }
 }
 
-/* Sums of `height` rows and 16 columns over `steps` times 64 terms. a: limbs [step][limb][row][64]; b: tiles [step][digit]. */
-INLINE TARGET_AMX void multiply_tiles(const uint8_t *a, const char *b, int64_t steps, int64_t height, int32_t *sums,
-                                      struct finished *f, struct next_block *next, const int limbs, const int digits) {
+#define TILE_NEXT(tile) \
+    if (k == 0) { \
+        TILE_STORE(tile, f->sums[tile], 64); \
+        TILE_ZERO(tile); \
+    }
+
+/* Multiplies `height` rows and 16 columns over `steps` times 64 terms. a: limbs [step][limb][row][64]; b: tiles [step][digit].
+ * The sums stay in their tiles until the next call. The first step stores those of the previous call, each just before its
+ * tile is needed, so that no instruction waits for the last ones; the other steps combine them. */
+INLINE TARGET_AMX void multiply_tiles(const uint8_t *a, const char *b, int64_t steps, int64_t height, struct finished *f,
+                                      struct next_block *next, const int limbs, const int digits) {
     int64_t limb = height * TILE_WIDTH;
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
-    if (limbs == 3) TILE_ZERO(4);
-    if (limbs == 3 && digits == 1) TILE_ZERO(5);
     for (int64_t k = 0; k < steps; k++, a += limbs * limb, b += digits * TILE_BYTES) {
-        if (limbs == 4 && digits == 2) {
-            TILE_LOAD(6, b, 64);
-            TILE_LOAD(4, a, 64);
-            TILE_LOAD(7, b + TILE_BYTES, 64);
-            TILE_LOAD(5, a + limb, 64);
-            TILE_DOT(0, 4, 6);
-            TILE_DOT(1, 4, 7);
-            TILE_LOAD(4, a + 2 * limb, 64);
-            TILE_DOT(2, 5, 7);
-            TILE_DOT(3, 4, 7);
-            TILE_DOT(1, 5, 6);
-            TILE_LOAD(5, a + 3 * limb, 64);
-            TILE_DOT(2, 4, 6);
+        TILE_LOAD(6, b, 64);
+        if (digits == 2) TILE_LOAD(7, b + TILE_BYTES, 64);
+        TILE_LOAD(4, a, 64);
+        TILE_LOAD(5, a + limb, 64);
+        TILE_NEXT(0)
+        TILE_DOT(0, 4, 6);
+        TILE_NEXT(1)
+        if (digits == 2) TILE_DOT(1, 4, 7);
+        TILE_DOT(1, 5, 6);
+        TILE_NEXT(2)
+        if (digits == 2) TILE_DOT(2, 5, 7);
+        TILE_LOAD(4, a + 2 * limb, 64);
+        if (limbs == 4) TILE_LOAD(5, a + 3 * limb, 64);
+        TILE_DOT(2, 4, 6);
+        if (limbs == 4) {
+            TILE_NEXT(3)
+            if (digits == 2) TILE_DOT(3, 4, 7);
             TILE_DOT(3, 5, 6);
-        } else if (digits == 2) {
-            TILE_LOAD(6, b, 64);
-            TILE_LOAD(5, a, 64);
-            TILE_LOAD(7, b + TILE_BYTES, 64);
-            TILE_DOT(0, 5, 6);
-            TILE_DOT(1, 5, 7);
-            TILE_LOAD(5, a + limb, 64);
-            TILE_DOT(2, 5, 7);
-            TILE_DOT(3, 5, 6);
-            TILE_LOAD(5, a + 2 * limb, 64);
-            TILE_DOT(4, 5, 6);
-        } else if (limbs == 4) {
-            TILE_LOAD(7, b, 64);
-            TILE_LOAD(4, a, 64);
-            TILE_LOAD(5, a + limb, 64);
-            TILE_LOAD(6, a + 2 * limb, 64);
-            TILE_DOT(0, 4, 7);
-            TILE_LOAD(4, a + 3 * limb, 64);
-            TILE_DOT(1, 5, 7);
-            TILE_DOT(2, 6, 7);
-            TILE_DOT(3, 4, 7);
-        } else {
-            TILE_LOAD(7, b, 64);
-            TILE_LOAD(6, a, 64);
-            if (k & 1) {
-                TILE_DOT(3, 6, 7);
-                TILE_LOAD(6, a + limb, 64);
-                TILE_DOT(4, 6, 7);
-                TILE_LOAD(6, a + 2 * limb, 64);
-                TILE_DOT(5, 6, 7);
-            } else {
-                TILE_DOT(0, 6, 7);
-                TILE_LOAD(6, a + limb, 64);
-                TILE_DOT(1, 6, 7);
-                TILE_LOAD(6, a + 2 * limb, 64);
-                TILE_DOT(2, 6, 7);
-            }
         }
         fetch_lines(next);
-        combine(f, (int)least(f->rows, f->done + 2), limbs, digits);
+        combine(f, (int)least(f->rows, f->done + TILE_ROWS / steps_of(digits)), limbs);
     }
-    combine(f, f->rows, limbs, digits);
-    TILE_STORE(0, sums, 64);
-    TILE_STORE(1, sums + 256, 64);
-    TILE_STORE(2, sums + 512, 64);
-    TILE_STORE(3, sums + 768, 64);
-    if (limbs == 3) TILE_STORE(4, sums + 1024, 64);
-    if (limbs == 3 && digits == 1) TILE_STORE(5, sums + 1280, 64);
+    combine(f, f->rows, limbs);
 }
 
 /* What `ring_product` is asked for. */
@@ -248,24 +216,22 @@ struct order {
 };
 
 INLINE TARGET_AMX void amx_columns(const struct order *o, const int limbs, const int digits) {
-    _Alignas(64) char tiles[WIDE * STEPS * PANEL * PANEL * 2]; /* 256 KB; threads have at least 1 MB */
-    _Alignas(64) int32_t sums[2][SUMS * 256];
+    _Alignas(64) char tiles[WIDE * DIGIT_TILES * PANEL * PANEL]; /* 256 KB; threads have at least 1 MB */
     int64_t columns = o->backward ? o->inputs : o->outputs, steps = tiles_of(o->backward ? o->outputs : o->inputs);
     int64_t square = PANEL * PANEL * digits, panel = square * tiles_of(o->inputs);
     int64_t along = o->backward ? panel : square, across = o->backward ? square : panel;
-    int64_t height = height_of(o->count), blocks = (o->count + height - 1) / height;
+    int64_t height = height_of(o->count), blocks = (o->count + height - 1) / height, most = steps_of(digits);
     struct tile_config config = {.palette = 1};
     for (int i = 0; i < TILES; i++) { /* digits have 16 rows, limbs and sums as many as there are */
-        config.rows[i] = (uint8_t)(i == 7 || (i == 6 && digits == 2) ? TILE_ROWS : height);
+        config.rows[i] = (uint8_t)(i >= 6 ? TILE_ROWS : height);
         config.row_bytes[i] = TILE_WIDTH;
     }
     TILES_CONFIGURE(&config);
-    struct finished finished = {0};
-    int which = 0;
+    struct finished finished = {.rows = 0}; /* the first call stores zeros: `ldtilecfg` has cleared the tiles */
     for (int64_t column = o->begin; column < o->end; column += WIDE) {
         int64_t wide = least(WIDE, o->end - column);
-        for (int64_t first = 0; first < steps; first += STEPS) {
-            int64_t here = least(STEPS, steps - first), block = here * digits * TILE_BYTES; /* bytes of 16 columns */
+        for (int64_t first = 0; first < steps; first += most) {
+            int64_t here = least(most, steps - first), block = here * digits * TILE_BYTES; /* bytes of 16 columns */
             for (int64_t j = 0; j < wide; j++)
                 for (int64_t k = 0; k < here; k++) {
                     const char *from = o->panels + (column + j) * across + (first + k) * along;
@@ -274,9 +240,9 @@ INLINE TARGET_AMX void amx_columns(const struct order *o, const int limbs, const
                     else forward_tiles(from, to, block, digits);
                 }
             struct next_block next = {0};
-            int64_t next_first = first + STEPS < steps ? first + STEPS : 0, next_column = column + (next_first ? 0 : WIDE);
+            int64_t next_first = first + most < steps ? first + most : 0, next_column = column + (next_first ? 0 : WIDE);
             if (next_column < o->end) {
-                int64_t deep = least(STEPS, steps - next_first), broad = least(WIDE, o->end - next_column);
+                int64_t deep = least(most, steps - next_first), broad = least(WIDE, o->end - next_column);
                 int64_t passes = blocks * wide * 4 * here;
                 next.at = o->panels + next_column * across + next_first * along;
                 next.left = deep * broad * square / 64;
@@ -288,20 +254,21 @@ INLINE TARGET_AMX void amx_columns(const struct order *o, const int limbs, const
                 for (int64_t j = 0; j < wide * 4 && (column * 4 + j) * QUARTER < columns; j++) {
                     int64_t at = (column * 4 + j) * QUARTER;
                     const uint8_t *a = o->limbs + (first * blocks + r * here) * limbs * height * TILE_WIDTH;
-                    multiply_tiles(a, tiles + j * block, here, height, sums[which], &finished, &next, limbs, digits);
-                    finished = (struct finished){
-                        .sums = sums[which],
-                        .out = o->out + r * height * columns + at,
-                        .columns = columns,
-                        .present = first_lanes(columns - at),
-                        .add = first > 0,
-                        .rows = (int)least(height, o->count - r * height),
-                    };
-                    which = !which;
+                    multiply_tiles(a, tiles + j * block, here, height, &finished, &next, limbs, digits);
+                    finished.out = o->out + r * height * columns + at;
+                    finished.columns = columns;
+                    finished.present = first_lanes(columns - at);
+                    finished.add = first > 0;
+                    finished.rows = (int)least(height, o->count - r * height);
+                    finished.done = 0;
                 }
         }
     }
-    combine(&finished, finished.rows, limbs, digits);
+    TILE_STORE(0, finished.sums[0], 64);
+    TILE_STORE(1, finished.sums[1], 64);
+    TILE_STORE(2, finished.sums[2], 64);
+    if (limbs == 4) TILE_STORE(3, finished.sums[3], 64);
+    combine(&finished, finished.rows, limbs);
     TILES_RELEASE();
 }
 

@@ -23,7 +23,7 @@ from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.layers import Joined
 from symbiosis_priv.errors import ConfigError, RangeError
 from symbiosis_priv.harness import strategies as testing
-from symbiosis_priv.kernels import KERNELS, RingMatrix, choice, choose
+from symbiosis_priv.kernels import KERNELS, RingMatrix, choice, choose, tune
 from symbiosis_priv.limits import RingBits
 from symbiosis_priv.network import wire
 from tests import drawn
@@ -112,7 +112,7 @@ def test_kernels_are_exact(kernel: str, bits: int, direction: Direction) -> None
     bits=st.sampled_from([8, 10, 15]),
     ring_bits=st.sampled_from([24, 32]),
     terms=st.integers(1, 900) | st.sampled_from([64, 128, 192, 256, 320, 512, 640, 1100]),
-    columns=st.integers(1, 300) | st.sampled_from([64, 128, 192, 256]),
+    columns=st.integers(1, 300) | st.sampled_from([64, 128, 192, 256, 512, 600]),
     count=st.integers(1, 40) | st.sampled_from([3, 4, 16, 17, 64, 100]),
     cut=st.integers(0, 4),
 )
@@ -233,8 +233,18 @@ def test_slices_and_products_run_at_the_same_time(
 @pytest.mark.parametrize(("bits", "some"), [(8, "native-amx"), (10, "native-avx512")])
 def test_amx_is_probably_the_fastest_for_many_rows(kernel: str, bits: int, some: str) -> None:
     found = choose((70, 31), weight_bits=bits, device=CPU)
-    names = [found.kernel(direction, count).name for direction in DIRECTIONS for count in (1, 16, 64)]
-    assert names == ["native-avx512", some, kernel] * 2
+    names = [found.kernel(direction, count).name for direction in DIRECTIONS for count in (8, 9, 16, 17)]
+    assert names == ["native-avx512", some, some, kernel] * 2
+
+
+@pytest.mark.parametrize("kernel", ["native-amx"])
+def test_few_rows_are_never_tuned_to_amx(kernel: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("symbiosis_priv.kernels.choice._seconds", lambda timed, *_, **__: float(timed is not AMX))
+    results = tmp_path / "kernels.json"
+    tune(uniform((70, 31), bits=8), weight_bits=8, device=CPU, results=results)
+    found = choose((70, 31), weight_bits=8, device=CPU, results=results)
+    names = [found.kernel(direction, count).name for direction in DIRECTIONS for count in (1, 8, 9, 64)]
+    assert names == ["native-avx512", "native-avx512", kernel, kernel] * 2
 
 
 class Pages(NamedTuple):

@@ -29,6 +29,34 @@ print("torch" in sys.modules, os.environ.get("ONEDNN_MAX_CPU_ISA"))
 subprocess.run([sys.executable, "-c", "import os, tenant; print(os.environ.get('ONEDNN_MAX_CPU_ISA'))"], check=True)
 """
 
+SMALL_STACK = """
+import ctypes
+class Stack(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+memory = ctypes.create_string_buffer(4096)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, 4096)), None) == 0
+"""
+LIBRARY = f"""
+import ctypes, os, sys
+permits = lambda: ctypes.CDLL({str(native._LIBRARY)!r}).ring_isas() >> {Isa.AMX.value} & 1 == 1
+"""
+ASKS = f"""{LIBRARY}
+import logging; logging.basicConfig(level=logging.INFO)
+import torch
+from symbiosis_priv.kernels import RingMatrix
+from symbiosis_priv.system import amx
+amx._ask()
+matrix = RingMatrix(torch.ones(64, 64, dtype=torch.int16), weight_bits=10)
+exact = lambda: bool((matrix.product(torch.ones(64, 64, dtype=torch.int32), "forward") == 64).all())
+print(permits(), exact(), flush=True)
+"""
+FORK = """
+if os.fork():
+    os.wait()
+else:
+    print(permits(), exact(), flush=True)
+"""
+
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
@@ -80,11 +108,24 @@ def test_linux_is_asked_for_amx_where_the_processor_has_it(machine: pytest.Monke
 
 
 @pytest.mark.skipif(platform.system() != "Linux" or platform.machine() != "x86_64", reason="a system call of Linux")
-@pytest.mark.skipif(Isa.AMX in native.isas(), reason="permitted here")
-def test_a_refusal_by_linux_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="symbiosis_priv.system.amx"):
-        amx._ask()
-    assert "does not permit it" in caplog.text
+@pytest.mark.skipif(native.library() is None, reason="installed without a C compiler")
+def test_a_small_signal_stack_makes_linux_refuse() -> None:
+    """Products are then computed without AMX."""
+    done = run(SMALL_STACK + ASKS)
+    assert done.stdout == "False True\n"
+    assert "does not permit it" in done.stderr
+
+
+@pytest.mark.skipif(Isa.AMX not in native.isas(), reason="no AMX here")
+def test_permission_is_kept_over_fork_and_lost_at_exec() -> None:
+    after_exec = f"{LIBRARY}print(permits(), flush=True)\n{ASKS}"
+    assert run(f"{ASKS}{FORK}    os.execv(sys.executable, [sys.executable, '-c', {after_exec!r}])").stdout == (
+        "True True\nTrue True\nFalse\nTrue True\n"
+    )
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
 
 
 class Announcing:

@@ -160,10 +160,7 @@ class CompiledKernel(Kernel):
         self.isa = isa
         self.name = f"native-{isa.name.lower()}"
         self.narrow = isa >= Isa.AVX512
-        if (
-            isa is Isa.AMX
-        ):  # a timing of 4 rows may be in its favour, but one row takes longer, and has no compiled call
-            self.least_rows = 9
+        self.least_rows = 9 if isa is Isa.AMX else 1  # a timing of 4 rows may be in its favour; one row takes longer
 
     def supports(self, device: torch.device) -> bool:
         return device.type == "cpu" and self.isa in native.isas()

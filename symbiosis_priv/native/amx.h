@@ -14,9 +14,9 @@
  * height: 17 rows are 9 and 8, because the time of an instruction decreases down to 8 rows.
  *
  * An instruction starts every 16 cycles, also if it adds to the same sums as the one before, and loads of other tiles take no
- * time beside it. While the core's second thread works, for another process or virtual machine, each waits for the one before,
- * also for unrelated ones, and 7 instructions with their 6 loads take four times as long. Loads that stand together then
- * take less time than loads between the products.
+ * time beside it. In some phases, probably while another virtual machine works on the core's second thread, each waits for
+ * the one before, also for unrelated ones: 7 products and their 6 loads then take four times as long, and less if the loads
+ * stand together than if they stand between the products.
  *
  * In a packed layout of two bytes, a vector holds pairs of terms, and the digits of two vectors are interleaved. That puts
  * every four terms in the order 0, 2, 1, 3, and `amx_split` puts the limbs in the same order. */

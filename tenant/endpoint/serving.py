@@ -1,5 +1,6 @@
 """Loads a model and its adapters, and serves them."""
 
+import gc
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -74,9 +75,11 @@ def opened(
                 fixed_length=options.fixed_length,
                 processor=processor,
             )
+            gc.freeze()  # a collection that examines torch's and transformers' modules stops all answers
             try:
                 yield service
             finally:
+                gc.unfreeze()
                 service.vocabulary.close()
         finally:
             engine.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from symbiosis_priv.errors import OverloadedError, SymbiosisError, TaskError
+from symbiosis_priv.errors import DeadlineExceededError, OverloadedError, SymbiosisError, TaskError
 from tenant.endpoint.engine.answer import GeneratedAnswer
 from tenant.endpoint.engine.requests import Engine, EngineRequest, Load, ShownRow, Sink
 from tenant.endpoint.engine.sequence import Sequence
@@ -22,6 +22,7 @@ from tenant.training.corpus import check_context
 log = logging.getLogger(__name__)
 
 _STOP_S = 60.0  # seconds for the step in progress when the engine closes
+_TURN_S = 600.0  # seconds to wait for a step of another engine
 
 
 class Turns:
@@ -68,24 +69,27 @@ class Turns:
 
 
 class Turn:
-    """Context manager: the use of a model, which several engines get in the order in which they ask. `counted`: the
-    session's counters at the last charge of any of them."""
+    """Context manager: the use of a model, which several engines get in the order in which they ask. Raises
+    `DeadlineExceededError` if the turn does not come. `counted`: the session's counters at the last charge."""
 
     def __init__(self) -> None:
         self.counted = Ledger()
         self._changed = threading.Condition()
-        self._asked = deque[object]()
+        self._asked = deque[int]()  # the engines' threads
 
     def __enter__(self) -> None:
-        place = object()
+        own = threading.get_ident()
         with self._changed:
-            self._asked.append(place)
-            self._changed.wait_for(lambda: self._asked[0] is place)  # a step of another engine, which has deadlines
+            self._asked.append(own)
+            if not self._changed.wait_for(lambda: self._asked[0] == own, timeout=_TURN_S):
+                self._asked.remove(own)
+                raise DeadlineExceededError(f"another engine of this model has computed one step for {_TURN_S:g} s")
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
-            self._asked.popleft()
-            self._changed.notify_all()
+            if threading.get_ident() in self._asked:  # not if `pass_on` has failed
+                self._asked.popleft()
+                self._changed.notify_all()
 
     def pass_on(self) -> None:
         """Let each engine that waits have a step, and take the next turn."""
@@ -217,8 +221,14 @@ class QueuedEngine(Engine):
                 self._changed.wait_for(lambda: self._closed or self._waiting or self._running)
                 if not self._waiting and not self._running:
                     return
-            with self._turn:
-                self.step()
+            try:
+                with self._turn:
+                    self.step()
+            except DeadlineExceededError as error:
+                with self._changed:
+                    late = [*self._waiting, *self._running]
+                for sequence in late:
+                    self.end(sequence, error)
 
     def _withdraw(self, sequence: Sequence) -> None:
         """Take a cancelled request out of the queue, and report its end in the caller's thread. One that runs ends at

@@ -1,12 +1,19 @@
 """Clients get equal turns, whatever they ask for."""
 
+import threading
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given, strategies as st
 
-from tenant.endpoint.engine.queued import Turns
-from tenant.endpoint.engine.requests import EngineRequest
+from symbiosis_priv.errors import DeadlineExceededError
+from tenant.endpoint.engine import queued
+from tenant.endpoint.engine.queued import QueuedEngine, Turn, Turns
+from tenant.endpoint.engine.requests import EngineRequest, Event, Failed
+from tenant.session.tally import Ledger
+from tests.waiting import until
 
 
 def asked(client: str, adapter: str | None) -> Any:
@@ -41,3 +48,50 @@ def test_adapters_of_a_client_take_turns() -> None:
         turns.remove(first)
         order.append((first.request.client, first.request.adapter))
     assert order == [("a", "x"), ("b", "x"), ("a", "y"), ("a", "x")]
+
+
+class Waits(QueuedEngine):
+    """An engine whose turn never comes."""
+
+    def step(self) -> None:
+        raise AssertionError
+
+    def _counters(self) -> Ledger:
+        return Ledger()
+
+
+def test_a_turn_that_does_not_come_ends_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queued, "_TURN_S", 0.05)
+    turn, events, tokenizer = Turn(), SimpleQueue[Event](), SimpleNamespace(decode=lambda *_, **__: "")
+    with turn:
+        engine = Waits(None, tokenizer, tasks=None, max_waiting=2, context=None, turn=turn)  # type: ignore[arg-type]
+        engine.submit(EngineRequest(id="r", prompt=(1,)), events.put)
+        failed = events.get(timeout=30)
+        engine.close()
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, DeadlineExceededError)
+
+
+def test_an_engine_that_has_lost_its_turn_does_not_end_that_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn, over = Turn(), threading.Event()
+
+    def hold() -> None:
+        with turn:
+            over.wait(60)
+
+    def pass_on() -> None:
+        with turn:
+            other.start()
+            until(lambda: len(turn._asked) == 2)
+            monkeypatch.setattr(queued, "_TURN_S", 0.05)
+            turn.pass_on()
+
+    other = threading.Thread(target=hold)
+    for wait in (pass_on, turn.__enter__):
+        with pytest.raises(DeadlineExceededError):
+            wait()
+        assert list(turn._asked) == [other.ident]
+    over.set()
+    other.join()
+    with turn:
+        assert list(turn._asked) == [threading.get_ident()]

@@ -2,14 +2,12 @@
 
 import tempfile
 import warnings
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
@@ -41,7 +39,7 @@ def demo(
         corpus.read_documents(text)
     with loading():
         from tenant.demo.claims import show, to_json
-        from tenant.demo.run import run
+        from tenant.demo.run import Stages, run
 
     warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # PEFT sets it for Conv1D itself
     console = terminal.console()
@@ -55,52 +53,11 @@ def demo(
         Interrupts(),
         tempfile.TemporaryDirectory(prefix="symbiosis-priv-demo-") as folder,
         Progress(*columns, console=console, disable=not console.is_terminal) as bars,
-        _Lines(console) as lines,
     ):
-        figures = run(
-            Path(folder),
-            cache=default_cache() / "demo",
-            model=model,
-            text=text,
-            steps=steps,
-            report=_Bars(bars) if console.is_terminal else lines,
-        )
+        stages = Stages(bars)
+        figures = run(Path(folder), cache=default_cache() / "demo", model=model, text=text, steps=steps, stages=stages)
     passed = show(console, figures)
     if json_file is not None:
         write_atomically(json_file, msgspec.json.format(msgspec.json.encode(to_json(figures))) + b"\n")
     if not passed:
         raise typer.Exit(1)
-
-
-class _Bars:
-    """Shows one progress bar per stage."""
-
-    def __init__(self, bars: Progress) -> None:
-        self._bars = bars
-        self._tasks: dict[str, TaskID] = {}
-
-    def __call__(self, stage: str, done: int, total: int, remark: str) -> None:
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(stage, total=None, remark="")
-        if done or remark:
-            self._bars.update(self._tasks[stage], completed=done, total=total, remark=remark)
-
-
-class _Lines:
-    """Prints a line at the start and end of each stage and every few seconds in between, for a pipe or a log file."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._stage = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stage.close()
-
-    def __call__(self, stage: str, done: int, total: int, remark: str) -> None:
-        if not done or (done == total and not remark):  # a stage begins or ends
-            self._stage.close()
-        if not done:
-            self._stage.enter_context(terminal.working(stage, tell=self._console.print))

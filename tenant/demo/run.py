@@ -4,13 +4,14 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.progress import Progress
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.discovery.skeleton import load_config
+from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import VerificationError
 from symbiosis_priv.federation import Federation, Peer, load_federation
 from symbiosis_priv.harness.base_model import PRIVATE_PROMPT, cached_base_model, private_text
@@ -43,9 +45,6 @@ from tenant.training.options import FineTuning
 from tenant.training.quantisation_error import compare
 from tenant.training.trainer import Step
 
-DemoReport = Callable[[str, int, int, str], None]
-"""Called with (stage, number done, total number, remark)."""
-
 _TAMPERED = 48
 _REQUESTS = 7  # requests of a step after which an executor is killed
 _PRIVATE_RECORDS = 750
@@ -56,24 +55,30 @@ _PROMPT_TOKENS = 8
 _OWN_RATE, _USUAL_RATE = 1e-2, 2e-4
 
 
-@dataclass
-class _Stages:
-    """Reports the stages and measures their time."""
+class Stages:
+    """Shows each stage as a bar, or in lines where bars are disabled, and measures its time."""
 
-    report: DemoReport
-    seconds: dict[str, float] = field(default_factory=dict)
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self.seconds: dict[str, float] = {}
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Callable[[int, int, float], None]]:
         started = time.perf_counter()
-        self.report(name, 0, 1, "")
-        yield lambda done, total, loss: self.report(name, done, total, f"loss {loss:.3f}")
+        task = self._bars.add_task(name, total=None, remark="")
+
+        def update(done: int, total: int, loss: float) -> None:
+            self._bars.update(task, completed=done, total=total, remark=f"loss {loss:.3f}")
+
+        in_lines = terminal.working(name, tell=self._bars.console.print) if self._bars.disable else nullcontext()
+        with in_lines:
+            yield update
         self.seconds[name] = time.perf_counter() - started
-        self.report(name, 1, 1, "")
+        self._bars.update(task, completed=1, total=1)
 
 
 def run(
-    work: Path, *, cache: Path, model: str | Path | None, text: Path | None, steps: int, report: DemoReport
+    work: Path, *, cache: Path, model: str | Path | None, text: Path | None, steps: int, stages: Stages
 ) -> Measurements:
     """Fine-tune, generate, tamper with answers, and compare with a run without providers.
 
@@ -85,7 +90,6 @@ def run(
     Raises:
         SymbiosisError: the text is too short, or loading, a provider or the session has failed.
     """
-    stages = _Stages(report)
     if text is None:
         text = work / "private.txt"
         text.write_text("\n\n".join(private_text(seed=0, records=_PRIVATE_RECORDS)), encoding="utf-8")
@@ -152,7 +156,7 @@ def _figures(
     simulate: RemoteConfig,
     refused: int,
     killer: ExecutorKiller,
-    stages: _Stages,
+    stages: Stages,
 ) -> Measurements:
     with _opened(path, remote, None) as (model, tokenizer):
         prompt = read_documents(text)[-1]

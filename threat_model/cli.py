@@ -18,13 +18,12 @@ from rich.progress import TimeElapsedColumn
 
 from symbiosis_priv.certificates.reading import Identity, Kind, load_pin, require_identity
 from symbiosis_priv.checkpoints.checkpoint import resolve
-from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CheckpointError, ConfigError
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_SECONDS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
+from symbiosis_priv.limits import MAX_SECONDS, Role
 from symbiosis_priv.system import interrupts
 from symbiosis_priv.system.files import output_file, write_atomically
-from tenant.cli.options import loading, takes
+from tenant.cli.options import Served, loading, takes
 
 # torch, Hypothesis and the packages that need them are imported late, so that --help does not wait for them
 if TYPE_CHECKING:
@@ -89,27 +88,9 @@ class Single:
     ] = None
     tenant_key: Annotated[Path | None, typer.Option(help="With --address: its private key.")] = None
     role: Annotated[Role, typer.Option(help="With --address: the role to test.")] = "executor"
-    weight_bits: Annotated[
-        int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="With --address: bits of a quantised weight.")
-    ] = DEFAULT_WEIGHT_BITS
-    tied_head: Annotated[
-        bool, typer.Option("--tied-head", help="With --address: the provider serves a tied LM head.")
-    ] = False
-    no_experts: Annotated[
-        bool, typer.Option("--no-experts", help="With --address: the provider serves no experts.")
-    ] = False
-    two_round_trips: Annotated[
-        bool, typer.Option("--two-round-trips", help="With --address: the provider serves composed groups.")
-    ] = False
-
-    @property
-    def scope(self) -> Scope:
-        return Scope(
-            tied_head=self.tied_head, experts=not self.no_experts, round_trips=2 if self.two_round_trips else 4
-        )
 
 
-_SINGLE = Single()
+_SINGLE, _SERVED = Single(), Served()
 
 
 @takes
@@ -117,6 +98,7 @@ def verify(
     *,
     federation: Annotated[Path | None, typer.Option(help="Verify every provider of this federation.toml.")] = None,
     single: Single = _SINGLE,
+    served: Served = _SERVED,
     model: Annotated[
         str | None,
         typer.Option(
@@ -140,12 +122,13 @@ def verify(
     """Test live providers for exactness, property by property.
 
     Status 1 if a provider breaks a property, does not answer in time, or could not be tested at all. The provider is
-    named with the property and the smallest request found. Only random test data is sent, never yours.
+    named with the property and the smallest request found. Only random test data is sent, never yours. A federation
+    file says how its providers serve the model; with --address, the options --weight-bits to --two-round-trips do.
     """
     if federation is not None and single.address is not None:
         raise ConfigError("--federation and --address exclude each other: the file names the addresses")
     chosen = secrets.randbelow(2**32) if seed is None else seed
-    subjects = _subjects(federation, single, model, floats=floats, seed=chosen, deadline=deadline)
+    subjects = _subjects(federation, single, served, model, floats=floats, seed=chosen, deadline=deadline)
     from threat_model.conformance.trials import passed
 
     begun = time.monotonic()
@@ -167,7 +150,14 @@ def verify(
 
 
 def _subjects(
-    path: Path | None, single: Single, model: str | None, *, floats: bool, seed: int, deadline: float
+    path: Path | None,
+    single: Single,
+    served: Served,
+    model: str | None,
+    *,
+    floats: bool,
+    seed: int,
+    deadline: float,
 ) -> list[Subject]:
     """The providers of a federation file, or the single one."""
     from symbiosis_priv.federation import Peer, load_federation
@@ -196,7 +186,7 @@ def _subjects(
         load_pin(single.certificate)
         own = Identity(single.tenant_certificate, single.tenant_key)
         executors, helpers = (Peer(single.address, "unknown", single.role, host, port, single.certificate),), ()
-        weight_bits, scope = single.weight_bits, single.scope
+        weight_bits, scope = served.weight_bits, served.scope
     require_identity(own, kind=Kind.TENANT)
     if model is not None:
         resolve(model)

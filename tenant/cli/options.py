@@ -14,9 +14,10 @@ import typer
 from rich.table import Table
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.layers import RoundTrips, Scope
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.limits import MAX_SECONDS, HintBits
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_SECONDS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, HintBits
 from symbiosis_priv.system import interrupts
 
 if TYPE_CHECKING:  # importing torch would delay --help
@@ -54,6 +55,29 @@ def checked_hint_bits(bits: int) -> HintBits:
         if bits == known:
             return cast(HintBits, bits)
     raise ConfigError(f"--hint-bits {bits}: choose one of {', '.join(map(str, get_args(HintBits)))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """The options that say how providers serve a model."""
+
+    weight_bits: Annotated[
+        int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="Bits of a quantised weight.")
+    ] = DEFAULT_WEIGHT_BITS
+    tied_head: Annotated[
+        bool, typer.Option("--tied-head", help="The providers serve the product of a tied LM head.")
+    ] = False
+    no_experts: Annotated[
+        bool, typer.Option("--no-experts", help="The providers do not serve the experts of a mixture.")
+    ] = False
+    two_round_trips: Annotated[
+        bool, typer.Option("--two-round-trips", help="The providers serve composed groups (round_trips = 2).")
+    ] = False
+
+    @property
+    def scope(self) -> Scope:
+        trips: RoundTrips = 2 if self.two_round_trips else 4
+        return Scope(tied_head=self.tied_head, experts=not self.no_experts, round_trips=trips)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,3 @@
-"""`symbiosis-priv federation`: writes and checks a tenant's federation.
-
-Read in this order: `init` (writes the file), `probe` (asks providers, and finds what is missing), `cli`.
+"""`symbiosis-priv federation`: writes and checks a tenant's federation. `probe` asks providers, and finds what is
+missing; `cli` has the commands.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -13,21 +14,23 @@ from rich.markup import escape
 
 from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint, load_certificates, require_identity
 from symbiosis_priv.checkpoints.checkpoint import resolve
-from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.federation import load_federation
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_SECONDS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from symbiosis_priv.federation import federation_text, load_federation
+from symbiosis_priv.limits import MAX_SECONDS, Role
 from symbiosis_priv.system.interrupts import loading
+from tenant.cli.options import Served, takes
 
 if TYPE_CHECKING:  # importing torch would delay --help
     from symbiosis_priv.federation import Federation
     from tenant.preparation.prepared import Preparation
 
+_EXAMPLE = "alpha.example:7401,keys/alpha.pem,Alpha GmbH"
 app = typer.Typer(no_args_is_help=True, help="Write a federation file, and check the providers that it lists.")
 
 
 @app.command()
+@takes
 def init(
     path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("federation.toml"),
     *,
@@ -52,59 +55,84 @@ def init(
     model: Annotated[
         str | None, typer.Option(help="Your own copy of the checkpoint; the digest is computed from it.")
     ] = None,
-    weight_bits: Annotated[
-        int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="Bits of a quantised weight.")
-    ] = DEFAULT_WEIGHT_BITS,
-    tied_head: Annotated[
-        bool, typer.Option("--tied-head", help="The providers serve the product of a tied LM head.")
-    ] = False,
-    no_experts: Annotated[
-        bool, typer.Option("--no-experts", help="The providers do not serve the experts of a mixture.")
-    ] = False,
-    two_round_trips: Annotated[
-        bool, typer.Option("--two-round-trips", help="The providers serve composed groups (round_trips = 2).")
-    ] = False,
+    served: Served,
 ) -> None:
     """Write federation.toml from the addresses and certificates that operators gave you; print each fingerprint."""
-    from tenant.federation.init import ProviderArgument, parse_company, write_federation
-
     if (digest is None) == (model is None):
         raise ConfigError("name the model: --digest sha256:... from an operator, or --model for your own checkpoint")
     certificate, key = directory / f"{tenant}.pem", directory / f"{tenant}.key"
     if not key.exists():
         raise ConfigError(f"{key} does not exist: make it with `symbiosis-priv keys request --name {tenant}`")
-    providers = [ProviderArgument.parse(text, role="executor") for text in executor]
-    providers += [ProviderArgument.parse(text, role="helper") for text in helper or ()]
-    scope = Scope(tied_head=tied_head, experts=not no_experts, round_trips=2 if two_round_trips else 4)
-    if digest is None:
-        folder = resolve(str(model))
-        with loading("torch"):
-            import torch
-
-            from symbiosis_priv.checkpoints.weights import WeightStore
-
-        store = WeightStore(folder, weight_bits=weight_bits, scope=scope)
-        with terminal.progress_bar("quantising") as progress:
-            entries = store.each_group(lambda _, entry, __: entry, threads=torch.get_num_threads(), progress=progress)
-            digest = store.assemble(entries).digest
-    federation = write_federation(
-        path,
+    providers = [_provider(text, "executor", path) for text in executor]
+    providers += [_provider(text, "helper", path) for text in helper or ()]
+    text = federation_text(
         providers,
-        digest=digest,
-        weight_bits=weight_bits,
-        scope=scope,
-        tenant_certificate=certificate,
-        tenant_key=key,
-        pad_helpers=pad_helpers,
-        companies=[parse_company(text) for text in company or ()],
+        digest=digest or _digest(resolve(str(model)), served),
+        certificate=_beside(path, certificate),
+        key=_beside(path, key),
+        weight_bits=served.weight_bits,
+        scope=served.scope,
+        pads=None if pad_helpers is None else {"helpers": pad_helpers},
+        companies=dict(map(_company, company or ())),
     )
-    for peer in federation.peers:
+    for peer in _write(path, text).peers:
         typer.echo(f"{peer.role} {peer.name}: {fingerprint(peer.certificate)}")
     typer.echo(f"wrote {path}. Compare these fingerprints with their operators, then:")
     if not certificate.exists():
         typer.echo(f"  let the executor's operator sign {tenant}.csr")
         typer.echo(f"  put the {certificate.name} that you receive into {directory}")
     typer.echo(f"  symbiosis-priv federation check --federation {shlex.quote(str(path))}")
+
+
+def _provider(text: str, role: Role, path: Path) -> dict[str, object]:
+    """Parse `ADDRESS,CERTIFICATE,OPERATOR`. The operator may contain commas; the name is that of the certificate."""
+    parts = [part.strip() for part in text.split(",", 2)]
+    if len(parts) < 3 or not all(parts):
+        raise ConfigError(f"--{role} {text!r}: write ADDRESS,CERTIFICATE,OPERATOR, such as {_EXAMPLE!r}")
+    address, file, operator = parts
+    given = {"name": Path(file).stem, "operator": operator, "role": role, "address": address}
+    return {**given, "certificate": _beside(path, Path(file))}
+
+
+def _company(text: str) -> tuple[str, list[str]]:
+    """Parse `NAME,MEMBER,MEMBER,...`, where members are names of providers."""
+    name, *members = [part.strip() for part in text.split(",")]
+    if not members or not all((name, *members)):
+        raise ConfigError(f"--company {text!r}: write NAME,MEMBER,MEMBER, such as 'Holding SE,alpha,gamma'")
+    return name, members
+
+
+def _beside(path: Path, file: Path) -> Path:
+    """A file's path relative to the folder of the federation file."""
+    return file if file.is_absolute() else Path(os.path.relpath(file, path.parent))
+
+
+def _digest(folder: Path, served: Served) -> str:
+    with loading("torch"):
+        import torch
+
+        from symbiosis_priv.checkpoints.weights import WeightStore
+
+    store = WeightStore(folder, weight_bits=served.weight_bits, scope=served.scope)
+    with terminal.progress_bar("quantising") as progress:
+        entries = store.each_group(lambda _, entry, __: entry, threads=torch.get_num_threads(), progress=progress)
+        return store.assemble(entries).digest
+
+
+def _write(path: Path, text: str) -> Federation:
+    """Write a new federation.toml and read it back. An invalid federation leaves no file."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+        return load_federation(path)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists and is not overwritten; choose another name") from None
+    except UnicodeEncodeError:
+        path.unlink()
+        raise ConfigError("a name or a path is not UTF-8: use a terminal with UTF-8, or rename the file") from None
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 @app.command()
@@ -182,7 +210,7 @@ def check(
             soft_wrap=True,
         )
     else:
-        failures += find_gaps(with_found, [s for f in findings if (s := f.serving)], preparation.manifest.layers)
+        failures += find_gaps(with_found, findings, preparation.manifest.layers)
     for failure in failures:
         console.print(escape(failure), style="red", soft_wrap=True)
     if failures:

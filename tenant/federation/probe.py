@@ -9,7 +9,7 @@ import secrets
 import statistics
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -34,19 +34,39 @@ from tenant.core.masked import UNMASKED_BY_CHOICE, MaskedRows, mask
 from tenant.preparation.prepared import Preparation
 
 
-@dataclass(frozen=True)
-class ServedGroups:
-    """A working provider, and the layer groups that it serves in each direction."""
+@dataclass
+class Finding:
+    """The result of probing one provider. Fields that the probe did not reach keep their defaults.
+
+    Args:
+        failure: why the provider cannot be used, with the fix; None if it can be used.
+        warnings: problems that do not prevent use.
+        days_left: days until its certificate expires.
+        groups: the layer groups that it serves in each direction.
+        verified: number of products that were compared with the verification keys.
+        clock_ahead_s: seconds that its clock is ahead of this machine's.
+        round_trip_s: median time of a request without rows.
+        rows_per_s, bytes_per_s: throughput of the largest layer group, both ways.
+    """
 
     peer: Peer
-    groups: Mapping[Direction, range]
+    failure: str | None = None
+    warnings: list[str] = field(default_factory=list)
+    days_left: float | None = None
+    groups: dict[Direction, range] = field(default_factory=dict)
+    verified: int = 0
+    clock_ahead_s: float | None = None
+    round_trip_s: float | None = None
+    rows_per_s: float | None = None
+    bytes_per_s: float | None = None
 
 
-def find_gaps(federation: Federation, serving: Sequence[ServedGroups], layers: Sequence[int]) -> list[str]:
-    """Return a message with a fix for each product or pad that the `serving` providers cannot compute. `layers`: the
-    layer number of every layer group of the model (`layers.layers_of`)."""
-    executors = [s for s in serving if s.peer.role == "executor"]  # one for each address
-    helpers = [s for s in serving if s.peer.role == "helper"]
+def find_gaps(federation: Federation, findings: Sequence[Finding], layers: Sequence[int]) -> list[str]:
+    """Return a message with a fix for each product or pad that the providers without a failure cannot compute.
+    `layers`: the layer number of every layer group of the model (`layers.layers_of`)."""
+    usable = [one for one in findings if one.groups and not one.failure]
+    executors = [one for one in usable if one.peer.role == "executor"]  # one for each address
+    helpers = [one for one in usable if one.peer.role == "helper"]
     found = []
     for direction in DIRECTIONS:
         served = {group for executor in executors for group in executor.groups[direction]}
@@ -108,49 +128,15 @@ _SLOW = f"{_LOST}; --timeout waits longer"
 _verifying = threading.Lock()  # verification keys are read from one file
 
 
-@dataclass
-class Finding:
-    """The result of probing one provider. Fields that the probe did not reach keep their defaults.
-
-    Args:
-        failure: why the provider cannot be used, with the fix; None if it can be used.
-        warnings: problems that do not prevent use.
-        days_left: days until its certificate expires.
-        groups: the layer groups that it serves in each direction.
-        verified: number of products that were compared with the verification keys.
-        clock_ahead_s: seconds that its clock is ahead of this machine's.
-        round_trip_s: median time of a request without rows.
-        rows_per_s, bytes_per_s: throughput of the largest layer group, both ways.
-    """
-
-    peer: Peer
-    failure: str | None = None
-    warnings: list[str] = field(default_factory=list)
-    days_left: float | None = None
-    groups: dict[Direction, range] = field(default_factory=dict)
-    verified: int = 0
-    clock_ahead_s: float | None = None
-    round_trip_s: float | None = None
-    rows_per_s: float | None = None
-    bytes_per_s: float | None = None
-
-    @property
-    def serving(self) -> ServedGroups | None:
-        """The provider and its layer groups; None if the provider cannot be used."""
-        return None if self.failure or not self.groups else ServedGroups(self.peer, self.groups)
-
-
-def probe_all(
-    federation: Federation, preparation: Preparation | None, *, timeout: float, peers: Sequence[Peer] | None = None
-) -> list[Finding]:
+def probe_all(federation: Federation, preparation: Preparation | None, *, timeout: float) -> list[Finding]:
     """Probe providers in parallel, at each of their addresses. Then measure the throughput of each usable one in turn.
 
     Args:
         preparation: facts and keys of the pinned model; if None, products and layers are not checked.
         timeout: seconds for each provider, and again for its throughput.
     """
-    listed = federation.peers if peers is None else peers
-    probes = [ProviderProbe(federation, one, preparation) for peer in listed for one in peer.by_address]
+    addresses = [one for peer in federation.peers for one in peer.by_address]
+    probes = [ProviderProbe(federation, one, preparation) for one in addresses]
     threads = [threading.Thread(target=probe.run, args=(timeout,), daemon=True) for probe in probes]
     deadline = time.monotonic() + timeout + _SLACK_S
     for thread in threads:

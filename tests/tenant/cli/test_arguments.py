@@ -11,8 +11,8 @@ import pytest
 
 from symbiosis_priv.certificates.issuing import issue
 from symbiosis_priv.certificates.reading import Kind
+from symbiosis_priv.federation import federation_text
 from tenant.cli.options import Remote
-from tenant.federation.init import ProviderArgument, write_federation
 from tenant.options import Experts
 
 PROGRAM = """
@@ -40,14 +40,14 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "pairs.txt").write_text('{"prompt": "a", "completion": "b"}\n')
     (tmp_path / "chats.jsonl").write_text('\n{"messages": [{"role": "user", "content": "a"}]}\n')
     identity = issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="alpha")
-    write_federation(
-        tmp_path / "alone.toml",
-        [ProviderArgument.parse(f"127.0.0.1:1,{identity.certificate},Alpha GmbH", role="executor")],
+    alpha = {"name": "alpha", "operator": "Alpha GmbH", "role": "executor", "address": "127.0.0.1:1"}
+    written = federation_text(
+        [{**alpha, "certificate": identity.certificate}],
         digest=f"sha256:{'0' * 64}",
-        weight_bits=10,
-        tenant_certificate=tmp_path / "alice.pem",
-        tenant_key=tmp_path / "alice.key",
+        certificate=tmp_path / "alice.pem",
+        key=tmp_path / "alice.key",
     )
+    (tmp_path / "alone.toml").write_text(written)
     return tmp_path
 
 

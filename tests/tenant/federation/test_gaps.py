@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD
 from symbiosis_priv.federation import Company, Federation, Peer
 from symbiosis_priv.limits import Role
-from tenant.federation.probe import ServedGroups, find_gaps, layer_text
+from tenant.federation.probe import Finding, find_gaps, layer_text
 
 LAYERS = (0, 0, 1, 1, 2, 2)
 ALL = range(len(LAYERS))
@@ -24,8 +24,8 @@ def federation(peers: list[Peer], *, companies: tuple[Company, ...] = (), pad_he
     return Federation("sha256:0", 10, Path("t.pem"), Path("t.key"), tuple(peers), companies, pad_helpers)
 
 
-def serving(who: Peer, forward: range = ALL, backward: range = ALL) -> ServedGroups:
-    return ServedGroups(who, {FORWARD: forward, BACKWARD: backward})
+def serving(who: Peer, forward: range = ALL, backward: range = ALL) -> Finding:
+    return Finding(who, groups={FORWARD: forward, BACKWARD: backward})
 
 
 def test_a_gap_is_named_with_its_direction() -> None:
@@ -72,7 +72,7 @@ groups = st.tuples(st.integers(0, len(LAYERS)), st.integers(0, len(LAYERS))).map
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[Federation, list[ServedGroups]]:
+def worlds(draw: st.DrawFn) -> tuple[Federation, list[Finding]]:
     operators = st.sampled_from("abcde")
     peers = [peer(f"e{i}", "executor", draw(operators)) for i in range(draw(st.integers(1, 2)))]
     peers += [peer(f"h{i}", "helper", draw(operators)) for i in range(draw(st.integers(1, 3)))]
@@ -85,7 +85,7 @@ def worlds(draw: st.DrawFn) -> tuple[Federation, list[ServedGroups]]:
 
 @given(worlds())
 def test_a_federation_with_executors_and_helpers_for_all_layers_has_no_gap(
-    world: tuple[Federation, list[ServedGroups]],
+    world: tuple[Federation, list[Finding]],
 ) -> None:
     known, there = world
 

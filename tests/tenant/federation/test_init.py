@@ -15,7 +15,6 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictError, SymbiosisError
 from symbiosis_priv.federation import load_federation
 from tenant.federation.cli import app
-from tenant.federation.init import ProviderArgument, parse_company
 from tests.warm import run
 
 DIGEST = "sha256:" + "0" * 64
@@ -114,7 +113,7 @@ def test_companies_and_pads_are_written(folder: Path) -> None:
     assert not federation.one_company(alpha, beta)
     for text in ("", "Holding SE", "Holding SE,", ",alpha,gamma"):
         with pytest.raises(ConfigError, match="write NAME,MEMBER,MEMBER"):
-            parse_company(text)
+            init("other.toml", *ALPHA, "--company", text, "--tenant", "alice", "--digest", DIGEST)
 
 
 def test_a_file_is_not_overwritten_and_a_key_must_exist(folder: Path) -> None:
@@ -126,10 +125,10 @@ def test_a_file_is_not_overwritten_and_a_key_must_exist(folder: Path) -> None:
         init("other.toml", *ALPHA, *BETA, "--tenant", "bob", "--digest", DIGEST)
 
 
-def test_a_provider_argument_needs_three_parts() -> None:
+def test_a_provider_argument_needs_three_parts(folder: Path) -> None:
     for text in ("", "a:1", "a:1,pem", "a:1,,Operator", ",,"):
         with pytest.raises(ConfigError, match="--helper"):
-            ProviderArgument.parse(text, role="helper")
+            init(*ALPHA, "--helper", text, "--tenant", "alice", "--digest", DIGEST)
 
 
 def test_check_warns_about_exposed_keys_and_expiring_certificates(folder: Path) -> None:

@@ -85,8 +85,7 @@ def test_each_address_of_a_provider_is_probed(
         findings = probe_all(federation, preparation, timeout=TIMEOUT_S)
         assert [finding.peer.port for finding in findings] == [place.port for place in places]
         assert [bool(finding.failure) for finding in findings] == [False, wrong, False, False]
-        serving = [served for finding in findings if (served := finding.serving)]
-        assert find_gaps(federation, serving, preparation.manifest.layers) == []
+        assert find_gaps(federation, findings, preparation.manifest.layers) == []
 
 
 def test_an_executor_that_takes_no_blocks_is_reported(scripted: Scripted) -> None:
@@ -117,7 +116,6 @@ def test_a_wrong_product_is_found_in_either_role_and_direction(
         if finding.peer.role == role:
             assert finding.failure is not None
             assert f"not that of the pinned weights (lm_head, {direction})" in finding.failure
-            assert finding.serving is None
         else:
             assert finding.failure is None
     assert forgotten == [True]
@@ -196,7 +194,6 @@ def test_a_host_that_does_not_exist_is_a_failure(
     finding = only(new_federation([dataclasses.replace(executor.peer("executor"), host=host)]), preparation)
     assert finding.failure is not None
     assert "cannot reach executor" in finding.failure
-    assert finding.serving is None
 
 
 def test_a_probe_that_fails_in_any_way_is_a_failure(

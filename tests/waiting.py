@@ -1,10 +1,11 @@
-"""Wait for what another thread or process makes true, and run threads beside a test."""
+"""Wait for what another thread or process makes true, and run threads and servers beside a test."""
 
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 
 def until(condition: Callable[[], object], *, within_s: float = 60.0) -> None:
@@ -27,3 +28,14 @@ def beside(*works: Callable[[], object], over: threading.Event | None = None) ->
                 over.set()
     for each in running:
         each.result()
+
+
+@contextlib.contextmanager
+def answering(server: Any) -> Iterator[None]:
+    """Run a server of uvicorn beside the block."""
+    with beside(server.run):
+        try:
+            until(lambda: server.started)
+            yield
+        finally:
+            server.should_exit = True

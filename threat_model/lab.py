@@ -77,8 +77,6 @@ PLANTED = Workload(steps=2, generations=1, prompts=16, new_tokens=2, game_rows=5
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """The recorded run of one scheme."""
-
     scheme: AttackedScheme
     views: Views
     truth: Truth

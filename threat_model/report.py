@@ -252,7 +252,6 @@ def _table(section: Section) -> Table:
 
 
 def to_json(suite: Suite) -> str:
-    """The report as JSON, with every figure."""
     outside, promised = suite.outside
     data = {
         "version": 1,

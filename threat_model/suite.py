@@ -66,8 +66,6 @@ OnProgress = Callable[[str, int, int], None]
 
 
 class Verdict(StrEnum):
-    """The verdict of a cell of the table."""
-
     HIDDEN = "hidden"
     BROKEN = "broken"
     RESISTED = "resisted"
@@ -91,8 +89,6 @@ class Cell:
 
 @dataclass(frozen=True)
 class Suite:
-    """All figures of a report."""
-
     quick: bool
     schemes: tuple[AttackedScheme, ...]
     cells: tuple[Cell, ...]
@@ -129,7 +125,6 @@ class Suite:
         return tuple(dict.fromkeys(c.attack for c in self.cells))
 
     def cell(self, attack: str, scheme: str) -> Cell:
-        """The cell of an attack and a scheme."""
         return next(c for c in self.cells if c.attack.name == attack and c.scheme.name == scheme)
 
 

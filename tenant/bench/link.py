@@ -65,7 +65,6 @@ class Condition:
 
     @property
     def delay_s(self) -> float:
-        """Delay of one direction, in seconds."""
         return self.round_trip_ms / 2e3
 
     @property
@@ -147,7 +146,6 @@ class DelayLine:
         return self._free + self._condition.delay_s
 
     def lost(self, packets: int) -> int:
-        """Return the number of `packets` packets that are lost."""
         if not self._condition.loss:
             return 0
         return sum(self._random.random() < self._condition.loss for _ in range(packets))
@@ -180,7 +178,6 @@ class Proxy:
         return int(server.sockets[0].getsockname()[1])
 
     async def _forward(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, index: int) -> None:
-        """Forward one direction of one connection."""
         loop = asyncio.get_running_loop()
         due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         under_way, less = 0, asyncio.Event()

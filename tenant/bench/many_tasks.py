@@ -5,13 +5,13 @@ with one task after the other; the same with the split model, where round trips 
 batches of fixed size.
 """
 
+import contextlib
 import copy
 import gc
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,28 +95,27 @@ def tasks(
     progress("writing tasks")
     repository = write_tasks(folder / "tasks", path, count=tasks)
     rows = min(batch, tasks)
-    with _threads(2 * effort.threads):
-        model = load_model(path, dtype=torch.float32, kind=AutoModel)
-        serving = Tasks(model, memory_limit=1 << 40)
-        names = [task.name for task in serving.register_all(repository)]
-        progress("loading tasks")
-        yield from _memory(serving, names)
-        progress("a mixed batch, whole")
-        yield from _batch(serving, names[:rows], tokens, effort.repeat, measurement="batch, whole model")
-        progress("coordinated batching")
-        yield from _coordinated(serving, names, traffic, progress)
-        serving.close()
-        del model, serving
+    torch.set_num_threads(2 * effort.threads)
+    model = load_model(path, dtype=torch.float32, kind=AutoModel)
+    serving = Tasks(model, memory_limit=1 << 40)
+    names = [task.name for task in serving.register_all(repository)]
+    progress("loading tasks")
+    yield from _memory(serving, names)
+    progress("a mixed batch, whole")
+    yield from _batch(serving, names[:rows], tokens, effort.repeat, measurement="batch, whole model")
+    progress("coordinated batching")
+    yield from _coordinated(serving, names, traffic, progress)
+    serving.close()
+    del model, serving
     progress("a mixed batch, split")
-    with _threads(effort.threads), provide(path, folder, threads=effort.threads) as local:
+    torch.set_num_threads(effort.threads)
+    with provide(path, folder, threads=effort.threads) as local:
         remote = remote_config(local, MaskingVariant.parse("pad"), effort)
         split = load_model(path, remote=remote, dtype=torch.float32, kind=AutoModel)
-        serving = Tasks(split)
-        serving.register_all(repository)
-        # one turn, because the round trips are the same in every turn
-        yield from _batch(serving, names[:rows], tokens, 1, measurement="batch, split model")
-        serving.close()
-        backend_of(split).close()
+        with backend_of(split), contextlib.closing(Tasks(split)) as serving:
+            serving.register_all(repository)
+            # one turn, because the round trips are the same in every turn
+            yield from _batch(serving, names[:rows], tokens, 1, measurement="batch, split model")
 
 
 def write_tasks(repository: Path, model: Path, *, count: int) -> Path:
@@ -255,13 +254,3 @@ def _forward(tasks: Tasks, ids: Tensor, mask: Tensor | None = None) -> None:
 def _ids(rows: int, tokens: int) -> Tensor:
     generator = torch.Generator().manual_seed(rows * 1000 + tokens)
     return torch.randint(1, 500, (rows, tokens), generator=generator, dtype=torch.long, device="cpu")
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

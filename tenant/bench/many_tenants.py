@@ -176,7 +176,6 @@ class _Bench:
         self._identities: dict[str, Identity] = {}
 
     def run(self, scenario: Scenario, mix: Mix, *, seconds: float) -> Row:
-        """Measure a scenario."""
         loads = [self._load(*tenant, seconds=seconds) for tenant in mix.loads(scenario)]
         with contextlib.ExitStack() as running:
             tenants: list[Child[Phase, Any]] = [

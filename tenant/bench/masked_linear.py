@@ -113,7 +113,6 @@ def _measured(
     rows: int,
     repeat: int,
 ) -> Row:
-    """Measure everything for one row count."""
     index = next(i for i, facts in enumerate(backend.facts) if facts.entry.members[0].endswith("o_proj"))
     width = backend.facts[index].entry.inputs
     x = torch.randn(rows, width, dtype=torch.float32, device="cpu")

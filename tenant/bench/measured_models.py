@@ -147,7 +147,6 @@ class MaskingVariant(NamedTuple):
 
 
 def parse_maskings(text: str) -> list[MaskingVariant]:
-    """Parse names between commas."""
     return list(map(MaskingVariant.parse, text.split(",")))
 
 

@@ -64,7 +64,6 @@ def names(text: str, known: Sequence[str], option: str) -> list[str]:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Show figures as a table."""
     table = Table.of(rows)
     title = ", ".join(f"{name} {value}" for name, value in table.shared.items())
     terminal.console().print(terminal.table(table.headings, table.rows, title=title, justify="right"))

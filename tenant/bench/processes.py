@@ -52,7 +52,6 @@ class Child(Generic[Q, A]):
 
     @property
     def pid(self) -> int:
-        """The process id."""
         assert self._process.pid is not None, "the process has been started"
         return self._process.pid
 

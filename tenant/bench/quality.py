@@ -7,9 +7,10 @@ pip, and checks its hash. The text is Python's own documentation, unless `--text
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Annotated, Final, get_args
+from typing import Annotated, Any, Final, get_args
 
 import torch
 import typer
@@ -131,19 +132,21 @@ def quality(
     tokenizer = AutoTokenizer.from_pretrained(encoder, trust_remote_code=False)
     ids = tokenizer(words, truncation=False, verbose=False)["input_ids"][:tokens]
     blocks = [ids[start : start + 256] for start in range(0, len(ids), 256)]
-    reference = AutoModel.from_pretrained(encoder, dtype=torch.float32, trust_remote_code=False)
+    load = partial(AutoModel.from_pretrained, encoder, trust_remote_code=False)
+    reference = load(dtype=torch.float32)
+
+    def simulated(**options: Any) -> tuple[Any, RingBackend]:
+        split = load(dtype=torch.float32, quantization_config=RemoteConfig(masking="simulate", **options))
+        backend = backend_of(split)
+        assert isinstance(backend, RingBackend)
+        return split, backend
+
     progress("bfloat16")
-    rounded = AutoModel.from_pretrained(encoder, dtype=torch.bfloat16, trust_remote_code=False)
-    bfloat16 = compare_vectors(reference, rounded, blocks)
+    bfloat16 = compare_vectors(reference, load(dtype=torch.bfloat16), blocks)
     yield _row("bfloat16", None, None, bfloat16, bfloat16, None)
     for ring, bits in itertools.product(rings, counts):
         progress(f"ring of {ring} bits, {bits} weight bits")
-        config = RemoteConfig(masking="simulate", weight_bits=bits, ring_bits=ring)
-        split = AutoModel.from_pretrained(
-            encoder, dtype=torch.float32, quantization_config=config, trust_remote_code=False
-        )
-        backend = backend_of(split)
-        assert isinstance(backend, RingBackend)
+        split, backend = simulated(weight_bits=bits, ring_bits=ring)
         backend.products = counting = _Counting(WeightStore(encoder, weight_bits=bits), ring_bits=ring)
         similarity = compare_vectors(reference, split, blocks)
         for block in blocks:
@@ -159,11 +162,7 @@ def quality(
         preparation = prepare(store, digest=store.manifest().digest, columns=DEFAULT_COLUMNS, cache=folder)
         progress(f"hints of {bits} bits")
         scheme.prepare(preparation, store, bits=bits, training=False)
-        split = AutoModel.from_pretrained(
-            encoder, dtype=torch.float32, quantization_config=RemoteConfig(masking="simulate"), trust_remote_code=False
-        )
-        backend = backend_of(split)
-        assert isinstance(backend, RingBackend)
+        split, backend = simulated()
         backend.facts, backend.products = scheme.facts(preparation), (masked := _Masked(store, preparation, scheme))
         similarity = compare_vectors(reference, split, blocks)
         for worker in masked.source.workers:

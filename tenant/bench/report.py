@@ -45,7 +45,6 @@ class Goal(msgspec.Struct, frozen=True):
 
     @property
     def wanted(self) -> str:
-        """The limit as text."""
         return f"at most {self.at_most:g}" if self.at_most is not None else f"at least {self.at_least:g}"
 
     @property
@@ -59,13 +58,10 @@ class Goal(msgspec.Struct, frozen=True):
 
     @property
     def verdict(self) -> str:
-        """`reached` as text."""
         return "reached" if self.reached else "missed"
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """The machine on which the figures were measured."""
-
     cpu: str
     cores: int
     instructions: tuple[str, ...]
@@ -99,7 +95,6 @@ def percentile(seconds: Sequence[float], q: float, *, unit: float = 1.0) -> floa
 
 
 def this_run(benchmark: str, rows: Sequence[Row], goals: Sequence[Goal] = ()) -> ResultFile:
-    """Return the result file of this run."""
     return ResultFile(
         schema=SCHEMA,
         benchmark=benchmark,
@@ -113,7 +108,6 @@ def this_run(benchmark: str, rows: Sequence[Row], goals: Sequence[Goal] = ()) ->
 
 
 def this_machine() -> Machine:
-    """Return a description of this machine."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     except OSError:  # not Linux
@@ -156,7 +150,6 @@ def distinct(rows: Sequence[Row], *names: str) -> list[Row]:
 
 
 def where(rows: Sequence[Row], **values: Value) -> list[Row]:
-    """Return the rows with these values."""
     return [row for row in rows if all(row.get(name) == value for name, value in values.items())]
 
 

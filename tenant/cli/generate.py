@@ -73,11 +73,9 @@ def opened(
 
     with terminal.working("loading the model"):
         loaded, tokenizer = generation.open_model(model, remote=remote.config(), adapter=found)
-    try:
+    with backend_of(loaded):
         yield loaded, tokenizer
         ledger = ledgers.ledger_of(loaded)
-    finally:
-        backend_of(loaded).close()
     if ledger is not None:
         terminal.console(stderr=True).print(ledgers.summary(ledger), style="dim", soft_wrap=True)
 

@@ -24,25 +24,16 @@ class Measurements:
     """All measurements of the demo.
 
     Args:
-        losses: loss of every step of the masked run, in nats per token.
-        simulated_losses: loss of every step of the reference run.
-        perplexity_before, perplexity_after: perplexity of the masked model on private text, before and after training.
-        held_out: True if the text for perplexity was not trained on. Texts of a few lines are too short to hold out a
-            part.
-        adapter_tensors, adapter_tensors_equal: number of adapter tensors, and how many are equal in both runs.
-        tokens_before, tokens_after: greedy continuation by the masked model, without and with the adapter.
-        tokens_simulated: greedy continuation by the reference with its adapter.
-        text_before, text_after: `tokens_before` and `tokens_after`, decoded.
-        quality: comparison of the masked model and the unquantised fp32 model, both with the adapter.
-        trained_tokens: number of tokens in masked training.
-        killed: the executor that was killed in the middle of training.
-        successor: the executor that answered in its place.
-        recovery_s: seconds from the kill to the first answer of the successor.
-        tampered, tampered_rejected: number of altered answers, and number of those that were refused.
-        tenant_bytes: bytes of base model tensors on the tenant.
-        offloaded_bytes: bytes of offloaded layers among `tenant_bytes`.
-        full_bytes: bytes of the whole base model in the same precision.
-        seconds: duration of each stage.
+        losses, simulated_losses: loss of every step of the masked and of the reference run, in nats per token.
+        perplexity_before, perplexity_after: of the masked model on private text, before and after training.
+        held_out: True if that text was not trained on. Texts of a few lines are too short to hold out a part.
+        tokens_before, tokens_after, tokens_simulated: greedy continuation by the masked model without and with the
+            adapter, and by the reference with its adapter; `text_before` and `text_after` are the first two, decoded.
+        quality: the masked model compared with the unquantised fp32 model, both with the adapter.
+        killed, successor: the executor that was killed in the middle of training, and the one that answered then.
+        recovery_s: seconds from the kill to that answer.
+        tenant_bytes, offloaded_bytes: base model tensors on the tenant, and those of offloaded layers among them.
+        full_bytes: the whole base model in the same precision.
     """
 
     losses: tuple[float, ...]
@@ -83,7 +74,6 @@ class Claim:
 
 
 def claims(f: Measurements) -> list[Claim]:
-    """Return the claims about these measurements."""
     steps = len(f.losses)
     return [
         Claim(
@@ -138,7 +128,6 @@ def claims(f: Measurements) -> list[Claim]:
 
 
 def to_json(figures: Measurements) -> dict[str, Any]:
-    """Return all measurements and claims as JSON values."""
     judged = claims(figures)
     return {
         "passed": all(claim.holds for claim in judged),

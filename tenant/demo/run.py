@@ -212,10 +212,8 @@ def _figures(
 @contextmanager
 def _opened(path: Path, remote: RemoteConfig, adapter: Path | None) -> Iterator[tuple[Any, PreTrainedTokenizerBase]]:
     model, tokenizer = open_model(path, remote=remote, adapter=adapter, dtype="float32")
-    try:
+    with backend_of(model):
         yield model, tokenizer
-    finally:
-        backend_of(model).close()
 
 
 def _continue(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[tuple[int, ...], Ledger]:
@@ -274,7 +272,6 @@ class Tamper:
         """Does nothing: requests are not altered."""
 
     def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        """Alter the answer of a provider with the chosen role."""
         if peer.role == self._role and isinstance(message, wire.Result) and payload is not None:
             self._alter(payload)
 

@@ -120,7 +120,6 @@ class Serving:
         return keys
 
     def listener(self) -> socket.socket:
-        """Return the listening socket."""
         listener = addresses.listen(self.listen, backlog=_BACKLOG)
         if self.public or ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
             return listener

@@ -3,7 +3,7 @@
 import gc
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -52,7 +52,8 @@ def opened(
     if processor is not None and tokenizer.chat_template is None:
         tokenizer.chat_template = processor.chat_template  # of chat_template.json
     loaded = load_language_model(model, remote=remote, tokenizer=tokenizer, media=options.media)
-    try:
+    with ExitStack() as running:
+        running.enter_context(backend_of(loaded))
         tasks = Tasks(loaded, tag=name)
         for task, folder in adapters.items():
             tasks.register(task, folder)
@@ -64,27 +65,21 @@ def opened(
             drafter = open_drafter(options.draft, tokenizer, model=full, ahead=options.draft_tokens)
         limits = EngineLimits(memory=options.memory_mib << 20, clients=clients)
         engine = open_engine(loaded, tokenizer, tasks=tasks, limits=limits, drafter=drafter, media=options.media)
-        try:
-            service = Service(
-                engine,
-                loaded,
-                tokenizer,
-                name=name,
-                tasks=tasks,
-                pooling=options.pooling,
-                fixed_length=options.fixed_length,
-                processor=processor,
-            )
-            gc.freeze()  # a collection that examines torch's and transformers' modules stops all answers
-            try:
-                yield service
-            finally:
-                gc.unfreeze()
-                service.vocabulary.close()
-        finally:
-            engine.close()
-    finally:
-        backend_of(loaded).close()
+        running.callback(engine.close)
+        service = Service(
+            engine,
+            loaded,
+            tokenizer,
+            name=name,
+            tasks=tasks,
+            pooling=options.pooling,
+            fixed_length=options.fixed_length,
+            processor=processor,
+        )
+        running.callback(service.vocabulary.close)
+        gc.freeze()  # a collection that examines torch's and transformers' modules stops all answers
+        running.callback(gc.unfreeze)
+        yield service
 
 
 def jobs(service: Service, model: str | Path, remote: RemoteConfig, *, folder: Path) -> Jobs:

@@ -185,42 +185,35 @@ def check(
             "failed" if finding.failure else "ok",
         )
         rows.append(list(map(escape, cells)))
-    console = terminal.console()
-    console.print(terminal.table(headings, rows, styles=["red" if finding.failure else "" for finding in findings]))
+    table = terminal.table(headings, rows, styles=["red" if finding.failure else "" for finding in findings])
+    terminal.console().print(table)
     ends = load_certificates(loaded.tenant_certificate)[0].not_valid_after_utc
-    console.print(
-        f"model {loaded.model_digest}, {loaded.weight_bits} weight bits; your own certificate ends on {ends:%Y-%m-%d}",
-        soft_wrap=True,
-    )
-    for finding in findings:
-        for warning in finding.warnings:
-            console.print(escape(f"{finding.peer.name}: {warning}"), style="yellow", soft_wrap=True)
+    bits = f"{loaded.weight_bits} weight bits"
+    terminal.say(f"model {loaded.model_digest}, {bits}; your own certificate ends on {ends:%Y-%m-%d}")
+    warnings = [f"{finding.peer.name}: {warning}" for finding in findings for warning in finding.warnings]
     failures = []
     for finding in findings:
-        if finding.failure and finding.peer not in found.executors:
-            failures.append(f"{finding.peer.name}: {finding.failure}")
-        elif finding.failure:  # an executor from a registry may leave at any time
-            console.print(escape(f"{finding.peer.name}: {finding.failure}"), style="yellow", soft_wrap=True)
-    for name, why in found.refused.items():
-        console.print(escape(f"{name}, from a registry, is not used: {why}"), style="yellow", soft_wrap=True)
+        if finding.failure:  # an executor from a registry may leave at any time
+            of = warnings if finding.peer in found.executors else failures
+            of.append(f"{finding.peer.name}: {finding.failure}")
+    warnings += [f"{name}, from a registry, is not used: {why}" for name, why in found.refused.items()]
+    for warning in warnings:
+        terminal.say(warning, style="yellow")
     if preparation is None:
-        console.print(
+        terminal.say(
             "this machine has no verification keys of the model, so products and layers were not checked; add "
-            "--model CHECKPOINT with your own full checkpoint",
-            soft_wrap=True,
+            "--model CHECKPOINT with your own full checkpoint"
         )
     else:
         failures += find_gaps(with_found, findings, preparation.manifest.layers)
     for failure in failures:
-        console.print(escape(failure), style="red", soft_wrap=True)
+        terminal.say(failure, style="red")
     if failures:
         raise typer.Exit(1)
-    console.print(
-        "every provider of the file shows its pinned certificate, accepts its role and serves the model", soft_wrap=True
-    )
+    terminal.say("every provider of the file shows its pinned certificate, accepts its role and serves the model")
     if preparation is not None:
         products = sum(finding.verified for finding in findings)
-        console.print(f"every layer is served in both directions; {products} products match the pinned weights")
+        terminal.say(f"every layer is served in both directions; {products} products match the pinned weights")
 
 
 def _preparation(federation: Federation, model: str | None) -> Preparation | None:

@@ -94,8 +94,6 @@ class Backend(ABC):
 
 
 class RingProduct(Protocol):
-    """Computes exact integer products."""
-
     def multiply_all(self, products: Sequence[tuple[GroupIndex, Direction, Rows]]) -> None:
         """Call `multiply` for all products. Over a network they are under way at the same time."""
 

@@ -127,7 +127,9 @@ class Hints:
         """Return the first columns of P."""
         with self._lock:
             if self._uniform is None or self._uniform.width < width:
-                self._uniform = lattice.uniform(_key(self._preparation), width)
+                # nothing rests on the key's secrecy: P could be public, but must be uniform and the tenant's own
+                key = StreamKey(derive(self._preparation.keys.secret, "lwe matrix"))
+                self._uniform = lattice.uniform(key, width)
             return self._uniform.narrowed(width)
 
     def reserve(self, rows: int) -> None:
@@ -295,11 +297,6 @@ def _name(bits: HintBits) -> str:
 def _file(place: Place) -> str:
     index, direction = place
     return f"{index}.{direction}"
-
-
-def _key(preparation: Preparation) -> StreamKey:
-    """The key of P. Nothing rests on its secrecy: P could be public, but must be uniform and the tenant's own."""
-    return StreamKey(derive(preparation.keys.secret, "lwe matrix"))
 
 
 def _folder_of(preparation: Preparation) -> Path:

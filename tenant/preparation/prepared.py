@@ -51,7 +51,6 @@ _SECRET = "secret"
 
 
 def tensors_of(keys: VerificationKeys | BlameKeys) -> dict[str, Tensor]:
-    """Return keys as tensors for safetensors."""
     secret = torch.tensor(list(keys.secret), dtype=torch.uint8, device="cpu")
     return {_SECRET: secret, **{_name(place): values for place, values in keys.products.items()}}
 

@@ -137,7 +137,6 @@ class Discovery:
         self._periodic = Periodic(self.refresh, every_s=interval_s, name="asking the registries", jitter=_JITTER)
 
     def start(self) -> None:
-        """Start asking periodically in the background."""
         self._periodic.start()
 
     def refresh(self) -> tuple[Peer, ...]:

@@ -55,7 +55,6 @@ class Prober:
 
     @property
     def workers(self) -> Sequence[Worker]:
-        """The threads of running probes."""
         with self._lock:
             return tuple(self._workers.values())
 

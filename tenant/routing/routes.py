@@ -371,7 +371,6 @@ class Routes:
             provider.in_flight = max(0, provider.in_flight - 1)
 
     def connected(self, provider: KnownProvider, welcome: wire.Welcome) -> None:
-        """Record the layers and limits that a provider has stated."""
         with self._lock:
             provider.welcome = welcome
             provider.health.connected()
@@ -416,7 +415,6 @@ class Routes:
             )
 
     def quarantine(self, *suspects: Peer) -> None:
-        """Send nothing more to these providers."""
         for provider in (*self.executors, *self.helpers):
             provider.rejected += provider.peer in suspects
         for peer in suspects:

@@ -92,14 +92,11 @@ class Forgery:
 
     @property
     def theory(self) -> float:
-        """The theoretical bound, 2^-((32 - v) m)."""
         return 2.0 ** (-(32 - self.valuation) * self.columns)
 
 
 @dataclass(frozen=True)
 class ActiveReport:
-    """The results of all active adversaries."""
-
     detections: tuple[Detection, ...]
     leaks: tuple[AbortLeak, ...]
     forgeries: tuple[Forgery, ...]

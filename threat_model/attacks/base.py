@@ -46,7 +46,6 @@ class Outcome:
 
     @property
     def success(self) -> float:
-        """The success rate, hits over trials."""
         return self.hits / self.trials if self.trials else 0.0
 
     @property
@@ -94,8 +93,6 @@ class Attack(ABC, Generic[V, G]):
 
 
 class LabelsAttack(Attack[V, Labels]):
-    """An attack that guesses tokens or labels."""
-
     metric = "tokens"
     chance = "the same guesses at random rows"
 
@@ -125,8 +122,6 @@ def score_guesses(guessed: Tensor, real: Tensor) -> Outcome:
 
 
 class RowsAttack(Attack[V, GuessedRows]):
-    """An attack that guesses rows."""
-
     metric = "rows within 1 %"
     chance = "0; the verdict uses a test on pairs with chance 1/2"
 

@@ -42,8 +42,6 @@ class _Collusion(DirectedAttack[CollusionView, GuessedRows], RowsAttack[Collusio
 
 
 class Collusion(_Collusion):
-    """Collusion of the executor and every helper."""
-
     name = "collusion"
     party = "executor+helper"
     decisive = True

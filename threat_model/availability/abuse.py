@@ -134,14 +134,12 @@ def read_nothing(abuser: Client, *, sends_rows: bool = True) -> None:
 
 
 def leave(abuser: Client) -> None:
-    """Send large requests and leave before the answer."""
     while True:
         with contextlib.suppress(OSError), abuser.connected() as connection:
             abuser.request(connection)
 
 
 def come_and_go(abuser: Client, *, visits: int) -> None:
-    """Open and close one connection after the other."""
     for _ in range(visits):
         with contextlib.suppress(OSError), abuser.connected():
             pass

@@ -61,7 +61,6 @@ class Dialler:
 
     @functools.cached_property
     def context(self) -> ssl.SSLContext:
-        """The tenant's side of TLS."""
         return client_context(certificate=self.certificate, key=self.key, pins=self.peer.pins)
 
     def deadline(self) -> float:
@@ -146,7 +145,6 @@ class Case:
         return wire.encoding_of(self.arithmetic, self.ring_bits)
 
     def piece(self, start: int, rows: int) -> Self:
-        """A request for some of the rows."""
         counts = None if self.counts is None else clip(self.counts, start, rows)
         part = self.rows[start : start + rows]
         return replace(self, rows=part, first_row=self.first_row + start, counts=counts)
@@ -167,7 +165,6 @@ class Case:
         return wire.Effect(**binding | {"arithmetic": "ring", "seed": self.seed, "first_row": self.first_row})
 
     def payload(self, role: wire.Role) -> Tensor | None:
-        """The request's matrix in a role."""
         return self.rows if role == "executor" else None
 
 
@@ -202,7 +199,6 @@ class Violation(Exception):
         self.what, self.case, self.group, self.difference = what, case, group, difference
 
     def lines(self) -> list[str]:
-        """The counterexample as lines of text."""
         out = [self.what]
         if (case := self.case) is not None:
             count, width = case.rows.shape
@@ -349,7 +345,6 @@ class Subject:
         return case.encoding.unpack(body, rows=len(case.rows)).view(len(case.rows), width)
 
     def judge(self, case: Case, answer: Tensor) -> Difference | None:
-        """The first wrong entry of an answer."""
         if case.arithmetic == "ring":
             return self.oracle.judge_ring(case.index, case.direction, case.rows, answer, case.counts)
         assert isinstance(self.oracle, CheckpointOracle)  # only subjects with this oracle get float requests
@@ -419,7 +414,6 @@ class Subject:
         return reply
 
     def wrong_role(self, reply: wire.Failure) -> WrongRole:
-        """The exception for a provider that refuses the role."""
         other = "helper" if self.role == "executor" else "executor"
         return WrongRole(
             f"it does not serve this tenant as {self.role} ({one_line(reply.detail)}): test it with --role {other}, or "

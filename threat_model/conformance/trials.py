@@ -206,7 +206,6 @@ class PropertyResult:
     wrong_role: bool = False
 
     def document(self) -> dict[str, Any]:
-        """The result for a JSON report."""
         plain = ("provider", "role", "verdict", "examples", "reason", "culprit")
         return {name: getattr(self, name) for name in plain} | {
             "property": self.property.name,

@@ -38,12 +38,10 @@ class Public:
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens."""
         return int(self.model.config.vocab_size)
 
     @property
     def layers(self) -> int:
-        """Number of decoder blocks."""
         return int(self.model.config.num_hidden_layers)
 
     def has(self, suffix: str) -> bool:

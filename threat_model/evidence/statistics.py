@@ -21,8 +21,6 @@ report, a sound scheme is then called broken in about one of a million reports."
 
 @dataclass(frozen=True)
 class Interval:
-    """A confidence interval for a rate."""
-
     low: float
     high: float
 

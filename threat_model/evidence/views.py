@@ -106,8 +106,6 @@ class ExecutorView:
 
 @dataclass(frozen=True, eq=False)
 class HelperView:
-    """Everything that one helper receives and computes."""
-
     effects: tuple[EffectExchange, ...]
 
 
@@ -143,8 +141,6 @@ NO_NEIGHBOUR = NeighbourView((), torch.zeros((0, 1)))
 
 @dataclass(frozen=True, eq=False)
 class Views:
-    """The views of one run, by party."""
-
     executor: ExecutorView
     helpers: tuple[HelperView, ...]
     network: NetworkView

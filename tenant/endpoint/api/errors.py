@@ -45,12 +45,10 @@ class ApiError(HTTPException):
         return self.detail
 
     def body(self) -> dict[str, Any]:
-        """Return the error as a JSON object."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """Return the error as an answer."""
         headers = {}
         if self.status in (429, 503):
             headers["Retry-After"] = "1"

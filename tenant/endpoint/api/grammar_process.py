@@ -40,7 +40,6 @@ _LIMITS = LLParserLimits(verbose_errors=False)  # errors must not quote text
 
 
 def send(to: socket.socket, kind: bytes, answer: int, body: bytes = b"") -> None:
-    """Send one frame."""
     to.sendall(_HEAD.pack(kind, answer, len(body)) + body)
 
 

@@ -3,8 +3,6 @@
 import asyncio
 import logging
 import socket
-import threading
-import time
 from typing import Any
 
 import uvicorn
@@ -71,14 +69,14 @@ class _Connection(H11Protocol):
             self._late = None
 
 
-class Server:
-    """One endpoint's server. `drain_s`: seconds that answers may take to end after SIGTERM or `stop`."""
+class Server(uvicorn.Server):
+    """One endpoint's server. `drain_s`: seconds that answers may take to end after SIGTERM."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket, *, drain_s: float) -> None:
         self._listener = listener
         # The kernel would grow the buffer to 4 MiB, and a client that does not read would be noticed so much later.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
-        self._server = uvicorn.Server(
+        super().__init__(
             uvicorn.Config(
                 app,
                 http=_Connection,
@@ -94,25 +92,11 @@ class Server:
                 timeout_graceful_shutdown=max(1, round(drain_s)),
             )
         )
-        self._thread: threading.Thread | None = None
 
-    def run(self) -> None:
-        """Answer until SIGTERM, Ctrl-C or `stop`. At the end, uvicorn raises SIGTERM again."""
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer until SIGTERM or Ctrl-C, which uvicorn raises again at the end."""
         try:
-            self._server.run(sockets=[self._listener])
+            super().run(sockets=[self._listener])
         finally:
             # a signal sets it for all servers of this process, and it would end their streams
             AppStatus.should_exit = False
-
-    def start(self) -> None:
-        """Answer in a thread until `stop`."""
-        self._thread = threading.Thread(target=self.run, name="endpoint-server", daemon=True)
-        self._thread.start()
-        while not self._server.started and self._thread.is_alive():
-            time.sleep(0.005)
-
-    def stop(self) -> None:
-        """End `run` when the answers in progress have ended, or after `drain_s`."""
-        self._server.should_exit = True
-        if self._thread is not None:
-            self._thread.join()

@@ -302,6 +302,5 @@ class Endpoint:
 
 
 def endpoint_of(http: Request) -> Endpoint:
-    """Return the endpoint of a request."""
     endpoint: Endpoint = http.app.state.endpoint
     return endpoint

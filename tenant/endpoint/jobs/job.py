@@ -101,7 +101,6 @@ class StoredJob:
         return self.folder / "adapter"
 
     def set_status(self, status: Status) -> None:
-        """Set the status, and store the job."""
         self.job.status = status
         if status in ENDED:
             self.job.finished_at = int(time.time())
@@ -247,7 +246,6 @@ class JobAnswer(BaseModel):
 
     @classmethod
     def of(cls, stored: StoredJob) -> "JobAnswer":
-        """Describe a job."""
         job, asked = stored.job, stored.job.asked
         given = msgspec.structs.asdict(asked) | msgspec.structs.asdict(job)
         used = UsedHyperparameters(
@@ -275,7 +273,6 @@ class EventAnswer(BaseModel):
 
     @classmethod
     def of(cls, number: int, event: JobEvent) -> "EventAnswer":
-        """Describe event `number`."""
         given = msgspec.structs.asdict(event)
         metrics = None if event.step is None else Metrics(**given)
         return cls(**given, id=f"ftevent-{number}", type="metrics" if metrics else "message", data=metrics)

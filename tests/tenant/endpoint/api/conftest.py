@@ -16,6 +16,7 @@ from tenant.endpoint.api.service import Service, Settings
 from tenant.endpoint.engine.sequential import SequentialEngine
 from tenant.model.loading import load_language_model, load_tokenizer
 from tenant.tasks import Tasks
+from tests.waiting import answering
 
 KEY = "sk-test"
 CHAT = (
@@ -52,9 +53,8 @@ def served(checkpoint: Path, adapters: Path) -> Iterator[Served]:
     settings = Settings(keys=(KEY, "sk-other"), adapters=adapters, body_limit=1 << 20, body_s=0.3, drain_s=5.0)
     listener = socket.create_server(("127.0.0.1", 0))
     server = Server(create_app(service, settings), listener, drain_s=settings.drain_s)
-    server.start()
-    yield Served(service, settings, listener.getsockname()[1])
-    server.stop()
+    with answering(server):
+        yield Served(service, settings, listener.getsockname()[1])
     engine.close()
 
 

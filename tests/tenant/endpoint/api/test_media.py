@@ -33,6 +33,7 @@ from tenant.endpoint.options import Serving
 from tenant.model.hf import backend_of
 from tenant.model.loading import load_language_model, load_processor
 from tests.compatibility.families import build
+from tests.waiting import answering
 
 Image = pytest.importorskip("PIL.Image")
 KEY, RATE = "sk-0123456789abcdef", 16_000
@@ -167,8 +168,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         service = stack.enter_context(serving.opened(folder, remote, name="tiny", adapters={}, options=options))
         listener = socket.create_server(("127.0.0.1", 0))
         server = serving.server(service, listener, keys=(KEY,), masking="pad", options=options)
-        server.start()
-        stack.callback(server.stop)
+        stack.enter_context(answering(server))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
         client = stack.enter_context(openai.OpenAI(base_url=url, api_key=KEY, max_retries=0))
         yield folder, part, given, client, service.engine

@@ -20,6 +20,7 @@ from tenant.endpoint.jobs.router import FORM_BYTES, UPLOAD, jobs_router
 from tenant.model.loading import load_language_model, load_tokenizer
 from tenant.tasks import Tasks
 from tests import warm
+from tests.waiting import answering
 
 KEY = "sk-of-the-test-of-jobs"
 SECRET = "Grandmother hid the key under the seventh stone"
@@ -89,9 +90,8 @@ def port(jobs: Jobs, tasks: Tasks, chat_model: Path) -> Iterator[int]:
     settings = Settings(keys=(KEY,), uploads={UPLOAD: jobs.files.file_limit + FORM_BYTES})
     listener = socket.create_server(("127.0.0.1", 0))
     server = Server(create_app(service, settings, routers=[jobs_router(jobs)]), listener, drain_s=5.0)
-    server.start()
-    yield listener.getsockname()[1]
-    server.stop()
+    with answering(server):
+        yield listener.getsockname()[1]
     engine.close()
 
 

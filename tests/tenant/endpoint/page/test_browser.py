@@ -31,6 +31,7 @@ from tenant.model.loading import load_language_model
 from tenant.session.tally import Ledger
 from tenant.tasks import Tasks
 from tests.tenant.endpoint.api.test_media import png, write
+from tests.waiting import answering
 
 INSTALL = "to test the page, install Chromium and `pip install playwright`"
 playwright: Any = pytest.importorskip("playwright.sync_api", reason=INSTALL)
@@ -70,9 +71,8 @@ def served(
         listener = socket.create_server(("127.0.0.1", 0))
         app = create_app(Service(engine, model, tokenizer, name="tiny", tasks=tasks), settings, routers=[router])
         server = Server(app, listener, drain_s=1.0)
-        server.start()
-        yield Served(model, f"http://127.0.0.1:{listener.getsockname()[1]}")
-        server.stop()
+        with answering(server):
+            yield Served(model, f"http://127.0.0.1:{listener.getsockname()[1]}")
         engine.close()
         backend_of(model).close()
     tokenizer.chat_template = None
@@ -337,8 +337,8 @@ def test_pictures_are_dropped_pasted_and_chosen(browser: Any, tmp_path: Path) ->
     ) as service:
         listener = socket.create_server(("127.0.0.1", 0))
         server = serving.server(service, listener, keys=(KEY,), masking="simulate", options=options)
-        server.start()
-        with signed_in(browser, f"http://127.0.0.1:{listener.getsockname()[1]}") as page:
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with answering(server), signed_in(browser, address) as page:
             settings(page, tokens="4", temperature="0")
             page.get_by_text("on this machine alone").wait_for()
             for place in ("drop", "paste"):
@@ -363,7 +363,6 @@ def test_pictures_are_dropped_pasted_and_chosen(browser: Any, tmp_path: Path) ->
             page.locator("#chat .user canvas").nth(1).wait_for()
             page.get_by_role("button", name="Edit").click()
             page.locator("#attached canvas").nth(1).wait_for()
-        server.stop()
 
 
 def test_a_wrong_key_is_asked_for_again(browser: Any, served: Served) -> None:

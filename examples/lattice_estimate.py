@@ -1,6 +1,6 @@
 """Recomputes the security of the parameters of `masking = "lwe"`, where the lattice estimator is installed.
 
-    python -m threat_model.evidence.lattice_estimate
+    python examples/lattice_estimate.py
 
 needs Sage (`pip install passagemath-standard`), and `estimator` of github.com/malb/lattice-estimator on PYTHONPATH;
 neither is a dependency. The attack is the cheapest that the estimator knows here, the primal hybrid: reduce a lattice,

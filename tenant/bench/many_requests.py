@@ -84,16 +84,7 @@ def endpoint(
     tokenizer: Any = _NoText() if model is None else load_tokenizer(path)
     if model is None:
         progress("writing adapters")
-        torch.manual_seed(0)
-        base = load_model(path, dtype=torch.float32)
-        for adapter, config in _ADAPTERS.items():
-            adapted: Any = get_peft_model(base, config)
-            with torch.no_grad():
-                for parameter in adapted.parameters():
-                    if parameter.requires_grad:
-                        parameter.add_(torch.randn_like(parameter) * 0.01)
-            adapted.save_pretrained(str(folder / "adapters" / adapter))
-            base = adapted.unload()
+        _write_adapters(folder / "adapters", load_model(path, dtype=torch.float32))
     progress("starting providers")
     with provide(path, folder, threads=effort.threads, maskings=[variant]) as local:
         split = load_language_model(path, remote=remote_config(local, variant, effort), dtype=torch.float32)
@@ -112,28 +103,20 @@ def endpoint(
             ways["whole model, one batch"] = lambda: partial(_generate, whole, batch=streams)
         found = {way: _Figures() for way in ways}
         for turn in range(effort.repeat + 1):
+            random = np.random.default_rng(turn)
+            prompts = random.integers(1, split.config.vocab_size, size=(streams if turn else 1, prompt)).tolist()
+            requests = [
+                EngineRequest(id=str(i), prompt=tuple(ids), adapter=names[i % len(names)], max_tokens=tokens)
+                for i, ids in enumerate(prompts)
+            ]
             for way, open_way in ways.items():
                 progress(f"{way}, {f'turn {turn}' if turn else 'warming up'}")
                 torch.set_num_threads((os.cpu_count() or 1) if way.startswith("whole") else effort.threads)
-                random = np.random.default_rng(turn)
-                requests = [
-                    EngineRequest(
-                        id=str(i),
-                        prompt=tuple(random.integers(1, split.config.vocab_size, size=prompt).tolist()),
-                        adapter=names[i % len(names)],
-                        max_tokens=tokens,
-                    )
-                    for i in range(streams if turn else 1)
-                ]
-                figures, answer = found[way] if turn else _Figures(), open_way()
-                before, began = ledger_of(split) or Ledger(), time.perf_counter()
+                answer, before, began = open_way(), ledger_of(split) or Ledger(), time.perf_counter()
                 answers = answer(requests)
-                figures.seconds += max(times[-1] for times in answers) - began
-                for times in answers:
-                    figures.tokens += len(times)
-                    figures.first.append(times[0] - began)
-                    figures.between += np.diff(times).tolist()
-                figures.round_trips += since(before, ledger_of(split) or Ledger()).executor_round_trips
+                if turn:
+                    round_trips = since(before, ledger_of(split) or Ledger()).executor_round_trips
+                    found[way].add(answers, began=began, round_trips=round_trips)
         backend_of(split).close()
     slow = found["one after another"].per_s
     for way, figures in found.items():
@@ -152,6 +135,18 @@ def endpoint(
         }
 
 
+def _write_adapters(folder: Path, base: Any) -> None:
+    torch.manual_seed(0)
+    for adapter, config in _ADAPTERS.items():
+        adapted: Any = get_peft_model(base, config)
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter) * 0.01)
+        adapted.save_pretrained(str(folder / adapter))
+        base = adapted.unload()
+
+
 @dataclass
 class _Figures:
     first: list[float] = field(default_factory=list)
@@ -159,6 +154,15 @@ class _Figures:
     tokens: int = 0
     seconds: float = 0.0
     round_trips: int = 0
+
+    def add(self, answers: list[list[float]], *, began: float, round_trips: int) -> None:
+        """Add the times of the tokens of some answers."""
+        self.seconds += max(times[-1] for times in answers) - began
+        self.round_trips += round_trips
+        for times in answers:
+            self.tokens += len(times)
+            self.first.append(times[0] - began)
+            self.between += np.diff(times).tolist()
 
     @property
     def per_s(self) -> float:

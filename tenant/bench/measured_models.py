@@ -49,12 +49,9 @@ class Effort:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
-    """The shape of a Llama. Raises `ConfigError` if the width is not a multiple of `HEAD` and `heads` is not given.
-
-    Args:
-        heads: number of query heads; `width / HEAD` if None.
-        key_heads: number of key heads; if None, the divisor of the query heads that is nearest to a quarter of them.
-    """
+    """The shape of a Llama. Raises `ConfigError` if the width is not a multiple of `HEAD` and `heads` is None, which
+    stands for `width / HEAD`. `key_heads`: None for the divisor of the query heads that is nearest to a quarter of
+    them."""
 
     width: Annotated[int, Option(min=HEAD, help=f"Width of the Llama, a multiple of {HEAD}.")]
     layers: Annotated[int, Option(min=1, help="Layers of the Llama.")]

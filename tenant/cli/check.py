@@ -76,7 +76,6 @@ def check(
         import torch
 
         from symbiosis_priv.checkpoints.discovery.skeleton import architecture, load_config
-        from symbiosis_priv.checkpoints.weights import WeightStore
         from tenant.masking.registry import session_scheme
         from tenant.model.hf import RemoteConfig, backend_of
         from tenant.model.loading import (
@@ -90,8 +89,9 @@ def check(
         from tenant.training import quantisation_error
 
     two_round_trips |= pinned is not None and pinned.scope.round_trips == 2
-    table_of_parts = _division_table(folder, tied_head=tied_head, two_round_trips=two_round_trips, federation=pinned)
-    terminal.console().print(table_of_parts)
+    terminal.console().print(
+        _division_table(folder, tied_head=tied_head, two_round_trips=two_round_trips, federation=pinned)
+    )
     if masking is not None and session_scheme(masking).keeps_hints:
         bits = weight_bits if pinned is None else pinned.weight_bits
         scope = Scope(tied_head=tied_head, round_trips=2 if two_round_trips else 4)
@@ -99,27 +99,20 @@ def check(
     if text is None and inputs is None:
         return
     kind = architecture(load_config(folder))
-    load = partial(load_model, model, kind=kind)
-    measured: Any
+    load = partial(load_model, model, kind=kind, dtype=torch.float32)
+    simulate = partial(RemoteConfig, masking="simulate", weight_bits=weight_bits, tied_head=tied_head)
+    measured: list[Any] = [] if inputs is None else [quantisation_error.read_inputs(inputs)]
     compare: Callable[..., Any] = quantisation_error.compare_vectors
-    of = "outputs"
-    if text is None:
-        assert inputs is not None
-        measured = [quantisation_error.read_inputs(inputs)]
-    else:
+    if text is not None:
         check_reads_text(kind)
         tokenizer = load_tokenizer(model)
-        causal = is_language_model(kind)
-        compare = quantisation_error.compare if causal else compare
-        of = "hidden states"
+        compare = quantisation_error.compare if is_language_model(kind) else compare
     rings: list[tuple[str, RingBits]] = [(f"ring, {weight_bits} bits", DEFAULT_RING_BITS), ("ring_bits = 24", 24)]
-    splits: dict[str, Any] = {}
-    simulate = partial(RemoteConfig, masking="simulate", weight_bits=weight_bits, tied_head=tied_head)
-    for label, ring_bits in rings:
-        splits[label] = load(remote=simulate(ring_bits=ring_bits), dtype=torch.float32)
+    remotes = {label: simulate(ring_bits=ring_bits) for label, ring_bits in rings}
     if two_round_trips and compare is quantisation_error.compare:
-        splits[_TWO] = load(remote=simulate(round_trips=2), dtype=torch.float32)
-    reference = load(dtype=torch.float32)
+        remotes[_TWO] = simulate(round_trips=2)
+    splits = {label: load(remote=remote) for label, remote in remotes.items()}
+    reference = load()
     if text is not None:
         limit = getattr(reference.config.get_text_config(), "max_position_embeddings", sequence_length)
         examples, _ = corpus.load_examples(text, tokenizer, length=min(sequence_length, limit))
@@ -127,19 +120,26 @@ def check(
         check_runs_on_text(reference, measured[0])
     models: dict[str, Any] = {}
     for label, split in splits.items():
-        with terminal.progress_bar(label) as progress:
+        with backend_of(split), terminal.progress_bar(label) as progress:
             passes = {"most": MOST_ROWS} if label == _TWO else {}
             models[label] = compare(reference, split, measured, progress=progress, **passes)
-        backend_of(split).close()
     with terminal.progress_bar("bf16") as progress:
         models["bf16"] = compare(reference, load(dtype=torch.bfloat16), measured, progress=progress)
-    terminal.console().print(_comparison(models, of=of))
+    terminal.console().print(_comparison(models, of="outputs" if text is None else "hidden states"))
+    _show_rounding(folder, Scope(tied_head=tied_head), weight_bits=weight_bits)
+
+
+def _show_rounding(folder: Path, scope: Scope, *, weight_bits: int) -> None:
+    """Say what rounding to the ring's weights adds, if the checkpoint is stored in a quantised form."""
+    from symbiosis_priv.checkpoints.weights import WeightStore
+    from tenant.training.quantisation_error import rounding
+
     if (form := form_of(folder / "config.json", read_json(folder / "config.json"))) is not None:
-        store = WeightStore(folder, weight_bits=weight_bits, scope=Scope(tied_head=tied_head))
-        change, unchanged = quantisation_error.rounding(store)
+        store = WeightStore(folder, weight_bits=weight_bits, scope=scope)
+        change, unchanged = rounding(store)
         terminal.say(
-            f"Stored as {form.method}, and read without rounding. Rounding to {weight_bits} bits changes the offloaded "
-            f"weights by {change:.3%} (norm of the difference over norm of the weights), and {unchanged} of "
+            f"Stored as {form.method}, and read without rounding. Rounding to {weight_bits} bits changes the "
+            f"offloaded weights by {change:.3%} (norm of the difference over norm of the weights), and {unchanged} of "
             f"{len(store.manifest().groups)} layer groups not at all."
         )
 

@@ -80,16 +80,9 @@ class Stages:
 def run(
     work: Path, *, cache: Path, model: str | Path | None, text: Path | None, steps: int, stages: Stages
 ) -> Measurements:
-    """Fine-tune, generate, tamper with answers, and compare with a run without providers.
-
-    Args:
-        work: an empty folder for keys, logs and adapters.
-        cache: folder that keeps the demo's base model between runs.
-        model, text: a user's own, instead of the demo's.
-
-    Raises:
-        SymbiosisError: the text is too short, or loading, a provider or the session has failed.
-    """
+    """Fine-tune, generate, tamper with answers, and compare with a run without providers. `work`: an empty folder for
+    keys, logs and adapters. `cache`: keeps the demo's base model between runs. `model`, `text`: a user's own. Raises
+    `SymbiosisError`: the text is too short, or loading, a provider or the session has failed."""
     if text is None:
         text = work / "private.txt"
         text.write_text("\n\n".join(private_text(seed=0, records=_PRIVATE_RECORDS)), encoding="utf-8")

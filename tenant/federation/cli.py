@@ -191,7 +191,7 @@ def check(
     bits = f"{loaded.weight_bits} weight bits"
     terminal.say(f"model {loaded.model_digest}, {bits}; your own certificate ends on {ends:%Y-%m-%d}")
     warnings = [f"{finding.peer.name}: {warning}" for finding in findings for warning in finding.warnings]
-    failures = []
+    failures = list[str]()
     for finding in findings:
         if finding.failure:  # an executor from a registry may leave at any time
             of = warnings if finding.peer in found.executors else failures

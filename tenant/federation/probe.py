@@ -130,11 +130,8 @@ _verifying = threading.Lock()  # verification keys are read from one file
 
 def probe_all(federation: Federation, preparation: Preparation | None, *, timeout: float) -> list[Finding]:
     """Probe providers in parallel, at each of their addresses. Then measure the throughput of each usable one in turn.
-
-    Args:
-        preparation: facts and keys of the pinned model; if None, products and layers are not checked.
-        timeout: seconds for each provider, and again for its throughput.
-    """
+    Without a preparation of the pinned model, products and layers are not checked. `timeout`: seconds for each
+    provider, and again for its throughput."""
     addresses = [one for peer in federation.peers for one in peer.by_address]
     probes = [ProviderProbe(federation, one, preparation) for one in addresses]
     threads = [threading.Thread(target=probe.run, args=(timeout,), daemon=True) for probe in probes]

@@ -117,9 +117,9 @@ class Materials:
 
     Args:
         secret: the source of seeds and row numbers.
-        holders: returns the helpers of the next pad of a layer group, and the instruction to relay effects, or None.
-            Its arguments are the group, and the executor that will see the rows or None for any executor. Raises if
-            there are fewer helpers than a pad needs. Returns no helpers if the scheme's `roles` name none.
+        holders: returns the helpers of the next pad of a layer group, none if the scheme's `roles` name none, and the
+            instruction to relay effects, or None. Its arguments are the group, and the executor that will see the rows
+            or None for any executor. Raises if there are fewer helpers than a pad needs.
         store: the tenant's own copy of the weights, if it has one.
     """
 

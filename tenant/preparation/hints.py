@@ -182,15 +182,10 @@ class Hints:
 
 
 class Forecast(NamedTuple):
-    """What masks under LWE would cost, from the widths of a model's layers alone.
-
-    Args:
-        forward, backward: bytes of the hints of each direction, on disk and in memory.
-        uniform: bytes of P in memory.
-        products: multiplications of one row by all weights; the hints of a direction take `HEIGHT` times as many.
-        additions: additions of one row here, forward.
-        error: standard deviation of the error of a product, relative to the product, for the widest rows.
-    """
+    """What masks under LWE would cost, from the widths of a model's layers: bytes of the hints of each direction and of
+    P in memory; multiplications of one row by all weights (the hints of a direction take `HEIGHT` times as many);
+    additions of one row here, forward; and the standard deviation of the error of a product, relative to the product,
+    for the widest rows."""
 
     forward: int
     backward: int

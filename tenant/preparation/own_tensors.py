@@ -37,14 +37,9 @@ _WRITTEN_BY_SAVING = ("transformers_version", "_name_or_path")
 
 
 def own_digest(store: WeightStore, manifest: Manifest) -> str:
-    """Return the SHA-256 of config.json and of every tensor of a checkpoint that the manifest does not name.
-
-    A full checkpoint and its slim copy have the same digest. Tensors are named by their parameters. Entries of
-    config.json that `save_pretrained` changes are ignored.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read.
-    """
+    """Return the SHA-256 of config.json and of every tensor of a checkpoint that the manifest does not name. Raises
+    `CheckpointError`. A full checkpoint and its slim copy have the same digest: tensors are named by their parameters,
+    and entries of config.json that `save_pretrained` changes are ignored."""
     served = {member for group in manifest.groups for member in group.members} - tied_members(store)
     config = {
         key: value for key, value in read_json(store.path / "config.json").items() if key not in _WRITTEN_BY_SAVING

@@ -175,14 +175,9 @@ class _Average:
 
 @dataclass(frozen=True, kw_only=True)
 class ProviderFigures:
-    """Figures of one provider in a session, for progress displays.
-
-    Args:
-        state: the provider's state, in a word or two.
-        latency_s: smoothed latency of a small request; None before the first answer.
-        verified, rejected: number of its answers that passed the check, and that failed it.
-        bytes_sent, bytes_received: bytes of frames to and from the provider.
-    """
+    """Figures of one provider in a session, for progress displays. `state`: in a word or two. `latency_s`: of small
+    requests, smoothed; None before the first answer. `verified`, `rejected`: number of its answers that passed the
+    check, and that failed it."""
 
     name: str
     role: Role
@@ -198,15 +193,8 @@ class ProviderFigures:
 
 
 class KnownProvider:
-    """A provider in one role, with the session's knowledge of it. `routes.Routes` guards the fields that change.
-
-    Attributes:
-        peer: the provider as the tenant pinned it.
-        health: circuit breaker and cost.
-        welcome: the layers and limits that the provider last stated; None if it has not answered yet.
-        in_flight: number of requests that wait for an answer.
-        requests, verified, rejected: as in `ProviderFigures`.
-    """
+    """A provider in one role, as the tenant pinned it, with the session's knowledge of it. `welcome`: the layers and
+    limits that it last stated; None before its first answer. `routes.Routes` guards the fields that change."""
 
     def __init__(self, peer: Peer, tolerance: Tolerance = USUAL) -> None:
         self.peer = peer

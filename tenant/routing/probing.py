@@ -25,14 +25,10 @@ _GRACE_S = 0.25  # seconds to wait for providers that are not needed, so that th
 
 
 class Prober:
-    """Connects to the providers of a session, which must cover all layer groups of `manifest`. Thread-safe.
-
-    Args:
-        retry: connects to a provider, with retries until the session's deadline, or until its second argument returns
-            False because the provider is no longer needed.
-        try_once: connects to a provider without retries.
-        closing: set when the session closes; then a failed connection is not counted as a failure of the provider.
-    """
+    """Connects to the providers of a session, which must cover all layer groups of `manifest`. Thread-safe. `retry`:
+    connects to a provider, until the session's deadline, or until its second argument returns False because the
+    provider is no longer needed. `try_once`: connects without retries. `closing`: set when the session closes; then a
+    failed connection is not counted as a failure of the provider."""
 
     def __init__(
         self,

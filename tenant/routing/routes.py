@@ -41,14 +41,11 @@ _USUAL_EFFECT = 1 << 20  # bytes, to compare the costs of helpers
 
 
 class Routes:
-    """The providers of a session, and the decision which of them is asked. Thread-safe.
-
-    Args:
-        with_helpers: True if pads come from helpers.
+    """The providers of a session, and the decision which of them is asked. Thread-safe. `with_helpers`: pads come from
+    helpers.
 
     Attributes:
-        executors: the executors of the federation in its order, then discovered ones.
-        version: a number that changes whenever executors join or leave.
+        executors: the executors of the federation in its order, then discovered ones; `version` changes with them.
         quarantined: the providers that receive no more requests.
         all_up: True if every provider has answered, none has failed since, and none is quarantined. Then `to_probe` and
             `check` have nothing to do, and a session has connected to all of them.

@@ -82,8 +82,8 @@ class Oracle(ABC):
     def judge_ring(
         self, index: int, direction: Direction, rows: Tensor, answer: Tensor, counts: Counts | None = None
     ) -> Difference | None:
-        """The first wrong entry of a ring answer, int32 `[r, o]`, to int32 rows `[r, d]`; None if it is the product
-        modulo 2^32. `counts` are the rows of every expert, if each row is for one expert of a stack."""
+        """The first wrong entry of a ring answer to rows, int32; None if it is the product modulo 2^32. `counts`: the
+        rows of every expert, if each row is for one expert of a stack."""
 
     @abstractmethod
     def has_bias(self, index: int) -> bool:

@@ -42,13 +42,9 @@ def requests(
     like: Case | None = None,
 ) -> Case:
     """Valid requests in the subject's role: zero, one and odd row counts; uniform entries, extreme entries, zeros, few
-    columns; for a helper any seed, and first rows up to the last that a counter reaches.
-
-    Args:
-        among: layer groups; `subject.sampled` if None.
-        by_expert: True for rows for single experts, False for none; None draws one of the two if a group is a stack.
-        like: a request whose group, direction and arithmetic they repeat, so that a provider may compute them together.
-    """
+    columns; for a helper any seed, and first rows up to the last that a counter reaches. `by_expert`: True for rows for
+    single experts, False for none; None draws one of the two for a stack. `like`: a request whose group, direction and
+    arithmetic they repeat, so that a provider may compute them together."""
     if like is not None:
         among, direction, arithmetics = [like.index], like.direction, (like.arithmetic,)
         by_expert = like.counts is not None

@@ -1,8 +1,4 @@
-"""Confidence intervals of success rates, and the largest leak of a float mask.
-
-The functions need no SciPy: the incomplete beta function by its continued
-fraction (Lentz), its inverse by bisection. The tests check it against exact sums.
-"""
+"""Confidence intervals of success rates, and the largest leak of a float mask, without SciPy."""
 
 import math
 from dataclasses import dataclass
@@ -34,18 +30,35 @@ def clopper_pearson(successes: int, trials: int, *, confidence: float = CONFIDEN
     if not trials:
         return Interval(0.0, 1.0)
     tail = (1 - confidence) / 2
-    low = 0.0 if successes == 0 else _beta_quantile(tail, successes, trials - successes + 1)
-    high = 1.0 if successes == trials else _beta_quantile(1 - tail, successes + 1, trials - successes)
+    low = 0.0 if successes == 0 else _chance_of(tail, successes, trials)
+    high = 1.0 if successes == trials else _chance_of(1 - tail, successes + 1, trials)
     return Interval(low, high)
+
+
+def _chance_of(probability: float, successes: int, trials: int) -> float:
+    """The chance with which the tail has this probability, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if binomial_tail(successes, trials, middle) < probability else (low, middle)
+    return (low + high) / 2
 
 
 def binomial_tail(successes: int, trials: int, chance: float) -> float:
     """P(X >= successes) for X ~ Binomial(trials, chance): the probability of at least this score by chance."""
-    if successes <= 0:
-        return 1.0
-    if chance <= 0:
-        return 0.0
-    return 1.0 if chance >= 1 else beta_cdf(chance, successes, trials - successes + 1)
+    if successes <= 0 or not 0 < chance < 1:
+        return float(successes <= 0 or chance >= 1)
+    if successes <= trials * chance:  # the other tail has fewer terms
+        return 1 - binomial_tail(trials - successes + 1, trials, 1 - chance)
+    failures, total = trials - successes, 0.0
+    ways = math.lgamma(trials + 1) - math.lgamma(successes + 1) - math.lgamma(failures + 1)
+    term = math.exp(ways + successes * math.log(chance) + failures * math.log1p(-chance))
+    for count in range(successes, trials + 1):
+        total += term
+        term *= (trials - count) / (count + 1) * chance / (1 - chance)
+        if term <= 1e-17 * total:  # terms fall from here on
+            break
+    return total
 
 
 def normal_tail(z: float) -> float:
@@ -79,44 +92,3 @@ def roc(scores: Tensor, positive: Tensor) -> tuple[list[float], list[float]]:
     rise = torch.cumsum(hits, 0) / hits.sum().clamp(min=1)
     run = torch.cumsum(1 - hits, 0) / (1 - hits).sum().clamp(min=1)
     return [0.0, *run.tolist()], [0.0, *rise.tolist()]
-
-
-def beta_cdf(x: float, a: float, b: float) -> float:
-    """Regularised incomplete beta function I_x(a, b)."""
-    if x <= 0 or x >= 1:
-        return float(x >= 1)
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
-    if x < (a + 1) / (a + b + 2):
-        return front * _beta_fraction(x, a, b) / a
-    return 1 - front * _beta_fraction(1 - x, b, a) / b
-
-
-def _beta_fraction(x: float, a: float, b: float) -> float:
-    """The continued fraction of the incomplete beta function, by the modified Lentz method."""
-    tiny = 1e-300
-    c, d = 1.0, 1 / _away_from_zero(1 - (a + b) * x / (a + 1), tiny)
-    value = d
-    for m in range(1, 10_000):
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        step = 1.0
-        for term in (even, odd):
-            d = 1 / _away_from_zero(1 + term * d, tiny)
-            c = _away_from_zero(1 + term / c, tiny)
-            step = c * d
-            value *= step
-        if abs(step - 1) < 1e-14:
-            break
-    return value
-
-
-def _away_from_zero(x: float, tiny: float) -> float:
-    return x if abs(x) > tiny else tiny
-
-
-def _beta_quantile(p: float, a: float, b: float) -> float:
-    low, high = 0.0, 1.0
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if beta_cdf(middle, a, b) < p else (low, middle)
-    return (low + high) / 2

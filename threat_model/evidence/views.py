@@ -127,9 +127,8 @@ class NetworkView:
 
 @dataclass(frozen=True, eq=False)
 class NeighbourView:
-    """A second tenant's view: its own exchanges with the true products, and the health reports that it gets.
-    `requests`: float seconds, and the reports' request counter minus this tenant's own requests; `own`: float64 `[n,
-    o]`, its own answers minus the true products."""
+    """A second tenant's view: float seconds, and the health reports' request counter minus this tenant's own requests;
+    and float64 `[n, o]`, its own answers minus the true products."""
 
     requests: tuple[tuple[float, int], ...]
     own: Tensor

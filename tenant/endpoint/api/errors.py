@@ -76,10 +76,7 @@ def refused(error: SymbiosisError) -> ApiError:
 
 
 def failed(error: SymbiosisError) -> ApiError:
-    """Return the answer to a request that the engine could not finish.
-
-    Details of errors of providers are only logged; the client receives the kind of the error.
-    """
+    """Return the answer to a request that the engine could not finish. Details of providers' errors are only logged."""
     if isinstance(
         error, errors.TaskError | errors.CheckpointError | errors.UnsupportedMethodError | errors.UnsupportedModelError
     ):

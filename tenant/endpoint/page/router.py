@@ -52,12 +52,9 @@ class Provider(ProviderFigures):
 
 
 class SessionLedger(BaseModel):
-    """The providers of the session.
-
-    `summary` names the parties that can read rows, and `assumption` states when rows are hidden from the others.
-    `model`: the base model; with its commit if it is on the hub. `remote`: True if rows are sent to providers;
-    `exposed`: True if an executor can read them. `media`: True if chats may have pictures or sounds.
-    """
+    """The providers of the session. `summary` names the parties that can read rows, and `assumption` states when rows
+    are hidden from the others. `model`: the base model; with its commit if it is on the hub. `remote`: rows are sent to
+    providers; `exposed`: an executor can read them. `media`: chats may have pictures or sounds."""
 
     model: str
     masking: str
@@ -71,9 +68,8 @@ class SessionLedger(BaseModel):
 
 
 def page_router(scheme: Scheme, ledger: Callable[[], Ledger | None], *, model: str, media: bool = False) -> APIRouter:
-    """Return the routes of the page. `/ledger` needs a key, which the application checks. `scheme`: the masking scheme
-    of the model. `ledger`: returns the counters of the session; None if the scheme has no session. `media`: whether
-    chats may have pictures or sounds."""
+    """Return the routes of the page. `/ledger` needs a key, which the application checks. `ledger`: returns the
+    counters of the session; None if the scheme has no session."""
     router = APIRouter()
     for path, (name, media_type) in FILES.items():
         router.get(path, include_in_schema=False)(_file(name, media_type))

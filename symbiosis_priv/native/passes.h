@@ -53,6 +53,31 @@ INLINE uint64_t p61_dot(const int32_t *row, const int32_t *limbs, int64_t width)
     return total;
 }
 
+#if HAVE_X86
+/* The same. `vpmuldq` takes every other entry, so the entries between are shifted to their places. */
+INLINE TARGET_AVX512 uint64_t p61_dot_512(const int32_t *row, const int32_t *limbs, int64_t width) {
+    uint64_t total = 0;
+    for (int64_t start = 0; start < width; start += CHECK_BLOCK) {
+        int64_t stop = least(start + CHECK_BLOCK, width);
+        __m512i sums[3] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+        for (int64_t i = start; i < stop; i += 16) {
+            __mmask16 present = (__mmask16)(stop - i < 16 ? (1 << (stop - i)) - 1 : 0xffff);
+            __m512i x = _mm512_maskz_loadu_epi32(present, row + i), odd = _mm512_srli_epi64(x, 32);
+            UNROLL for (int j = 0; j < 3; j++) {
+                __m512i r = _mm512_maskz_loadu_epi32(present, limbs + j * width + i);
+                __m512i both = _mm512_add_epi64(_mm512_mul_epi32(x, r), _mm512_mul_epi32(odd, _mm512_srli_epi64(r, 32)));
+                sums[j] = _mm512_add_epi64(sums[j], both);
+            }
+        }
+        int64_t low = _mm512_reduce_add_epi64(sums[0]), middle = _mm512_reduce_add_epi64(sums[1]);
+        total = p61_add(total, p61_join(low, middle, _mm512_reduce_add_epi64(sums[2])));
+    }
+    return total;
+}
+#endif
+
+typedef uint64_t dot_function(const int32_t *row, const int32_t *limbs, int64_t width);
+
 /* Float formats, as passes.py numbers them. */
 enum format { FORMAT_F32 = 0, FORMAT_F64 = 1, FORMAT_BF16 = 2 };
 
@@ -133,7 +158,7 @@ INLINE double quantise_row(double *restrict v, int64_t width, double peak, doubl
 
 INLINE int64_t encode_rows(const struct parts *in, int64_t width, const double *fold, double l1, double l2,
                            const int32_t *limbs, int32_t *out, double *scale, int64_t *expected, int64_t row,
-                           int64_t stop) {
+                           int64_t stop, dot_function *dot) {
     double *values = malloc((size_t)width * sizeof *values);
     if (!values) return NO_MEMORY;
     for (; row < stop; row++) {
@@ -143,7 +168,7 @@ INLINE int64_t encode_rows(const struct parts *in, int64_t width, const double *
         if (bits >= 0x7ff0000000000000ull) break;
         int32_t *xq = out + row * width;
         scale[row] = quantise_row(values, width, peak, l1, l2, xq);
-        if (limbs) expected[row] = (int64_t)p61_dot(xq, limbs, width);
+        if (limbs) expected[row] = (int64_t)dot(xq, limbs, width);
     }
     free(values);
     return row;
@@ -179,7 +204,8 @@ INLINE void store_row(const struct parts *out, int64_t row, const int32_t *y, do
 
 INLINE int64_t decode_rows(const int32_t *answer, const int64_t *effects, int64_t effect_count, int64_t width, int shift,
                            const int32_t *limbs, const int64_t *expected, const double *scale, const double *channel,
-                           const double *bias, const struct parts *out, uint8_t *refused, int64_t row, int64_t stop) {
+                           const double *bias, const struct parts *out, uint8_t *refused, int64_t row, int64_t stop,
+                           dot_function *dot) {
     int32_t *y = malloc((size_t)width * sizeof *y);
     if (!y) return NO_MEMORY;
     for (; row < stop; row++) {
@@ -193,7 +219,7 @@ INLINE int64_t decode_rows(const int32_t *answer, const int64_t *effects, int64_
             for (int64_t i = 0; i < width; i++) y[i] = (int32_t)((uint32_t)from[i] << shift) >> shift;
             from = y;
         }
-        refused[row] = limbs && (int64_t)p61_dot(from, limbs, width) != expected[row];
+        refused[row] = limbs && (int64_t)dot(from, limbs, width) != expected[row];
         if (!refused[row]) store_row(out, row, from, scale[row], channel, bias);
     }
     free(y);
@@ -276,18 +302,21 @@ INLINE void norms_of(const int16_t *weight, int64_t outputs, int64_t inputs, int
 }
 
 /* One copy of each pass per instruction set. */
-#define PASSES(suffix, TARGET)                                                                                        \
+#define PASSES(suffix, TARGET, DOT)                                                                                   \
+    TARGET static uint64_t dot_##suffix(const int32_t *row, const int32_t *limbs, int64_t width) {                    \
+        return DOT(row, limbs, width);                                                                                \
+    }                                                                                                                 \
     TARGET static int64_t encode_##suffix(const struct parts *in, int64_t width, const double *fold, double l1,       \
                                           double l2, const int32_t *limbs, int32_t *out, double *scale,               \
                                           int64_t *expected, int64_t start, int64_t stop) {                           \
-        return encode_rows(in, width, fold, l1, l2, limbs, out, scale, expected, start, stop);                        \
+        return encode_rows(in, width, fold, l1, l2, limbs, out, scale, expected, start, stop, dot_##suffix);          \
     }                                                                                                                 \
     TARGET static int64_t decode_##suffix(const int32_t *answer, const int64_t *effects, int64_t effect_count,        \
                                           int64_t width, int shift, const int32_t *limbs, const int64_t *expected,    \
                                           const double *scale, const double *channel, const double *bias,             \
                                           const struct parts *out, uint8_t *refused, int64_t start, int64_t stop) {   \
         return decode_rows(answer, effects, effect_count, width, shift, limbs, expected, scale, channel, bias, out,   \
-                           refused, start, stop);                                                                     \
+                           refused, start, stop, dot_##suffix);                                                       \
     }                                                                                                                 \
     TARGET static void weigh_##suffix(const int16_t *weight, int64_t outputs, int64_t inputs, const int32_t *r,       \
                                       int64_t r_stride, const int32_t *back, int64_t *sums, int64_t *back_products) { \
@@ -301,15 +330,16 @@ INLINE void norms_of(const int16_t *weight, int64_t outputs, int64_t inputs, int
                                       int64_t *largest) {                                                             \
         norms_of(weight, outputs, inputs, columns, largest);                                                          \
     }                                                                                                                 \
-    TARGET static void dot_##suffix(const int32_t *rows, int64_t count, int64_t width, const int32_t *limbs,          \
-                                    int64_t *products) {                                                              \
-        for (int64_t row = 0; row < count; row++) products[row] = (int64_t)p61_dot(rows + row * width, limbs, width); \
+    TARGET static void dots_##suffix(const int32_t *rows, int64_t count, int64_t width, const int32_t *limbs,         \
+                                     int64_t *products) {                                                             \
+        for (int64_t row = 0; row < count; row++)                                                                     \
+            products[row] = (int64_t)DOT(rows + row * width, limbs, width);                                           \
     }
 
-PASSES(portable, )
+PASSES(portable, , p61_dot)
 #if HAVE_X86
-PASSES(avx2, TARGET_AVX2)
-PASSES(avx512, TARGET_AVX512)
+PASSES(avx2, TARGET_AVX2, p61_dot)
+PASSES(avx512, TARGET_AVX512, p61_dot_512)
 #define BY_ISA(isa, pass, ...)                                     \
     ((isa) >= ISA_AVX512 ? pass##_avx512(__VA_ARGS__)              \
      : (isa) >= ISA_AVX2 ? pass##_avx2(__VA_ARGS__)                \
@@ -352,7 +382,7 @@ EXPORT int64_t ring_decode(int32_t isa, const int32_t *answer, const int64_t *ef
 /* Rows . column mod p: rows int32 [count, width], limbs int32 [3, width], products int64 [count]. */
 EXPORT void ring_dot(int32_t isa, const int32_t *rows, int64_t count, int64_t width, const int32_t *limbs,
                      int64_t *products) {
-    BY_ISA(isa, dot, rows, count, width, limbs, products);
+    BY_ISA(isa, dots, rows, count, width, limbs, products);
 }
 
 /* Some rows of a weight matrix, for V = W^T r and V' = W r' mod p.

@@ -70,7 +70,7 @@ from symbiosis_priv.network import wire
 
 log = logs.EventLog(__name__)
 
-_KEYSTREAM_SLICE = 4 << 20  # bytes
+_KEYSTREAM_SLICE = 8 << 20  # bytes
 _SHARED_BYTES = 1 << 20  # answers are not copied from products of up to this size, which the last answer keeps alive
 _SHARED_TIMES = 4  # and not from products of at most this many times the answer's size
 _BRIEF_BYTES = 1 << 18  # copying up to this many bytes takes less time than waiting for the GIL
@@ -321,7 +321,7 @@ class Executor:
             return
         by_expert = job.request.counts is not None
         inputs, _ = self._model.manifest.entry(job.request.group, by_expert=by_expert).columns(job.request.direction)
-        rows = min(max(1, _KEYSTREAM_SLICE // (wire.RING32.size(1, inputs))), self._scheduler.pace.rows(job))
+        rows = min(max(1, _KEYSTREAM_SLICE // (wire.RING32.size(1, inputs))), self._scheduler.room(job))
         if job.ordered - job.taken > rows:
             return
         rows = min(rows, job.rows - job.ordered)

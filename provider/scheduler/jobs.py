@@ -116,11 +116,13 @@ class Pace:
         self._least_reads: dict[_Kind, float] = {}
         self._best_rates: dict[_Kind, float] = {}
 
-    def rows(self, job: Job) -> int:
-        """Number of rows with the job's key that take about one slice; at least 8, so that the model keeps learning."""
-        rows = self.rows_in(job, self._slice_s)
+    def rows(self, job: Job, *, slices: int = 1) -> int:
+        """Number of rows with the job's key that take about one slice, or several; at least 8, so that the model keeps
+        learning."""
+        seconds = slices * self._slice_s
+        rows = self.rows_in(job, seconds)
         if reading := _matrices_of_row(job) * self._read(job.key) * job.row_work:
-            rows = min(rows, int(self._slice_s / reading))
+            rows = min(rows, int(seconds / reading))
         return max(ARITHMETIC_ROWS, rows)
 
     def rows_in(self, job: Job, seconds: float) -> int:

@@ -19,6 +19,8 @@ product, and wait to be batched where that saves time.
   product that fine-tuning leads, fine-tuning gets half of the slice. When inference is due, fine-tuning makes the
   product of inference take half as long again at most; otherwise many large requests for the same layer group would
   make every row of inference wait for a slice.
+* **Alone.** The products of a tenant take up to four slices if no other tenant, and no other stage of the same tenant,
+  has asked for a second. A new tenant's first request may wait for such a product.
 * **Inference beside fine-tuning.** When inference is due, fine-tuning waits up to `max_wait_s` for an inference tenant
   that is about to ask for its next layer group or waits to be batched. Otherwise one row of inference would wait for a
   slice of fine-tuning, which takes many times longer.
@@ -38,6 +40,8 @@ from symbiosis_priv.arithmetic.ring import FORWARD
 _LATE = 2.0  # a tenant is expected until its pause is this many times its usual pause
 _SLOWDOWN = 0.5  # a product of due inference may take longer by this share of its own time
 _HORIZON_WAITS = 10  # a tenant is expected for this many times `max_wait_s`
+_ALONE_S = 1.0  # a tenant is alone if no other one has asked for this long
+_SLICES_ALONE = 4  # slices of its products then
 _MAX_LEAD = 8  # layer groups: the largest lead that counts
 
 
@@ -67,12 +71,9 @@ class Discipline(Generic[J]):
         """Return the job that leads the next product; or None, and the time to call again (None: after an event)."""
         return next((firsts[0] for _, firsts in self._waiting.in_turn()), None), None
 
-    def batch(self, leader: J) -> list[Piece[J]]:
-        """Return the pieces of a product that `leader` leads. Includes rows of `leader`; takes one slice at most."""
-        return [Piece.next_of(leader, self._room(leader))]
-
-    def _room(self, leader: J) -> int:
-        return min(self._config.max_batch_rows, self._pace.rows(leader))
+    def batch(self, leader: J, room: int) -> list[Piece[J]]:
+        """Return the pieces of a product of at most `room` rows that `leader` leads. Includes rows of `leader`."""
+        return [Piece.next_of(leader, room)]
 
 
 def _filling(jobs: list[J], room: int, *, cut: bool = False) -> list[Piece[J]]:
@@ -113,9 +114,8 @@ class Lockstep(Discipline[J]):
             return None, max(self._awaited.values())
         return leader, None
 
-    def batch(self, leader: J) -> list[Piece[J]]:
+    def batch(self, leader: J, room: int) -> list[Piece[J]]:
         self._at = _place(leader.key)
-        room = self._room(leader)
         first = Piece.next_of(leader, room)
         others = [job for job in self._waiting.of_key(leader.key) if job is not leader]
         return [first, *_filling(others, room - first.rows)]
@@ -289,8 +289,7 @@ class Opportunistic(Discipline[J]):
                     break
         return max(heads.values(), key=lambda job: (leads[job.key], self._tenants(job.key)))
 
-    def batch(self, leader: J) -> list[Piece[J]]:
-        room = self._room(leader)
+    def batch(self, leader: J, room: int) -> list[Piece[J]]:
         others = [job for job in self._waiting.of_key(leader.key) if job is not leader]
         if leader.key.by_expert:  # rows for more experts take longer, and the room is counted in rows of the leader
             others = [job for job in others if self._pace.rows(job) >= self._pace.rows(leader)]
@@ -325,6 +324,9 @@ class Scheduler(Generic[J]):
         self._jobs: Counter[Hashable] = Counter()  # per tenant, runnable or not
         self._deadlines: list[tuple[float, int, J]] = []
         self._order = itertools.count()
+        self._max_batch_rows = config.max_batch_rows
+        self._latest: tuple[Hashable, Stage] | None = None  # the tenant and stage of the latest request
+        self._alone_from = math.inf  # a request of the same tenant and stage that arrives later finds it alone
 
     def __len__(self) -> int:
         """Number of jobs with rows that were not taken."""
@@ -337,6 +339,7 @@ class Scheduler(Generic[J]):
     def put(self, job: J) -> None:
         if job.tenant not in self._jobs:
             self._discipline.arrived(job)
+        self._notice(job)
         self._jobs[job.tenant] += 1
         heapq.heappush(self._deadlines, (job.deadline, next(self._order), job))
         if job.runnable:
@@ -375,7 +378,7 @@ class Scheduler(Generic[J]):
         if leader is None:
             return []
         self._waiting.serve(leader)
-        pieces = self._discipline.batch(leader)
+        pieces = self._discipline.batch(leader, self.room(leader))
         total = sum(piece.rows for piece in pieces)
         seconds = self.pace.seconds(leader, total)
         for piece in pieces:
@@ -390,6 +393,14 @@ class Scheduler(Generic[J]):
                 self._leave(job)
         return pieces
 
+    def room(self, job: J) -> int:
+        """Most rows of a product that a job leads: those of one slice. If its tenant is alone, several slices, in
+        products of equal size: each product prepares the weights again."""
+        if len(self._jobs) > 1 or job.arrival <= self._alone_from:
+            return min(self._max_batch_rows, self.pace.rows(job))
+        most, left = min(self._max_batch_rows, self.pace.rows(job, slices=_SLICES_ALONE)), job.rows - job.taken
+        return most if left <= most else -(-left // -(-left // most))
+
     def take_alone(self, job: J) -> list[Piece[J]]:
         """Take all rows of a job at once, instead of `put` and `take`. Empty if the job has to be put, because it has
         many rows, or because other tenants wait or are expected. The tenant is not charged: no other tenant waits for a
@@ -397,6 +408,7 @@ class Scheduler(Generic[J]):
         if self._jobs or job.rows > ARITHMETIC_ROWS or not self._discipline.is_alone(job):
             return []
         self._discipline.arrived(job)
+        self._notice(job)
         job.taken, job.left = job.rows, True
         return [Piece(job, 0, job.rows)]
 
@@ -420,6 +432,11 @@ class Scheduler(Generic[J]):
         for piece in pieces:
             if piece.job.tenant not in self._jobs:
                 self._discipline.departed(piece.job, now)
+
+    def _notice(self, job: J) -> None:
+        """Record who asks."""
+        if self._latest != (asking := (job.tenant, job.stage)):
+            self._latest, self._alone_from = asking, job.arrival + _ALONE_S
 
     def _leave(self, job: J) -> None:
         job.left = True

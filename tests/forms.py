@@ -124,6 +124,11 @@ def awq(rows: int, columns: int, rng: np.random.Generator) -> Packed:
     return found, torch.from_numpy(weight.T.copy())
 
 
+def in_pairs(codes: np.ndarray) -> Tensor:
+    """Two FP4 numbers in a byte, the first in the lower bits."""
+    return torch.from_numpy((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8))
+
+
 def pairs(endings: tuple[str, str], width: int) -> Packer:
     """Two FP4 numbers in a byte, and a power of two for `width` of them."""
 
@@ -131,8 +136,7 @@ def pairs(endings: tuple[str, str], width: int) -> Packer:
         codes = rng.integers(0, 16, size=(rows, columns))
         exponents = rng.integers(118, 124, size=(rows, columns // width))
         wide = spread(2.0 ** (exponents - 127), rows, columns, (1, width))
-        stored = torch.from_numpy((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8))
-        found = {endings[0]: stored, endings[1]: torch.from_numpy(exponents.astype(np.uint8))}
+        found = {endings[0]: in_pairs(codes), endings[1]: torch.from_numpy(exponents.astype(np.uint8))}
         return found, torch.from_numpy(np.array(FP4)[codes] * wide)
 
     return pack
@@ -146,8 +150,7 @@ def nvfp4(ending: str, of_all: str, *, divides: bool) -> Packer:
         grid = torch.from_numpy(rng.uniform(1, 400, size=(rows, columns // 16))).to(torch.float8_e4m3fn)
         number = torch.tensor([5000.0 + rng.random() if divides else 1e-4 * (1 + rng.random())], dtype=torch.float32)
         wide = grid.double() / number.double() if divides else grid.double() * number.double()
-        stored = torch.from_numpy((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8))
-        found = {f".weight{ending}": stored, ".weight_scale": grid, f".weight{of_all}": number}
+        found = {f".weight{ending}": in_pairs(codes), ".weight_scale": grid, f".weight{of_all}": number}
         return found, torch.from_numpy(np.array(FP4)[codes] * spread(wide.numpy(), rows, columns, (1, 16)))
 
     return pack

@@ -399,7 +399,7 @@ class Scheduler(Generic[J]):
         if len(self._jobs) > 1 or job.arrival <= self._alone_from:
             return min(self._max_batch_rows, self.pace.rows(job))
         most, left = min(self._max_batch_rows, self.pace.rows(job, slices=_SLICES_ALONE)), job.rows - job.taken
-        return most if left <= most else -(-left // -(-left // most))
+        return most if left <= most else math.ceil(left / math.ceil(left / most))
 
     def take_alone(self, job: J) -> list[Piece[J]]:
         """Take all rows of a job at once, instead of `put` and `take`. Empty if the job has to be put, because it has

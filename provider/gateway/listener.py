@@ -80,7 +80,7 @@ class UnauthenticatedConnection:
         """Make a step of the TLS handshake. Raises TimeoutError if the client must send or read more."""
         if self.stream is None:
             self.stream = FrameStream(self.socket, context)
-        self.stream.handshake(0.0)
+        self.stream.handshake(None)
         return self.stream
 
 

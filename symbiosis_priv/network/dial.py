@@ -38,7 +38,7 @@ from symbiosis_priv.errors import (
 )
 from symbiosis_priv.network import tls, wire
 from symbiosis_priv.network.addresses import Endpoints, is_internal, is_own
-from symbiosis_priv.network.stream import FrameStream, Waiting, shut, within
+from symbiosis_priv.network.stream import SLICE_S, FrameStream, Waiting, shut
 
 T = TypeVar("T")
 R = TypeVar("R", bound=msgspec.Struct)
@@ -119,7 +119,7 @@ class ClientConnection:
             try:
                 stream = self.stream = FrameStream(raw, self.context, host=self.host)
                 stream.waiting = self._waited
-                self._within(deadline, stream.handshake, "it has not finished the TLS handshake")
+                stream.handshake(deadline)
                 if self.pins is not None:
                     tls.check_pin(stream.tls, pins=self.pins)
             except TimeoutError as error:
@@ -282,7 +282,13 @@ class ClientConnection:
         return ConnectionLostError(f"connection to {self.name} broke: {error}")
 
     def _within(self, deadline: float, operation: Callable[[float], T], why: str) -> T:
-        return within(deadline, operation, why, waiting=self._waited)
+        """Repeat an operation, called with a timeout in seconds, until it succeeds."""
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                return operation(min(left, SLICE_S))
+            except TimeoutError:
+                self._waited(deadline, why)
+        raise TimeoutError(why)
 
     def _waited(self, deadline: float, why: str) -> None:
         if self._shut:

@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 
 from symbiosis_priv.errors import ConnectionLostError
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.stream import FrameStream, RecordStream, within
+from symbiosis_priv.network.stream import FrameStream
 from tests.symbiosis_priv.network.conftest import LARGE, TIMEOUT_S, Contexts, tcp_pair
 
 _SIZE = struct.Struct(">I")
@@ -29,7 +29,7 @@ def connected(
     *,
     client: ssl.SSLContext | None = None,
     pair: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair,
-) -> Iterator[tuple[RecordStream, Future[object]]]:
+) -> Iterator[tuple[FrameStream, Future[object]]]:
     """A stream, and a future with the result of its server."""
     ours, theirs = pair()
     for end in (ours, theirs):
@@ -40,7 +40,7 @@ def connected(
             return serve(connection)
 
     with ThreadPoolExecutor(1) as pool, ours:
-        yield RecordStream(ours, client or contexts.client, host="localhost"), pool.submit(run)
+        yield FrameStream(ours, client or contexts.client, host="localhost"), pool.submit(run)
 
 
 def take(connection: ssl.SSLSocket, size: int) -> bytes:
@@ -56,19 +56,16 @@ def returns_what_it_gets(connection: ssl.SSLSocket) -> None:
         connection.sendall(take(connection, size))
 
 
-def send_all(
-    stream: RecordStream, data: bytes, *, timeout: float = TIMEOUT_S, on_timeout: Callable[[], object] = lambda: None
-) -> None:
-    view = memoryview(data)
-    while view:
-        try:
-            view = view[stream.send(view, timeout) :]
-        except TimeoutError:
-            on_timeout()
+def soon() -> float:
+    return time.monotonic() + TIMEOUT_S
+
+
+def send_all(stream: FrameStream, data: bytes) -> None:
+    stream.send_frame(b"", memoryview(data), deadline=soon())
 
 
 def read_all(
-    stream: RecordStream,
+    stream: FrameStream,
     size: int,
     *,
     step: int = 1 << 20,
@@ -79,7 +76,7 @@ def read_all(
     view = memoryview(buffer)
     while view:
         try:
-            count = stream.recv_into(view[:step], timeout)
+            count = stream.recv_into(view[:step], time.monotonic() + timeout)
         except TimeoutError:
             on_timeout()
             continue
@@ -95,7 +92,7 @@ def read_all(
 )
 def test_sent_bytes_come_back(contexts: Contexts, sizes: list[int], step: int) -> None:
     with connected(contexts, returns_what_it_gets) as (stream, server):
-        stream.handshake(TIMEOUT_S)
+        stream.handshake(soon())
         for size in sizes:
             send_all(stream, _SIZE.pack(size) + LARGE[:size])
             assert read_all(stream, size, step=step) == LARGE[:size]
@@ -107,7 +104,7 @@ def test_no_wait_is_for_more_than_the_expected_bytes(contexts: Contexts) -> None
     """If the last bytes of a payload are fewer than a usual read, by more or less than a record."""
     sizes = [at_once + extra for at_once in (1 << 18, 1 << 19) for extra in range(-20_000, 20_001, 1_000)]
     with connected(contexts, returns_what_it_gets, pair=tcp_pair) as (stream, server):
-        stream.handshake(TIMEOUT_S)
+        stream.handshake(soon())
         begun = time.monotonic()
         for size in sizes:
             send_all(stream, _SIZE.pack(size) + LARGE[:size])
@@ -131,7 +128,7 @@ def test_a_large_payload_in_two_parts_is_read_when_it_has_arrived(contexts: Cont
         return read.wait(TIMEOUT_S / 2)
 
     with connected(contexts, serve, pair=tcp_pair) as (stream, served):
-        stream.handshake(TIMEOUT_S)
+        stream.handshake(soon())
         send_all(stream, b"!")
         assert read_all(stream, len(first) + len(rest)) == first + rest
         read.set()
@@ -148,11 +145,11 @@ def test_a_part_of_a_large_payload_is_read_when_the_peer_pauses(contexts: Contex
         return read.wait(TIMEOUT_S / 2)
 
     with connected(contexts, serve, pair=tcp_pair) as (stream, served):
-        stream.handshake(TIMEOUT_S)
+        stream.handshake(soon())
         data = memoryview(bytearray(1 << 20))
         count = 0
         while count < 50 << 10:
-            count += stream.recv_into(data[count:], TIMEOUT_S / 4)
+            count += stream.recv_into(data[count:], time.monotonic() + TIMEOUT_S / 4)
         assert data[:count] == LARGE[: 50 << 10]
         read.set()
         assert served.result(TIMEOUT_S)
@@ -182,17 +179,24 @@ def test_a_trickle_extends_no_timeout(contexts: Contexts, shaken: bool) -> None:
         slow.set()
     with connected(contexts, lambda c: c.sendall(LARGE), pair=trickling_pair) as (stream, _):
         if shaken:
-            stream.handshake(TIMEOUT_S)
+            stream.handshake(soon())
             slow.set()
-        read = partial(stream.recv_into, memoryview(bytearray(1 << 16)))
-        begun = time.monotonic()
+        buffer, begun = memoryview(bytearray(1 << 16)), time.monotonic()
+
+        def attempt() -> int | None:
+            deadline = time.monotonic() + 0.2
+            if shaken:
+                return stream.recv_into(buffer, deadline)
+            stream.handshake(deadline)
+            return None
+
         with pytest.raises(TimeoutError):
-            for _ in iter(partial(read if shaken else stream.handshake, 0.2), None):
+            for _ in iter(attempt, None):
                 pass
         assert time.monotonic() - begun < TIMEOUT_S
 
 
-def test_timeouts_lose_nothing(contexts: Contexts) -> None:
+def test_timeouts_lose_nothing(contexts: Contexts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither while the other side does not read, nor while it does not write, nor in the handshake."""
     goes_on = [threading.Event() for _ in range(2)]
 
@@ -206,9 +210,11 @@ def test_timeouts_lose_nothing(contexts: Contexts) -> None:
     with connected(contexts, serve) as (stream, server):
         while True:
             with contextlib.suppress(TimeoutError):
-                stream.handshake(0.001)
+                stream.handshake(time.monotonic() + 0.001)
                 break
-        send_all(stream, LARGE, timeout=0.001, on_timeout=goes_on[0].set)
+        monkeypatch.setattr("symbiosis_priv.network.stream.SLICE_S", 0.001)
+        stream.waiting = lambda *_: goes_on[0].set()
+        send_all(stream, LARGE)
         assert goes_on[0].is_set()  # the timeout passed, because the other side did not read
         assert read_all(stream, len(LARGE), timeout=0.001, on_timeout=goes_on[1].set) == LARGE
         assert server.result(TIMEOUT_S) == LARGE
@@ -224,15 +230,15 @@ def test_every_kind_of_end_is_reported(contexts: Contexts) -> None:
                 socket.socket(fileno=left).close() if isinstance(left, int) else None
 
         with connected(contexts, serve) as (stream, _server):
-            stream.handshake(TIMEOUT_S)
+            stream.handshake(soon())
             assert read_all(stream, 10) == b"last words"
-            assert stream.recv_into(memoryview(bytearray(1)), TIMEOUT_S) == 0
+            assert stream.recv_into(memoryview(bytearray(1)), soon()) == 0
 
 
 def test_the_other_side_receives_the_reason_of_a_refusal(contexts: Contexts) -> None:
     with connected(contexts, lambda connection: None, client=contexts.stranger) as (stream, server):
         with pytest.raises(ssl.SSLCertVerificationError):
-            stream.handshake(TIMEOUT_S)
+            stream.handshake(soon())
         with pytest.raises(ssl.SSLError, match=r"(?i)alert"):
             server.result(TIMEOUT_S)
 
@@ -242,7 +248,7 @@ def test_a_server_that_goes_away_in_the_handshake(contexts: Contexts) -> None:
     with ours:
         theirs.close()
         with pytest.raises((ssl.SSLEOFError, BrokenPipeError)):
-            RecordStream(ours, contexts.client, host="localhost").handshake(TIMEOUT_S)
+            FrameStream(ours, contexts.client, host="localhost").handshake(soon())
 
 
 @pytest.fixture
@@ -258,21 +264,17 @@ def streams(contexts: Contexts) -> Iterator[tuple[FrameStream, FrameStream]]:
     client, server = FrameStream(ours, contexts.client, host="localhost"), FrameStream(theirs, contexts.server)
     with ThreadPoolExecutor(1) as pool, ours, theirs:
         with pytest.raises(TimeoutError):
-            server.handshake(0.0)
-        shaken = pool.submit(client.handshake, TIMEOUT_S)
+            server.handshake(None)
+        shaken = pool.submit(client.handshake, soon())
         while True:
             try:
-                server.handshake(0.0)
+                server.handshake(None)
                 break
             except TimeoutError:
                 assert not server.unsent
                 select.select([theirs], [], [], TIMEOUT_S)
         shaken.result(TIMEOUT_S)
         yield client, server
-
-
-def soon() -> float:
-    return time.monotonic() + TIMEOUT_S
 
 
 @settings(max_examples=15)
@@ -342,13 +344,12 @@ def test_a_socket_that_is_shut_wakes_its_reader(ends: tuple[FrameStream, FrameSt
         assert not reading.result(TIMEOUT_S / 2)
 
 
-def test_a_wait_reports_its_purpose() -> None:
-    told: list[str] = []
-
-    def late(timeout: float) -> None:
-        time.sleep(0.01)
-        raise TimeoutError
-
-    with pytest.raises(TimeoutError, match="an answer"):
-        within(time.monotonic() + 0.1, late, "an answer", waiting=lambda deadline, why: told.append(why))
-    assert set(told) == {"an answer"}
+def test_a_wait_reports_its_purpose(ends: tuple[FrameStream, FrameStream], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("symbiosis_priv.network.stream.SLICE_S", 0.01)
+    client, told = ends[0], list[str]()
+    client.waiting = lambda deadline, why: told.append(why)
+    with pytest.raises(TimeoutError, match="it has not answered yet"):
+        client.begin(deadline=time.monotonic() + 0.1)
+    with pytest.raises(TimeoutError, match="it does not take the request"):
+        client.send_frame(b"", memoryview(LARGE * 4), deadline=time.monotonic() + 0.1)
+    assert list(dict.fromkeys(told)) == ["it has not answered yet", "it does not take the request"]

@@ -324,7 +324,8 @@ class Executor:
         rows = min(max(1, _KEYSTREAM_SLICE // (wire.RING32.size(1, inputs))), self._scheduler.room(job))
         if job.ordered - job.taken > rows:
             return
-        rows = min(rows, job.rows - job.ordered)
+        left = job.rows - job.ordered
+        rows = math.ceil(left / math.ceil(left / rows))  # slices of about equal size
         ordered = msgspec.structs.replace(job.request, first_row=job.request.first_row + job.ordered, rows=rows)
         job.ordered += rows
         self._maker.order(job, job.tenant, lambda: self._model.mask_rows(ordered))

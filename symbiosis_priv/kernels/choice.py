@@ -3,7 +3,8 @@
 Every kernel computes the same residues, so the choice affects speed only. `choose` picks the layout of packed weights,
 and the kernel of that layout for each number of rows. It never delays a tenant: it looks up a measurement, or takes the
 kernel that is probably fastest among those that have passed the self-test. `tune` measures, when weights are packed for
-the first time, because packing takes far longer. The results are stored on disk by machine and shape class.
+the first time, because packing takes far longer. The results are stored on disk by machine and shape class. They do not
+depend on the number of threads: the process that packs weights may have another number than the one that multiplies.
 """
 
 import functools
@@ -185,12 +186,13 @@ def tune(
     weight: Tensor, *, weight_bits: int, device: torch.device, shardable: bool = False, height: int = 0, results: Path
 ) -> None:
     """Time the candidates for `choose` on a sample of a weight, int16 `[o, d]` on the CPU, and store the fastest in the
-    file of results. Does nothing if there is a result or one candidate only."""
+    file of results. Does nothing if there is a result, or if all candidates share a layout: `choose` knows their order,
+    and a timing in a phase in which AMX is slow would be kept for good."""
     key = _shape_class(weight.shape, weight_bits, device, shardable=shardable)
     if key in _read_results(results):
         return
     found = list(_exact_for(weight.shape, device, "auto", shardable=shardable, height=height))
-    if len(found) == 1:
+    if len({kernel.layout for kernel in found}) == 1:
         return
     timed = _TIMED_WEIGHTS["cuda" if device.type == "cuda" else "cpu"]
     sample = weight[: max(1, timed // weight.shape[1])]
@@ -199,8 +201,6 @@ def tune(
         packed = kernel.pack(sample, weight_bits=weight_bits).to(device)
         for direction in DIRECTIONS:
             for rows, count in ROW_CLASSES.items():
-                if count < kernel.least_rows:
-                    continue
                 seconds = _seconds(kernel, sample, packed, count, direction=direction)
                 times.setdefault(kernel.layout, {}).setdefault(f"{direction} {rows}", {})[kernel.name] = seconds
     best = {
@@ -272,8 +272,7 @@ def _read_results(results: Path) -> dict[str, Choice]:
 def _shape_class(shape: Sequence[int], weight_bits: int, device: torch.device, *, shardable: bool = False) -> str:
     """A key for shapes of similar speed: each dimension rounded to a power of two."""
     outputs, inputs = (round(math.log2(max(1, size))) for size in shape)
-    where = f"{_machine(device)}, {torch.get_num_threads()} threads"
-    return f"{where}, 2^{outputs}x2^{inputs}, {weight_bits} bits{', shardable' * shardable}"
+    return f"{_machine(device)}, 2^{outputs}x2^{inputs}, {weight_bits} bits{', shardable' * shardable}"
 
 
 @functools.cache

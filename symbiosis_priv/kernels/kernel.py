@@ -72,9 +72,6 @@ class Kernel(ABC):
     narrow = False
     """True if a product modulo 2^24 takes less work than one modulo 2^32."""
 
-    least_rows = 1
-    """`tune` does not choose the kernel for fewer rows."""
-
     granule: ClassVar[int]
     """`cut` divides packed weights at multiples of this number of outputs."""
 
@@ -160,7 +157,6 @@ class CompiledKernel(Kernel):
         self.isa = isa
         self.name = f"native-{isa.name.lower()}"
         self.narrow = isa >= Isa.AVX512
-        self.least_rows = 9 if isa is Isa.AMX else 1  # a timing of 4 rows may be in its favour; one row takes longer
 
     def supports(self, device: torch.device) -> bool:
         return device.type == "cpu" and self.isa in native.isas()

@@ -7,6 +7,7 @@ is joined along its inputs (down) is packed transposed, and its directions are e
 """
 
 import copy
+import math
 from typing import Self
 
 import numpy as np
@@ -20,7 +21,7 @@ from symbiosis_priv.kernels.choice import KERNELS, ROW_CLASSES, Choice, choose, 
 from symbiosis_priv.kernels.kernel import Kernel, Packed, PayloadProduct
 from symbiosis_priv.limits import RingBits
 
-_CPU_ROWS = 256  # rows of one product on a CPU: limits a kernel's own buffers
+_CPU_ROWS = 256  # a product on a CPU is cut into pieces of 256 to 511 rows: this limits a kernel's own buffers
 
 
 class RingMatrix:
@@ -145,10 +146,11 @@ class RingMatrix:
 
     def _multiply(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor, ring_bits: RingBits) -> None:
         count = rows.shape[0]
-        step = _CPU_ROWS if self.device.type == "cpu" else max(count, 1)
-        if 0 < count <= step:
+        pieces = max(1, count // _CPU_ROWS) if self.device.type == "cpu" else 1
+        if pieces == 1 and count:
             self.chosen(count, direction).product(packed, rows, direction, out, ring_bits=ring_bits)
             return
+        step = math.ceil(count / pieces) or 1
         for start in range(0, count, step):
             block = slice(start, start + step)
             self.chosen(count, direction).product(packed, rows[block], direction, out[block], ring_bits=ring_bits)

@@ -94,7 +94,7 @@ def uniform(shape: tuple[int, int], *, bits: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(("kernel", "bits"), EVERY_DIGIT)
 def test_kernels_are_exact(kernel: str, bits: int, direction: Direction) -> None:
-    counts = (0, 1, 3, 64, 65) if kernel == "triton" else (0, 1, 2, 3, 64, 257)  # both sides of a tile or block
+    counts = (0, 1, 3, 64, 65) if kernel == "triton" else (0, 1, 2, 3, 64, 513)  # both sides of a tile or block
     for shape in SHAPES + DEEP:
         weight = uniform(shape, bits=bits)
         matrix = RingMatrix(weight, weight_bits=bits, kernel=kernel)
@@ -238,13 +238,27 @@ def test_amx_is_probably_the_fastest_for_many_rows(kernel: str, bits: int, some:
 
 
 @pytest.mark.parametrize("kernel", ["native-amx"])
-def test_few_rows_are_never_tuned_to_amx(kernel: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("symbiosis_priv.kernels.choice._seconds", lambda timed, *_, **__: float(timed is not AMX))
+def test_a_slow_phase_of_amx_is_not_remembered(kernel: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("symbiosis_priv.kernels.choice._seconds", lambda timed, *_, **__: float(timed is AMX))
     results = tmp_path / "kernels.json"
     tune(uniform((70, 31), bits=8), weight_bits=8, device=CPU, results=results)
     found = choose((70, 31), weight_bits=8, device=CPU, results=results)
     names = [found.kernel(direction, count).name for direction in DIRECTIONS for count in (1, 8, 9, 64)]
     assert names == ["native-avx512", "native-avx512", kernel, kernel] * 2
+
+
+@pytest.mark.parametrize("count", [1, 256, 257, 511, 512, 513, 1000])
+def test_a_product_is_cut_into_few_pieces_of_about_equal_size(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every piece prepares the weights again, so a piece of one row takes as long as one of dozens."""
+    matrix, sizes = RingMatrix(uniform((4, 3), bits=8), weight_bits=8), list[int]()
+
+    monkeypatch.setattr(
+        type(matrix.chosen(count)), "product", lambda kernel, packed, rows, *_, **__: sizes.append(len(rows))
+    )
+    matrix.product(uniform((count, 3), bits=32))
+    assert sum(sizes) == count
+    assert len(sizes) == max(1, count // 256)
+    assert max(sizes) - min(sizes) < len(sizes)
 
 
 class Pages(NamedTuple):

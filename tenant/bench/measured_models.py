@@ -197,7 +197,16 @@ class Generate:
     tokens: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """One forward and one backward product of `rows` rows with every linear of the layers, in float32 and by the whole
+    model: those of a step that providers compute for a split model, and one more (the first layer's gradient)."""
+
+    rows: int
+
+
 Task = Step | Generate
+Work = Task | Products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +226,7 @@ class _Tenant:
         self._model: Any = get_peft_model(base, lora)
         self._optimizer = torch.optim.AdamW((p for p in self._model.parameters() if p.requires_grad), lr=1e-4)
 
-    def do(self, task: Task) -> list[Cost]:
+    def do(self, task: Work) -> list[Cost]:
         if isinstance(task, Step):
             self._model.train()
             batches = [self._tokens(task.batch, task.tokens).chunk(task.parts) for _ in range(task.steps)]
@@ -232,6 +241,8 @@ class _Tenant:
                 self._optimizer.zero_grad()
 
             return [self._cost_of(partial(step, parts)) for parts in batches]
+        if isinstance(task, Products):
+            return [self._cost_of(partial(self._multiply, task.rows))]
         self._model.eval()
         with torch.no_grad():
             output = self._model(input_ids=self._tokens(1, task.prompt), use_cache=True)
@@ -242,6 +253,13 @@ class _Tenant:
                 output = self._model(input_ids=latest, past_key_values=cache, use_cache=True)
 
             return [self._cost_of(next_token) for _ in range(task.tokens)]
+
+    def _multiply(self, rows: int) -> None:
+        with torch.no_grad():
+            for name, module in self._model.named_modules():
+                if type(module) is torch.nn.Linear and ".layers." in name and "lora" not in name:
+                    x = torch.ones((rows, module.in_features), dtype=torch.float32, device="cpu")
+                    (x @ module.weight.t()) @ module.weight
 
     def _backward(self, ids: torch.Tensor) -> None:
         self._model(input_ids=ids, labels=ids).loss.backward()
@@ -267,7 +285,7 @@ class _Tenant:
 
 
 @contextmanager
-def serve_tenant(model: Path, remote: RemoteConfig | None, threads: int) -> Iterator[Callable[[Task], list[Cost]]]:
+def serve_tenant(model: Path, remote: RemoteConfig | None, threads: int) -> Iterator[Callable[[Work], list[Cost]]]:
     """The work of a `Child`: the handler runs a task and returns the cost of each of its steps or tokens. `remote` says
     how to split the model; with None, this process holds the whole model in float32."""
     quiet()

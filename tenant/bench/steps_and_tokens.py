@@ -7,7 +7,7 @@ cost includes the pads that a session draws for its next step.
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -21,7 +21,7 @@ from tenant.bench.options import Batch, Maskings, Progress, Tokens, benchmark
 from tenant.bench.processes import Child, check_supported, cpu_seconds, peak_mib
 from tenant.bench.report import Goal, Row, by, distinct, figure, ratio, where
 
-WHOLE = "whole"
+WHOLE, _PRODUCTS = "whole", "products, fp32"
 TURN_S = 600.0
 _WARM_UP = 1
 _POLL_S, _IDLE_S, _IDLE_POLLS = 0.1, 0.02, 3  # idle: less CPU time than _IDLE_S in each of _IDLE_POLLS polls
@@ -37,6 +37,8 @@ def step_goals(rows: Sequence[Row]) -> Iterator[Goal]:
         if width >= 2048:
             what = f"tenant's CPU with pads over the whole model's, width {width:.0f}"
             yield Goal(what, figure(pad, "tenant_cpu_over_whole"), at_most=0.30 if width < 4096 else 0.20)
+            what = f"executor's CPU over that of the same products in float32, width {width:.0f}"
+            yield Goal(what, figure(pad, "executor_cpu_over_float32"), at_most=0.5)
         if (none := variants.get("split, none")) is not None:
             for measured, name in (("tenant_cpu_s", "tenant's CPU"), ("wall_s", "wall time")):
                 what = f"{name} with pads over that without masks, width {width:.0f}"
@@ -64,7 +66,8 @@ def step(
     masking: Maskings = _MASKINGS,
     effort: models.Effort = _EFFORT,
 ) -> Iterator[Row]:
-    """Measure a LoRA step (q and v) of a Llama, whole and split: CPU seconds and peak memory of every process.
+    """Measure a LoRA step (q and v) of a Llama, whole and split: CPU seconds and peak memory of every process, and the
+    executor's CPU over that of the same products in float32.
 
     Example: symbiosis-priv bench step --width 2048 --layers 4 --masking none,pad
     """
@@ -90,7 +93,7 @@ def token(
     """
     with comparison(folder, shape, models.parse_maskings(masking), effort) as running:
         task = models.Generate(prompt=prompt, tokens=tokens)
-        turns = _turns(running, task, repeat=effort.repeat, on_turn=progress)
+        turns = _turns(running, dict.fromkeys(running.names, task), repeat=effort.repeat, on_turn=progress)
     millis = {name: 1e3 * statistics.median(s for turn in turns[name] for s in turn.seconds) for name in turns}
     for name in turns:
         yield {
@@ -119,12 +122,12 @@ class TurnCost(NamedTuple):
 class Comparison:
     """Running providers and tenants, made by `comparison`."""
 
-    def __init__(self, local: LocalFederation, tenants: dict[str, Child[models.Task, list[models.Cost]]]) -> None:
+    def __init__(self, local: LocalFederation, tenants: dict[str, Child[models.Work, list[models.Cost]]]) -> None:
         self._providers = [local.pid("executor") or 0, local.pid("helper") or 0]
         self._tenants = tenants
         self.names = list(tenants)
 
-    def turn(self, name: str, task: models.Task) -> TurnCost:
+    def turn(self, name: str, task: models.Work) -> TurnCost:
         """Let one tenant run a task while the others wait."""
         pids = self._pids(name)
         before = [cpu_seconds([pid]) for pid in pids]
@@ -173,11 +176,13 @@ def measure_step(
     running: Comparison, shape: models.Llama, task: models.Step, *, repeat: int, on_turn: Progress
 ) -> Iterator[Row]:
     """Measure a step with each tenant. Yields a row per variant with medians over `repeat` turns after a warm-up."""
-    turns = _turns(running, task, repeat=repeat, on_turn=on_turn)
+    products = models.Products(rows=task.batch * task.tokens)
+    tasks: dict[str, models.Work] = {**dict.fromkeys(running.names, task), _PRODUCTS: products}
+    turns = _turns(running, tasks, repeat=repeat, on_turn=on_turn)
     cpu = {name: _median(turns[name], lambda turn: turn.tenant_cpu_s) for name in turns}
-    for name in turns:
+    for name in running.names:
         tenant, executor, helper = running.peaks_mib(name)
-        split = name != WHOLE
+        split, executor_cpu = name != WHOLE, _median(turns[name], lambda turn: turn.executor_cpu_s)
         yield {
             **_shape(shape),
             "batch": task.batch,
@@ -186,26 +191,29 @@ def measure_step(
             "wall_s": _median(turns[name], lambda turn: sum(turn.seconds)),
             "moved_mib": _median(turns[name], lambda turn: turn.moved_mib) if split else None,
             "tenant_cpu_s": cpu[name],
-            "executor_cpu_s": _median(turns[name], lambda turn: turn.executor_cpu_s) if split else None,
+            "executor_cpu_s": executor_cpu if split else None,
             "helper_cpu_s": _median(turns[name], lambda turn: turn.helper_cpu_s) if split else None,
             "tenant_cpu_over_whole": cpu[name] / cpu[WHOLE] if cpu[WHOLE] else None,
+            "executor_cpu_over_float32": executor_cpu / cpu[_PRODUCTS] if split and cpu[_PRODUCTS] else None,
             "tenant_peak_mib": tenant,
             "executor_peak_mib": executor if split else None,
             "helper_peak_mib": helper if split else None,
         }
 
 
-def _turns(running: Comparison, task: models.Task, *, repeat: int, on_turn: Progress) -> dict[str, list[TurnCost]]:
-    turns: dict[str, list[TurnCost]] = {name: [] for name in running.names}
+def _turns(
+    running: Comparison, tasks: Mapping[str, models.Work], *, repeat: int, on_turn: Progress
+) -> dict[str, list[TurnCost]]:
+    turns: dict[str, list[TurnCost]] = {name: [] for name in tasks}
     for turn in range(_WARM_UP + repeat):
-        for name in turns:
+        for name, task in tasks.items():
             on_turn(f"{_variant(name)}, turn {turn + 1} of {_WARM_UP + repeat}")
-            turns[name].append(running.turn(name, task))
+            turns[name].append(running.turn(WHOLE if name == _PRODUCTS else name, task))
     return {name: done[_WARM_UP:] for name, done in turns.items()}
 
 
 def _variant(name: str) -> str:
-    return "whole, fp32" if name == WHOLE else f"split, {name}"
+    return "whole, fp32" if name == WHOLE else name if name == _PRODUCTS else f"split, {name}"
 
 
 def _median(turns: Sequence[TurnCost], figure: Callable[[TurnCost], float]) -> float:

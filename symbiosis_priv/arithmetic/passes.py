@@ -67,7 +67,7 @@ def encode(
 
     parts = readable(inputs)
     read = layout(parts), width, pointer(fold), bound.l1, bound.l2, None if v is None else v.limbs.data_ptr()
-    written = out.data_ptr(), scale.data_ptr(), pointer(expected)
+    written = None, 0, out.data_ptr(), scale.data_ptr(), pointer(expected)
     if not all_rows(library.ring_encode, native.best(library), *read, *written, rows=rows, width=width):
         raise NonFiniteError
     return scale

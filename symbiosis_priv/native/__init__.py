@@ -174,7 +174,10 @@ def _declare(lib: ctypes.CDLL) -> None:
             None,
         ),
         "ring_answer": ((*3 * (isa,), address, isa, *3 * (integer,), *3 * (address,)), None),
-        "ring_encode": ((isa, address, integer, address, real, real, *4 * (address,), *2 * (integer,)), integer),
+        "ring_encode": (
+            (isa, address, integer, address, real, real, *2 * (address,), integer, *3 * (address,), *2 * (integer,)),
+            integer,
+        ),
         "ring_decode": (
             (isa, *2 * (address,), *2 * (integer,), ctypes.c_int32, *7 * (address,), *2 * (integer,)),
             integer,

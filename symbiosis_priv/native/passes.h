@@ -109,33 +109,32 @@ struct parts {
 
 /* Load one row as float64. Returns the bits of its largest absolute value, which order like the values, nan last. */
 INLINE uint64_t load_row(const struct parts *in, int64_t row, const double *fold, double *restrict to) {
-    int64_t peak = 0;
+    uint64_t peak = 0;
     for (const struct part *part = in->part; part < in->part + in->count; part++) {
+        const void *data = (const void *)(intptr_t)part->data;
         int64_t width = part->width, first = row * part->stride;
-#define LOAD(type, convert)                                           \
-    do {                                                              \
-        const type *from = (const type *)(intptr_t)part->data + first; \
-        for (int64_t i = 0; i < width; i++) {                         \
-            double value = convert(from[i]);                          \
-            if (fold) value *= fold[i];                               \
-            int64_t bits;                                             \
-            memcpy(&bits, &value, sizeof bits);                       \
-            bits &= INT64_MAX;                                        \
-            peak = peak > bits ? peak : bits;                         \
-            to[i] = value;                                            \
-        }                                                             \
-    } while (0)
-        if (in->format == FORMAT_F32)
-            LOAD(float, (double));
-        else if (in->format == FORMAT_F64)
-            LOAD(double, (double));
-        else
-            LOAD(uint16_t, from_bf16);
-#undef LOAD
+        if (in->format == FORMAT_F32) {
+            const float *from = (const float *)data + first;
+            for (int64_t i = 0; i < width; i++) to[i] = from[i];
+        } else if (in->format == FORMAT_F64) {
+            memcpy(to, (const double *)data + first, (size_t)width * sizeof *to);
+        } else {
+            const uint16_t *from = (const uint16_t *)data + first;
+            for (int64_t i = 0; i < width; i++) to[i] = from_bf16(from[i]);
+        }
+        if (fold) {
+            for (int64_t i = 0; i < width; i++) to[i] *= fold[i];
+            fold += width;
+        }
+        for (int64_t i = 0; i < width; i++) {
+            int64_t bits;
+            memcpy(&bits, to + i, sizeof bits);
+            bits &= INT64_MAX;
+            peak = (int64_t)peak > bits ? peak : (uint64_t)bits;
+        }
         to += width;
-        if (fold) fold += width;
     }
-    return (uint64_t)peak;
+    return peak;
 }
 
 /* ring.quantise_rows for one row, which `v` holds. Returns the row's scale. */
@@ -158,8 +157,8 @@ INLINE double quantise_row(double *restrict v, int64_t width, double peak, doubl
 }
 
 INLINE int64_t encode_rows(const struct parts *in, int64_t width, const double *fold, double l1, double l2,
-                           const int32_t *limbs, int32_t *out, double *scale, int64_t *expected, int64_t row,
-                           int64_t stop, dot_function *dot) {
+                           const int32_t *limbs, const int64_t *masks, int64_t mask_count, int32_t *out,
+                           double *scale, int64_t *expected, int64_t row, int64_t stop, dot_function *dot) {
     double *values = malloc((size_t)width * sizeof *values);
     if (!values) return NO_MEMORY;
     for (; row < stop; row++) {
@@ -170,6 +169,10 @@ INLINE int64_t encode_rows(const struct parts *in, int64_t width, const double *
         int32_t *xq = out + row * width;
         scale[row] = quantise_row(values, width, peak, l1, l2, xq);
         if (limbs) expected[row] = (int64_t)dot(xq, limbs, width);
+        for (int64_t k = 0; k < mask_count; k++) {
+            const int32_t *mask = (const int32_t *)(intptr_t)masks[k] + row * width;
+            for (int64_t i = 0; i < width; i++) xq[i] += mask[i];
+        }
     }
     free(values);
     return row;
@@ -308,9 +311,11 @@ INLINE void norms_of(const int16_t *weight, int64_t outputs, int64_t inputs, int
         return DOT(row, limbs, width);                                                                                \
     }                                                                                                                 \
     TARGET static int64_t encode_##suffix(const struct parts *in, int64_t width, const double *fold, double l1,       \
-                                          double l2, const int32_t *limbs, int32_t *out, double *scale,               \
-                                          int64_t *expected, int64_t start, int64_t stop) {                           \
-        return encode_rows(in, width, fold, l1, l2, limbs, out, scale, expected, start, stop, dot_##suffix);          \
+                                          double l2, const int32_t *limbs, const int64_t *masks, int64_t mask_count,  \
+                                          int32_t *out, double *scale, int64_t *expected, int64_t start,              \
+                                          int64_t stop) {                                                             \
+        return encode_rows(in, width, fold, l1, l2, limbs, masks, mask_count, out, scale, expected, start, stop,      \
+                           dot_##suffix);                                                                             \
     }                                                                                                                 \
     TARGET static int64_t decode_##suffix(const int32_t *answer, const int64_t *effects, int64_t effect_count,        \
                                           int64_t width, int shift, const int32_t *limbs, const int64_t *expected,    \
@@ -349,16 +354,17 @@ PASSES(avx512, TARGET_AVX512, p61_dot_512)
 #define BY_ISA(isa, pass, ...) ((void)(isa), pass##_portable(__VA_ARGS__))
 #endif
 
-/* Quantise rows start .. stop, and compute the expected value of their check.
+/* Quantise rows start .. stop, compute the expected value of their check, and add masks modulo 2^32.
  *
  * in: [rows, columns] in all. fold: float64 [columns] that columns are multiplied by first, or NULL.
- * limbs: int32 [3, columns] of V, or NULL. out: int32 [rows, columns]; scale: float64 [rows]; expected: int64 [rows].
+ * limbs: int32 [3, columns] of V, or NULL. masks[0..mask_count) by address: int32 [rows, columns]. out: int32 [rows, columns]; scale: float64 [rows]; expected: int64 [rows].
  * Returns the first row that is not finite, `stop` if all are, or NO_MEMORY. */
 EXPORT int64_t ring_encode(int32_t isa, const struct parts *in, int64_t columns, const double *fold, double l1,
-                           double l2, const int32_t *limbs, int32_t *out, double *scale, int64_t *expected,
-                           int64_t start, int64_t stop) {
+                           double l2, const int32_t *limbs, const int64_t *masks, int64_t mask_count, int32_t *out,
+                           double *scale, int64_t *expected, int64_t start, int64_t stop) {
     uint64_t mode = set_default_mode();
-    int64_t end = BY_ISA(isa, encode, in, columns, fold, l1, l2, limbs, out, scale, expected, start, stop);
+    int64_t end =
+        BY_ISA(isa, encode, in, columns, fold, l1, l2, limbs, masks, mask_count, out, scale, expected, start, stop);
     restore_mode(mode);
     return end;
 }

@@ -14,10 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -116,6 +115,7 @@ class Channel:
 
     Attributes:
         connection: the current connection, or None.
+        used_at: time of the latest answer to `repeat`, as its caller sets it.
         closed: set when this side has closed the channel; a failure is then not counted against the provider.
     """
 
@@ -149,7 +149,7 @@ class Channel:
         self.closed = threading.Event()
         self._name = peer.label
         self.connection: ClientConnection | None = None
-        self._began = 0.0
+        self._began = self.used_at = 0.0
         self._wanted: Callable[[], bool] | None = None
         self._welcome: wire.Welcome | None = None
 
@@ -230,11 +230,18 @@ class Channel:
         return self._once(ask, deadline, since=since)
 
     def repeat(
-        self, frames: KnownFrames, nonce: bytes, rows: MaskedRows, *, deadline: float, meanwhile: Callable[[], None]
+        self,
+        frames: KnownFrames,
+        nonce: bytes,
+        rows: MaskedRows,
+        answer: Tensor,
+        *,
+        deadline: float,
+        meanwhile: Callable[[], None],
     ) -> Reply:
-        """`attempt` with a request like an earlier one on this channel. An answer with another header than the earlier
-        answer's is read as `attempt` reads it."""
-        return self._once(lambda deadline: self._repeat(frames, nonce, rows, deadline, meanwhile), deadline)
+        """`attempt` with a request like an earlier one on this channel, and memory for its answer. An answer with
+        another header than the earlier answer's is read as `attempt` reads it."""
+        return self._once(partial(self._repeat, frames, nonce, rows, answer, meanwhile), deadline)
 
     def permit(self, helpers: Sequence[str], *, deadline: float) -> wire.Permit:
         """Ask an executor for a permit: helpers with these certificates may send it blocks of this tenant. Raises
@@ -368,7 +375,13 @@ class Channel:
         return self._receive(message, outputs, connection, deadline)
 
     def _repeat(
-        self, frames: KnownFrames, nonce: bytes, rows: MaskedRows, deadline: float, meanwhile: Callable[[], None]
+        self,
+        frames: KnownFrames,
+        nonce: bytes,
+        rows: MaskedRows,
+        answer: Tensor,
+        meanwhile: Callable[[], None],
+        deadline: float,
     ) -> Reply:
         if type(rows) is not MaskedRows:
             raise TypeError("only MaskedRows can be sent to a provider (tenant.core.masked)")
@@ -378,25 +391,24 @@ class Channel:
         if connection is None or (stream := connection.stream) is None:
             raise ConnectionLostError(f"the connection to {self._name} was lost")
         encoding, words = frames.encoding, rows.masked_words
-        if self._wiretap:
-            self._wiretap.sent(self.peer, frames.message(nonce), _as_sent(frames.message(nonce), words))
+        if self._wiretap:  # it may keep the words, whose memory is used again
+            self._wiretap.sent(self.peer, frames.message(nonce), _as_sent(frames.message(nonce), words.clone()))
         request, payload = frames.request[0] + nonce + frames.request[1], encoding.pack(words)
         try:
             stream.send_frame(request, payload, deadline=deadline)
             self.traffic.bytes_sent += len(request) + len(payload)
             meanwhile()
-            answer = frames.answer[0] + nonce + frames.answer[1]
-            entries = np.empty((frames.like.rows, frames.outputs), np.int32)
+            head, entries = frames.answer[0] + nonce + frames.answer[1], answer.numpy()
             space = encoding.payload_space(entries)
-            known = not self._wiretap and stream.receive_known(answer, space, deadline=deadline)
+            known = not self._wiretap and stream.receive_known(head, space, deadline=deadline)
         except (OSError, ConnectionLostError) as error:
             raise connection.named(error) from error
         if not known:
             return self._receive(frames.message(nonce), frames.outputs, connection, deadline)
         encoding.unpack_in_place(entries)
-        self.traffic.bytes_received += len(answer) + len(space)
+        self.traffic.bytes_received += len(head) + len(space)
         self.traffic.round_trips += 1
-        return Reply(torch.from_numpy(entries), False, connection)
+        return Reply(answer, False, connection)
 
     def _receive(
         self, message: wire.Execute | wire.Effect, outputs: int, connection: ClientConnection, deadline: float
@@ -486,6 +498,5 @@ def _as_sent(message: wire.Binding, words: Tensor | None) -> Tensor | None:
     return message.encoding.unpack(message.encoding.pack(words), rows=len(words))
 
 
-def fresh_nonce() -> bytes:
-    """Return 16 random bytes that bind an answer to its request."""
-    return os.urandom(wire.NONCE_BYTES)
+fresh_nonce: Final = partial(os.urandom, wire.NONCE_BYTES)
+"""Returns random bytes that bind an answer to its request."""

@@ -34,6 +34,7 @@ PARALLEL_CHANNELS: Final = 2
 """Connections for one product: one connection transfers data while the rows of the other are multiplied."""
 MOST_CHANNELS: Final = 8
 """Maximum number of connections for products of several threads. A provider's default limit per tenant is 64."""
+_FRESH_S: Final = 0.2  # a connection that has just answered is used without asking whether the provider has left
 
 
 class Answer:
@@ -50,7 +51,8 @@ class Answer:
     def __init__(
         self, client: "ExecutorClient", channel: Channel, replies: Sequence[Reply], request: wire.Execute, began: float
     ) -> None:
-        self.words, self.seconds = joined([reply.words for reply in replies]), time.monotonic() - began
+        self.words = replies[0].words if len(replies) == 1 else torch.cat([reply.words for reply in replies])
+        self.seconds = time.monotonic() - began
         self.relayed = replies[0].relayed
         self.missed = bool(request.blocks) and not self.relayed
         self._client, self._channel, self._reply, self._nonce = client, channel, replies[0], request.nonce
@@ -97,7 +99,8 @@ class ExecutorClient:
         self.confirms: deque[bytes] = deque()
         self._new_channel = new_channel
         self._free: list[Channel] = []
-        self._returned = threading.Condition()
+        self._lock = threading.Lock()
+        self._returned = threading.Condition(self._lock)
         self._waiting = 0  # threads that wait for a free channel
         self._closed = False
 
@@ -105,7 +108,7 @@ class ExecutorClient:
         """Close all connections and stop the threads, for good and without waiting. Requests in flight fail."""
         for worker in self.workers:
             worker.stop()
-        with self._returned:
+        with self._lock:
             self._closed = True
         for channel in self.channels:
             channel.close()
@@ -138,7 +141,7 @@ class ExecutorClient:
 
     def acquire(self, *, until: float) -> Channel:
         """Take a channel as `take` does. The caller must `release` it."""
-        with self._returned:
+        with self._lock:
             while not self._free and len(self.channels) >= MOST_CHANNELS:
                 self._waiting += 1
                 try:
@@ -156,7 +159,7 @@ class ExecutorClient:
 
     def release(self, channel: Channel) -> None:
         """Return a channel, so that another thread can take it."""
-        with self._returned:
+        with self._lock:
             self._free.append(channel)
             if self._waiting:
                 self._returned.notify()
@@ -204,16 +207,24 @@ class ExecutorClient:
                 self.release(channel)
 
     def repeat(
-        self, frames: KnownFrames, nonce: bytes, rows: MaskedRows, *, deadline: float, meanwhile: Callable[[], None]
+        self,
+        frames: KnownFrames,
+        nonce: bytes,
+        rows: MaskedRows,
+        answer: Tensor,
+        *,
+        deadline: float,
+        meanwhile: Callable[[], None],
     ) -> Answer | None:
-        """Send a request like an earlier one, as `ask` does. Returns None if no open connection is free; nothing was
-        sent then."""
+        """Send a request like an earlier one, as `ask` does, with memory for its answer. Returns None if no open
+        connection is free; nothing was sent then."""
         channel = self.acquire(until=deadline)
         try:
-            if channel.probe() is None:
-                return None
             started = time.monotonic()
-            reply = channel.repeat(frames, nonce, rows, deadline=deadline, meanwhile=meanwhile)
+            if channel.connection is None or (started - channel.used_at > _FRESH_S and channel.probe() is None):
+                return None
+            reply = channel.repeat(frames, nonce, rows, answer, deadline=deadline, meanwhile=meanwhile)
+            channel.used_at = time.monotonic()
             return Answer(self, channel, [reply], frames.like, started)  # without blocks, the nonce is not needed
         finally:
             self.release(channel)

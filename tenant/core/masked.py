@@ -106,11 +106,12 @@ def cut(pads: Sequence[Pad], rows: int) -> tuple[Sequence[Pad], Sequence[Pad]]:
     return head, list(rest)
 
 
-def mask(rows: Tensor, pads: Sequence[Pad]) -> MaskedRows:
+def mask(rows: Tensor, pads: Sequence[Pad], *, added: bool = False) -> MaskedRows:
     """Mask rows with pads.
 
     Args:
-        rows: int32 `[r, d]`; masked in place. The caller must not write to them afterwards.
+        rows: int32 `[r, d]`; masked in place. The caller must not write to them before their product is done.
+        added: True if the pads' masks were added to the rows already (`parts.FewRows`).
         pads: pads for exactly these rows, none of them used before; or `UNMASKED_BY_CHOICE`.
 
     Raises:
@@ -119,7 +120,7 @@ def mask(rows: Tensor, pads: Sequence[Pad]) -> MaskedRows:
     if pads is not UNMASKED_BY_CHOICE:
         first = 0
         for pad in pads:
-            pad.add_mask(row_range(rows, first, pad.rows))
+            pad.add_mask(row_range(rows, first, pad.rows), added=added)
             first += pad.rows
         if first != rows.shape[0]:
             raise BurntRowError(f"{first} rows of pads were drawn for {rows.shape[0]} rows; nothing was sent")
@@ -201,6 +202,7 @@ class Gate:
         self.attributing = threading.Lock()
         self._quarantined = quarantined
         self._may_see = functools.lru_cache(_CACHED_PEERS)(federation.admissible)
+        self._passed: tuple[Peer, tuple[Peer, ...]] | None = None  # the latest; hashing peers takes longer
 
     def check(self, peer: Peer, rows: MaskedRows | None) -> None:
         """Check a request before its first byte is sent.
@@ -214,15 +216,17 @@ class Gate:
             RoleConflictError: the provider's company knows a seed of these rows' pads (rule 8).
         """
         with self.attributing:
-            if peer in self._quarantined:
+            if self._quarantined.parties and peer in self._quarantined:
                 raise QuarantinedError(f"{peer.role} {peer.name!r} is quarantined; nothing more is sent")
         if rows is None:
             if peer.role != "helper":
                 raise RoleConflictError(f"{peer.role} {peer.name!r} was about to get a seed; nothing was sent")
-        elif peer.role != "executor" or (rows.holders and not self._may_see(peer, rows.holders)):
-            raise RoleConflictError(
-                f"{peer.role} {peer.name!r} was about to get rows under a pad of its own company; nothing was sent"
-            )
+        elif (peer, rows.holders) != self._passed:
+            if peer.role != "executor" or (rows.holders and not self._may_see(peer, rows.holders)):
+                raise RoleConflictError(
+                    f"{peer.role} {peer.name!r} was about to get rows under a pad of its own company; nothing was sent"
+                )
+            self._passed = peer, rows.holders
 
     def check_relay(self, executor: Peer, holders: Collection[Peer]) -> None:
         """Check rule 8 before these helpers of a pad are told to relay its effects. Raises `RoleConflictError`."""

@@ -209,15 +209,16 @@ class Pad:
         self.rows, self.shares = rows, shares
         self._unused = [True]  # popping is atomic, also with threads
 
-    def add_mask(self, rows: Tensor) -> None:
-        """Add the mask to int32 rows `[r, d]`, in place.
+    def add_mask(self, rows: Tensor, *, added: bool = False) -> None:
+        """Add the mask to int32 rows `[r, d]`, in place, unless it was `added` to rows that nobody has got yet.
 
         Raises:
             BurntRowError: this pad was used before; the rows are unchanged.
         """
         self._use()
-        for share in self.shares:
-            share.keystream.add_to(rows, first_row=share.first_row)
+        if not added:
+            for share in self.shares:
+                share.keystream.add_to(rows, first_row=share.first_row)
 
     def subtract_mask(self, rows: Tensor) -> None:
         """Subtract the mask, in place. The pad remains used."""
@@ -289,6 +290,11 @@ class Pad:
         kind = type(self)
         others = tuple([share.without_first(rows) for share in self.shares])
         return kind(rows, self.shares), kind(self.rows - rows, others)
+
+    def cut(self, rows: int) -> list[Self]:
+        """Split into pads of `rows` rows each, of which this pad has a multiple. They replace this pad."""
+        self._use()
+        return [type(self)(rows, tuple([s.without_first(n) for s in self.shares])) for n in range(0, self.rows, rows)]
 
     def _use(self) -> None:
         try:

@@ -33,7 +33,7 @@ from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.errors import NonFiniteError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import DEFAULT_RING_BITS, GroupIndex, RingBits
-from symbiosis_priv.native import FORMATS, array_of, pointer
+from symbiosis_priv.native import array_of, pointer
 from symbiosis_priv.network import wire
 from tenant.core.masked import MaskedRows, mask, remask
 from tenant.core.pads import Pad, row_range, with_first_rows
@@ -351,30 +351,41 @@ MOST_FEW = 16
 """Largest number of rows of `FewRows`."""
 _BRIEF = 1 << 14  # entries that take less time than reacquiring the GIL
 
+Layout = ctypes.Array[ctypes.c_int64]
+"""Addresses, or the column blocks of a matrix (`native.layout`)."""
+Places = tuple[Layout, Layout]
+"""Where the rows of a product are read, and where its results are written."""
+
 
 class Space(NamedTuple):
-    """Memory for one product of `FewRows`: `words` int32 `[r, d]`, `numbers` float64 `[2, r]`, and a flag for each row.
-    `numbers` holds the rows' scales, and the bits of R applied to their true product, int64."""
+    """Memory for one product of `FewRows`: `words` int32 `[r, d]`, `numbers` float64 `[2, r]`, `answer` int32 `[r, o]`,
+    and a flag for each row. `numbers` holds the rows' scales, and the bits of R applied to their true product, int64.
+    """
 
     words: Tensor
     numbers: Tensor
+    answer: Tensor
     refused: ctypes.Array[ctypes.c_uint8]
     addresses: tuple[int, int, int]
 
 
-Layout = ctypes.Array[ctypes.c_int64]
-Effects = tuple[Sequence[Tensor], Layout]
-"""The effects of pads, and their addresses."""
+class PreparedPads(NamedTuple):
+    """Pads for the rows of `FewRows`, with the addresses of their masks and of their effects, which are `kept`."""
+
+    pads: Sequence[Pad]
+    kept: Sequence[object]
+    masks: Layout
+    effects: Layout
 
 
 class FewRows:
     """A few rows in two compiled calls, whose arguments are prepared once: `like.count` rows of the layer group and
     direction of `like`. For a few rows, Python's way through `Part` takes longer than the arithmetic. `space` and
-    `effects` prepare the rest, which does not depend on the rows, while another answer is awaited.
+    `prepared` prepare the rest, which does not depend on the rows, while another answer is awaited.
 
-    The steps and their order are the same: quantise and compute the expected check; later subtract the effects, check,
-    dequantise. The masking between them is `masked.mask`. Whenever anything is unusual, `part` makes the `Part` with
-    which the usual way goes on: the same integers, pads and masked rows.
+    The steps and their order are the same: quantise, compute the expected check and add the masks; later subtract the
+    effects, check, dequantise. A pad is burnt before its rows become `MaskedRows`. Whenever anything is unusual, `part`
+    makes the `Part` with which the usual way goes on: the same integers, pads and masked rows.
 
     Args:
         like: a part of float rows for one matrix; all rows of its product.
@@ -387,7 +398,7 @@ class FewRows:
         assert library is not None
         self.count, self.width, self.outputs = like.count, like.width, like.outputs
         self._place = like.index, like.direction
-        self._column, self._second, self._bound = like.column, like.second, rows.bound
+        self.bound, self._column, self._second = rows.bound, like.column, like.second
         if like.count * like.widest <= _BRIEF:
             library = native.brief_library()
         self._encode, self._decode, self._isa = library.ring_encode, library.ring_decode, int(native.best(library))
@@ -396,59 +407,48 @@ class FewRows:
         self._check = self.outputs, DEFAULT_RING_BITS - rows.ring_bits, like.column.limbs.data_ptr()
         self._after = pointer(rows.channel_scale), pointer(rows.bias)
         self._flags = ctypes.c_uint8 * like.count
+        self.entries = 4 * self.count + self.count * (self.width + self.outputs)
 
-    def takes(self, rows: FloatRows) -> tuple[Layout, Layout] | None:
-        """Return where these rows are read and their results written, if they are like those that the arguments were
-        prepared for; otherwise None. The compiled code trusts these shapes."""
-        if rows.bound is not self._bound:
-            return None
-        inputs, outputs = self._layout(rows.inputs, self.width), self._layout(rows.outputs, self.outputs)
-        return None if inputs is None or outputs is None else (inputs, outputs)
+    def space(self, memory: Tensor) -> Space:
+        """Return memory of one product: the first `entries` of `memory`, int32."""
+        rows, scales = self.count, memory.data_ptr()  # float64 first, because of their alignment
+        numbers, words, answer = memory[: self.entries].split([4 * rows, rows * self.width, rows * self.outputs])
+        addresses = words.data_ptr(), scales, scales + 8 * rows
+        numbers = numbers.view(torch.float64).view(2, rows)
+        return Space(words.view(rows, -1), numbers, answer.view(rows, -1), self._flags(), addresses)
 
-    def _layout(self, matrices: Sequence[Tensor], width: int) -> Layout | None:
-        dtype, rows = matrices[0].dtype, self.count
-        fields = [FORMATS.get(dtype, -1), len(matrices)]
-        for matrix in matrices:
-            shape = matrix.shape
-            if matrix.dtype is not dtype or len(shape) != 2 or shape[0] != rows or matrix.stride(1) != 1:
-                return None
-            width -= shape[1]
-            fields += matrix.data_ptr(), matrix.stride(0), shape[1]
-        return None if width or fields[0] < 0 else array_of(fields)
+    def prepared(self, pads: Sequence[Pad]) -> list[PreparedPads]:
+        """Prepare a pad whose effects have arrived, or no pad, for one or several products, the last one first."""
+        if not pads:
+            return [PreparedPads(pads, (), array_of(()), array_of(()))]
+        [pad], count, found = pads, self.count, list[PreparedPads]()
+        masks, effects = [share.keystream.expand(share.first_row, pad.rows) for share in pad.shares], pad.effects()
+        for first, one in zip(range(0, pad.rows, count), pad.cut(count), strict=True):
+            places = [array_of([m.data_ptr() + 4 * first * m.shape[1] for m in kept]) for kept in (masks, effects)]
+            found.append(PreparedPads([one], (masks, effects), *places))
+        return found[::-1]
 
-    def space(self) -> Space:
-        """Allocate the memory of one product."""
-        words = torch.empty((self.count, self.width), dtype=torch.int32, device="cpu")
-        numbers = torch.empty((2, self.count), dtype=torch.float64, device="cpu")
-        scales = numbers.data_ptr()
-        return Space(words, numbers, self._flags(), (words.data_ptr(), scales, scales + 8 * self.count))
-
-    def effects(self, pads: Sequence[Pad]) -> Effects:
-        """Return the effects of pads, which have arrived."""
-        effects = [effect for pad in pads for effect in pad.effects()]
-        return effects, native.addresses(effects)
-
-    def encode(self, inputs: Layout, space: Space) -> None:
-        """Quantise rows that `takes` accepts. Raises `NonFiniteError`: inf or nan among the rows."""
-        done = self._encode(self._isa, inputs, *self._before, *space.addresses, 0, self.count)
+    def mask(self, inputs: Layout, pads: PreparedPads, space: Space) -> MaskedRows:
+        """Quantise and mask rows. Raises `NonFiniteError`: inf or nan among the rows; no pad was burnt."""
+        mine = *self._before, pads.masks, len(pads.masks), *space.addresses
+        done = self._encode(self._isa, inputs, *mine, 0, self.count)
         if done != self.count:
             raise MemoryError if done < 0 else NonFiniteError
+        return mask(space.words, pads.pads, added=True)
 
-    def decode(self, answer: Tensor, effects: Effects, space: Space, outputs: Layout) -> bool:
+    def decode(self, answer: Tensor, pads: PreparedPads, space: Space, outputs: Layout) -> bool:
         """Unmask and check an answer, int32 `[r, o]`, and write the results. Returns False if a row failed the check:
         the results must then not be used."""
         _, scales, expected = space.addresses
-        matrices, addresses = effects
-        opened = answer.data_ptr(), addresses, len(matrices), *self._check, expected, scales, *self._after
+        opened = answer.data_ptr(), pads.effects, len(pads.effects), *self._check, expected, scales, *self._after
         if self._decode(self._isa, *opened, outputs, space.refused, 0, self.count) != self.count:
             raise MemoryError
         return not any(space.refused)
 
-    def part(self, rows: FloatRows, space: Space, pads: Sequence[Pad], sent: MaskedRows | None) -> Part:
-        """The part with which the usual way goes on: masked already, or (`sent` is None) not yet."""
+    def part(self, rows: FloatRows, space: Space, sent: MaskedRows) -> Part:
+        """The part with which the usual way goes on."""
         rows.scale, expected = space.numbers[0], space.numbers[1].view(torch.int64)
-        part = Part(*self._place, rows, 0, space.words, self._column, expected, self._second, pads, self.outputs)
-        if sent is not None:
-            part.sent = sent
-            del part.encoded
+        part = Part(*self._place, rows, 0, space.words, self._column, expected, self._second, sent.pads, self.outputs)
+        part.sent = sent
+        del part.encoded
         return part

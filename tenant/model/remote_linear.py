@@ -100,7 +100,8 @@ class LayerGroup:
                     return parts[0]
                 pending = state.pending = _Pending(x, list(parts))
             part, pending.parts[member] = pending.parts[member], None
-            if all(p is None for p in pending.parts):
+            pending.left -= 1
+            if not pending.left:
                 state.pending = None
             assert part is not None
             return part
@@ -119,6 +120,10 @@ class LayerGroup:
             sent := [(r, extra) for r in self.adapter_rows if (extra := r.rows()) is not None]
         ):
             return self._forward_with(sent, x, dtype)
+        with waiting:
+            few = self.backend.forward_few(self.index, x, self._outputs, dtype)
+        if few is not None:
+            return tuple(few)
         rows = x.reshape(-1, x.shape[-1])
         # separate tensors, not views of one: callers may write to them
         parts = tuple(torch.empty(shape, dtype=dtype, device=x.device) for shape in self.shapes(x))
@@ -171,7 +176,7 @@ class _Pending:
         self._x = weakref.ref(x)
         self._state = _state(x)
         self._copy = x.clone() if x.is_inference() and len(parts) > 1 else None
-        self.parts = parts
+        self.parts, self.left = parts, len(parts)
 
     def is_for(self, x: Tensor) -> bool:
         if self._x() is not x or self._state != _state(x):
@@ -323,7 +328,10 @@ class RemoteLayer(nn.Module):
         return self.bias is not None and (self._bias_trained or self.bias.requires_grad)
 
     def forward(self, input: Tensor) -> Tensor:
-        y: Tensor = group_output(input, self.group.handle, self.member)
+        if torch.compiler.is_dynamo_compiling():
+            y: Tensor = group_output(input, self.group.handle, self.member)
+        else:
+            y = self.group.output(input, self.member)
         for part in self.moved or ():
             y = y - part(input).to(y.dtype)
         if self.bias is not None and self._has_other_bias:

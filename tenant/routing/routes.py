@@ -309,14 +309,19 @@ class Routes:
 
     # Outcomes of requests
 
-    def answered(self, provider: KnownProvider, *, seconds: float, size: int) -> None:
-        """Record that an executor answered. The answer is not checked yet."""
+    def answered(
+        self, provider: KnownProvider, *, seconds: float, size: int, verified: Collection[Peer] | None = None
+    ) -> None:
+        """Record that an executor answered. `verified`: as for `record_verified`; None if the answer is not checked
+        yet."""
         with self._lock:
             provider.requests += 1
             provider.in_flight = max(0, provider.in_flight - 1)
             now = self._clock()
             if provider.health.answered(now, seconds=seconds, size=size) and self._others(provider):
                 log.warning("%s answers again, after %.1f s", provider, now - provider.health.down_since)
+            if verified is not None:
+                self._verified(provider, verified)
 
     def failed(self, provider: KnownProvider, why: object, *, waited_s: float = 0.0) -> None:
         """Record that the provider was lost, late or busy, or refused, after a wait of `waited_s`."""
@@ -357,10 +362,14 @@ class Routes:
         return self.has_spares if provider.peer.role == "helper" else len(self.executors) > 1
 
     def record_verified(self, executor: KnownProvider, holders: Collection[Peer]) -> None:
+        """Record that an answer of the executor, and the effects of these helpers, passed the check."""
         with self._lock:
-            executor.verified += 1
-            for provider in self.helpers if holders else ():
-                provider.verified += provider.peer in holders
+            self._verified(executor, holders)
+
+    def _verified(self, executor: KnownProvider, holders: Collection[Peer]) -> None:
+        executor.verified += 1
+        for provider in self.helpers if holders else ():
+            provider.verified += provider.peer in holders
 
     def cancelled(self, provider: KnownProvider) -> None:
         """Record that the chosen executor was not asked, or that its answer is not used."""

@@ -3,8 +3,8 @@
 Decoding sends one row per product, and Python's way through the session takes longer than the product. After the usual
 way (`session`) has computed a product of a few rows at its first attempt, a `Lane` repeats it with all that does not
 change prepared: the arguments of the compiled passes (`core.parts.FewRows`), and the bytes of both headers, in which
-only the nonce changes. What the next product needs besides its rows (pads, their masks, memory) is made ready while an
-answer is awaited. The steps, their order and every bit are the same: encode, burn pads, mask, gate, send, check.
+only the nonce changes. The next product's pads and masks are made ready while an answer is awaited, and memory is used
+again. The steps and every bit are the same: encode, mask, burn pads, gate, send, check.
 
 Everything unusual goes back to the usual way, with rows, pads and bytes as they are: pads that do not fit or whose
 effects are not there, no free connection, an answer with another header, a failure, a row that fails the check. A lane
@@ -16,19 +16,23 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from symbiosis_priv import native
 from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.errors import NonFiniteError
+from symbiosis_priv.native import FORMATS, array_of
 from tenant.connections.channel import KnownFrames, fresh_nonce
 from tenant.connections.executor_client import Answer, ExecutorClient
-from tenant.core.masked import mask
+from tenant.core.masked import MaskedRows
 from tenant.core.pads import Pad
-from tenant.core.parts import MOST_FEW, Effects, FewRows, FloatRows, Part, Space
+from tenant.core.parts import MOST_FEW, FewRows, FloatRows, Layout, Part, Places, PreparedPads, Space
 from tenant.core.verifier import V
 from tenant.routing.known_provider import KnownProvider
 from tenant.routing.routes import Routes
 from tenant.session import tally
-from tenant.session.supply import Supply, has_effects
+from tenant.session.supply import Supply
 from tenant.session.tally import Tally, clock, sights
 
 
@@ -47,19 +51,13 @@ class Attempt(NamedTuple):
 
 
 class Unfinished(NamedTuple):
-    """What the usual way must go on with: all rows if `part` is None, or the part, which has pads. `attempt` is None if
+    """What the usual way must go on with: the rows if nothing is masked, or what was masked. `attempt` is None if
     nothing was sent."""
 
-    part: Part | None = None
+    sent: MaskedRows | None = None
+    space: Space | None = None
+    nonce: bytes = b""
     attempt: Attempt | None = None
-
-
-class _Ready(NamedTuple):
-    """What a product needs besides its rows."""
-
-    pads: Sequence[Pad]
-    effects: Effects
-    space: Space
 
 
 class Lane:
@@ -69,6 +67,7 @@ class Lane:
         part: its only part.
         v: V of the matrix.
         client: the executor that has answered.
+        memory: of finished products, which lanes use again.
     """
 
     def __init__(
@@ -79,96 +78,146 @@ class Lane:
         routes: Routes,
         pads: Supply,
         counters: Tally,
+        memory: list[Tensor],
         *,
         deadline_s: float,
     ) -> None:
         [[request]] = part.requests.values()
         assert isinstance(v, Column)
-        self._routes, self._pads, self._tally, self._deadline_s = routes, pads, counters, deadline_s
+        self._routes, self._tally, self._deadline_s, self._memory = routes, counters, deadline_s, memory
         self._client, self._provider = client, client.provider
-        self._few = FewRows(part, v)
+        self.few = FewRows(part, v)
+        self.place, self._pads = (part.index, part.direction), pads
         self._frames = KnownFrames(request, inputs=part.width, outputs=part.outputs)
-        self._place, self._size = (part.index, part.direction), part.size
+        self._size = part.size
         self._asked = next(iter(part.requests))
         self._version, self._welcome = routes.version, client.provider.welcome
-        self._ready: list[_Ready] = []  # popping is atomic, also with threads
+        self._ready: list[PreparedPads] = []  # popping is atomic, also with threads
+        self._used: tuple[Tensor, Space] | None = None  # the latest memory, as this lane divides it
 
-    def multiply(self, rows: FloatRows) -> Unfinished | None:
-        """Compute a product. Returns None if it is done."""
-        few, routes, provider = self._few, self._routes, self._provider
-        if not (routes.all_up and routes.version == self._version and provider.welcome == self._welcome):
-            return Unfinished()
-        if (places := few.takes(rows)) is None:
+    @property
+    def ended(self) -> bool:
+        """True if another executor may serve the group, or if this one states other limits."""
+        return self._routes.version != self._version or self._provider.welcome != self._welcome
+
+    def places(self, rows: FloatRows) -> Places | None:
+        """Where these rows are read and their results written, if they are like those that this lane was made for;
+        otherwise None. The compiled code trusts these shapes."""
+        inputs, outputs = self._layout(rows.inputs, self.few.width), self._layout(rows.outputs, self.few.outputs)
+        return None if inputs is None or outputs is None or rows.bound is not self.few.bound else (inputs, outputs)
+
+    def _layout(self, matrices: Sequence[Tensor], width: int) -> Layout | None:
+        dtype, rows = matrices[0].dtype, self.few.count
+        fields = [FORMATS.get(dtype, -1), len(matrices)]
+        for matrix in matrices:
+            shape = matrix.shape
+            if matrix.dtype is not dtype or len(shape) != 2 or shape[0] != rows or matrix.stride(1) != 1:
+                return None
+            width -= shape[1]
+            fields += matrix.data_ptr(), matrix.stride(0), shape[1]
+        return None if width or fields[0] < 0 else array_of(fields)
+
+    def outputs(self, x: Tensor, widths: Sequence[int], dtype: torch.dtype) -> tuple[list[Tensor], Places] | None:
+        """Allocate the outputs `[..., w_k]` of inputs `[..., d]`. Returns them, and the places of both; None if this
+        lane does not take such inputs."""
+        few, (*lead, width), read, written = self.few, x.shape, FORMATS.get(x.dtype), FORMATS.get(dtype)
+        if read is None or written is None or width != few.width or sum(widths) != few.outputs:
+            return None
+        if not (x.is_cpu and x.is_contiguous() and x.numel() == few.count * width):
+            return None
+        fields, outputs = [written, len(widths)], list[Tensor]()
+        for width in widths:
+            out = torch.empty((*lead, width), dtype=dtype, device="cpu")
+            outputs.append(out)
+            fields += out.data_ptr(), width, width
+        return outputs, (array_of((read, 1, x.data_ptr(), few.width, few.width)), array_of(fields))
+
+    def multiply(self, places: Places) -> Unfinished | None:
+        """Compute a product of rows at these places. Returns None if it is done."""
+        few, routes, provider, measured = self.few, self._routes, self._provider, tally.recording is not None
+        if not routes.all_up or sights or self.ended:
             return Unfinished()
         inputs, outputs = places
         times = [clock()]
+        if not self._ready:
+            self._prepare_next()
         try:
-            ready = self._ready.pop()
-        except IndexError:  # another thread has taken it, or no pad was there
-            ready = None
-        space = few.space() if ready is None else ready.space
+            pads = self._ready.pop()
+        except IndexError:  # no pad was there, or another thread has taken it
+            return Unfinished()
+        if measured:
+            times.append(clock())
+        memory, space = self._take_memory()
         try:
-            few.encode(inputs, space)
+            sent = few.mask(inputs, pads, space)
         except NonFiniteError:
-            if ready is not None:
-                self._ready.append(ready)  # nothing was masked with its pads
+            self._ready.append(pads)
             raise
-        times.append(clock())
-        if ready is not None:
-            pads, effects = ready.pads, ready.effects
-            self._pads.used(*self._place, few.count)
-        else:
-            pads = self._pads.take(*self._place, few.count)
-            if pads and not (len(pads) == 1 and has_effects(pads[0])):
-                return Unfinished(few.part(rows, space, pads, None))
-            effects = few.effects(pads)
-        times.append(clock())
-        if sights:
-            tally.before_mask(space.words)
-        sent = mask(space.words, pads)
-        times.append(clock())
-        since = time.monotonic()
-        nonce = fresh_nonce()
+        since, nonce = time.monotonic(), fresh_nonce()
+        if measured:
+            times += clock(), clock()
         routes.taken(provider)
+        answer: Answer | None = None
         try:
-            answer = self._client.repeat(
-                self._frames, nonce, sent, deadline=since + self._deadline_s, meanwhile=self._prepare_next
-            )
+            asked, until = (self._frames, nonce, sent, space.answer), since + self._deadline_s
+            answer = self._client.repeat(*asked, deadline=until, meanwhile=self._prepare_next)
         except BaseException as error:
-            return self._unfinished(few.part(rows, space, pads, sent), nonce, since, error)
+            return self._unfinished(sent, space, nonce, Attempt(provider, since, error))
         if answer is None:
             routes.cancelled(provider)
-            return Unfinished(few.part(rows, space, pads, sent))
-        times.append(clock())
-        if not few.decode(answer.words, effects, space, outputs):
-            return self._unfinished(few.part(rows, space, pads, sent), nonce, since, answer)
-        if tally.recording is not None:
+            return self._unfinished(sent, space, b"", None)
+        if measured:
+            times.append(clock())
+        if not few.decode(answer.words, pads, space, outputs):
+            return self._unfinished(sent, space, nonce, Attempt(provider, since, answer))
+        self._memory.append(memory)
+        if measured:
             tally.record_steps([*times, clock()])
-        if sights:
-            tally.after_answer(sent, ring_bits=rows.ring_bits)
-        routes.answered(provider, seconds=answer.seconds, size=self._size)
-        routes.record_verified(provider, sent.holders)
+        routes.answered(provider, seconds=answer.seconds, size=self._size, verified=sent.holders)
         with self._tally.lock:
             counts = self._tally.counts
             counts.products += 1
             counts.rows += few.count
             counts.answers_verified += few.count
-            counts.effects_verified += few.count if sent.holders else 0
+            if pads.kept:
+                counts.pads_taken += few.count
+                counts.effects_verified += few.count if sent.holders else 0
         return None
 
-    def _unfinished(self, part: Part, nonce: bytes, began: float, outcome: Answer | BaseException) -> Unfinished:
-        part.requests[self._asked] = [self._frames.message(nonce)]  # a retry sends identical bytes (rule 3)
-        return Unfinished(part, Attempt(self._provider, began, outcome))
+    def part(self, rows: FloatRows, unfinished: Unfinished) -> Part:
+        """The part with which the usual way goes on."""
+        assert unfinished.sent is not None
+        assert unfinished.space is not None
+        part = self.few.part(rows, unfinished.space, unfinished.sent)
+        if unfinished.attempt is not None:  # a retry sends identical bytes (rule 3)
+            part.requests[self._asked] = [self._frames.message(unfinished.nonce)]
+        return part
+
+    def _unfinished(self, sent: MaskedRows, space: Space, nonce: bytes, attempt: Attempt | None) -> Unfinished:
+        with self._tally.lock:
+            self._tally.counts.pads_taken += sum(pad.rows for pad in sent.pads)
+        return Unfinished(sent, space, nonce, attempt)
+
+    def _take_memory(self) -> tuple[Tensor, Space]:
+        try:
+            memory = self._memory.pop()
+        except IndexError:
+            memory = torch.empty(0, dtype=torch.int32, device="cpu")
+        used = self._used
+        if used is None or used[0] is not memory:
+            if len(memory) < self.few.entries:
+                memory = torch.empty(self.few.entries, dtype=torch.int32, device="cpu")
+            used = self._used = memory, self.few.space(memory)
+        return used
 
     def _prepare_next(self) -> None:
-        """Work while the answer is awaited: order pads, and make ready what the next product needs besides its rows."""
-        self._pads.order(*self._place, self._few.count)
-        if self._ready or (pads := self._pads.take_ready(*self._place, self._few.count)) is None:
-            return
-        for pad in pads:
-            for share in pad.shares:
-                share.keystream.make_ahead(share.first_row, pad.rows)
-        self._ready.append(_Ready(pads, self._few.effects(pads), self._few.space()))
+        """Work while the answer is awaited: order pads, and prepare those of the next products."""
+        count = self.few.count
+        self._pads.order(*self.place, count)
+        if not self._ready:
+            pads = self._pads.take_ready(*self.place, count, most=MOST_FEW)
+            if pads is not None:
+                self._ready += self.few.prepared(pads)
 
 
 def may_repeat(part: Part, routes: Routes, pads: Supply) -> bool:

@@ -16,6 +16,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from torch import Tensor
+
 from symbiosis_priv.arithmetic.passes import Buffers
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -78,6 +80,7 @@ class Runtime:
         self.notices = Notices(option=options.deadline_option)
         self.closing = threading.Event()
         self.lanes: dict[tuple[GroupIndex, Direction, int], Lane] = {}
+        self._lane_memory: list[Tensor] = []
         self._federation = federation
         self.executors = _Executors(self._new_executor)
         self._probing: set[Channel] = set()
@@ -136,7 +139,8 @@ class Runtime:
         if place not in self.lanes:
             v = self.preparation.keys[part.index, part.direction][1]
             client, deadline_s = self.executors[provider], self.options.deadline_s
-            self.lanes[place] = Lane(part, v, client, self.routes, self.pads, self.tally, deadline_s=deadline_s)
+            counts, memory = self.tally, self._lane_memory
+            self.lanes[place] = Lane(part, v, client, self.routes, self.pads, counts, memory, deadline_s=deadline_s)
 
     def end_relays(self, executor: Peer) -> None:
         """End relaying to an executor for this session."""

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.modular import Column
-from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
@@ -47,7 +47,7 @@ from tenant.routing.known_provider import KnownProvider
 from tenant.routing.probing import check_expected
 from tenant.routing.routes import Routes
 from tenant.session.failover import Recovery
-from tenant.session.lane import Attempt, may_repeat
+from tenant.session.lane import Attempt, Lane, Unfinished, may_repeat
 from tenant.session.part_queue import multiply_parts, part_rows, said_most
 from tenant.session.refused import correct_or_blame
 from tenant.session.runtime import Runtime, forget_all
@@ -94,6 +94,26 @@ class Session:
     def multiply(self, index: GroupIndex, direction: Direction, rows: Rows) -> None:
         """Compute one exact product, masked and verified."""
         multiply(self._open(), index, direction, rows)
+
+    def forward_few(
+        self, index: GroupIndex, x: Tensor, widths: Sequence[int], dtype: torch.dtype
+    ) -> list[Tensor] | None:
+        """Compute the outputs of a few rows by a lane; see `Backend.forward_few`."""
+        generation()
+        runtime, facts, width = self._runtime or self._open(), self.preparation.facts[index], x.shape[-1]
+        lane = runtime.lanes.get((index, FORWARD, x.numel() // width))
+        if lane is None or lane.few.bound is not facts.bounds[FORWARD]:
+            return None
+        if (made := lane.outputs(x, widths, dtype)) is None:
+            return None
+        outputs, places = made
+        unfinished = lane.multiply(places)
+        if unfinished is not None:
+            matrices = [out.view(-1, out.shape[-1]) for out in outputs]
+            rows = FloatRows(facts, FORWARD, [x.view(-1, width)], matrices)
+            if not _finish(runtime, lane, unfinished, rows):
+                return None
+        return outputs
 
     def multiply_all(self, products: Sequence[tuple[GroupIndex, Direction, Rows]]) -> None:
         """Compute several products at the same time, each as `multiply` does."""
@@ -161,7 +181,7 @@ class Session:
         ledger.bytes_to_helpers = sum(of.bytes_sent for of in to_helpers)
         ledger.bytes_from_helpers = sum(of.bytes_received for of in to_helpers)
         pools = () if runtime is None else runtime.pads.pools
-        ledger.pads_taken = sum(p.taken for p in pools)
+        ledger.pads_taken += sum(p.taken for p in pools)
         ledger.pads_dry = sum(p.dry for p in pools)
         ledger.pads_ready = sum(p.ready() for p in pools)
         return ledger
@@ -227,16 +247,10 @@ call_in_child(_reset_all_after_fork)
 def multiply(runtime: Runtime, index: GroupIndex, direction: Direction, rows: Rows) -> None:
     """Compute one exact product; see `RingProduct.multiply` (`masking.backend`)."""
     if (lane := runtime.lanes.get((index, direction, rows.count))) is not None and type(rows) is FloatRows:
-        unfinished = lane.multiply(rows)
-        if unfinished is None:
+        places = lane.places(rows)
+        unfinished = Unfinished() if places is None else lane.multiply(places)
+        if unfinished is None or _finish(runtime, lane, unfinished, rows):
             return
-        if unfinished.part is not None:
-            send_part(runtime, unfinished.part, None, attempt=unfinished.attempt)
-            with runtime.tally.lock:
-                runtime.tally.counts.products += 1
-                runtime.tally.counts.rows += rows.count
-            return
-        runtime.lanes.pop((index, direction, rows.count), None)  # another thread may have ended it
     routes, part_bytes = runtime.routes, runtime.options.part_bytes
     if not routes.all_up:
         routes.check(index)
@@ -256,6 +270,19 @@ def multiply(runtime: Runtime, index: GroupIndex, direction: Direction, rows: Ro
     with runtime.tally.lock:
         runtime.tally.counts.products += 1
         runtime.tally.counts.rows += rows.count
+
+
+def _finish(runtime: Runtime, lane: Lane, unfinished: Unfinished, rows: FloatRows) -> bool:
+    """Finish a product that a lane has masked. Returns False if the usual way must compute it from the start."""
+    if unfinished.sent is None:
+        if lane.ended:
+            runtime.lanes.pop((*lane.place, rows.count), None)  # another thread may have ended it
+        return False
+    send_part(runtime, lane.part(rows, unfinished), None, attempt=unfinished.attempt)
+    with runtime.tally.lock:
+        runtime.tally.counts.products += 1
+        runtime.tally.counts.rows += rows.count
+    return True
 
 
 def send_part(runtime: Runtime, part: Part, preferred: KnownProvider | None, *, attempt: Attempt | None = None) -> None:

@@ -111,17 +111,12 @@ class Supply:
             pool = self._new_pool(index, direction, self.source)
         return pool.take(rows)
 
-    def take_ready(self, index: GroupIndex, direction: Direction, rows: int) -> Sequence[Pad] | None:
+    def take_ready(self, index: GroupIndex, direction: Direction, rows: int, *, most: int) -> Sequence[Pad] | None:
         """See `PadPool.take_ready`."""
         if self.source is None:
             return UNMASKED_BY_CHOICE
         pool = self._pools.get((index, direction))
-        return None if pool is None else pool.take_ready(rows)
-
-    def used(self, index: GroupIndex, direction: Direction, rows: int) -> None:
-        """Count pads of `take_ready` as taken."""
-        if (pool := self._pools.get((index, direction))) is not None:
-            pool.count(rows)
+        return None if pool is None else pool.take_ready(rows, most)
 
     def order(self, index: GroupIndex, direction: Direction, rows: int) -> None:
         """See `PadPool.order`."""
@@ -245,23 +240,21 @@ class PadPool:
             pads.append(self._source.draw(PadOrder(self._index, self._direction, missing)))
         return pads
 
-    def take_ready(self, rows: int) -> Sequence[Pad] | None:
-        """Return a pad for `rows` rows as `take` does, if the next pad has that many rows and `has_effects`; otherwise
-        None. The caller keeps the pad for its next product, and calls `count` then."""
+    def take_ready(self, rows: int, most: int) -> Sequence[Pad] | None:
+        """Return a pad for a multiple of `rows` rows, at most `most`, if the effects of the next pad have arrived and
+        answers are opened by subtracting them; otherwise None. The caller counts the rows as taken when it uses them.
+        """
         with self._lock:
-            if not self._ready or self._ready[0].rows < rows or not has_effects(self._ready[0]):
+            pad = self._ready[0] if self._ready else None
+            wanted = 0 if pad is None else min(pad.rows, most) // rows * rows
+            if not wanted or type(pad) is not Pad or any(share.effect.kept is None for share in pad.shares):
                 return None
-            pad = self._ready.popleft()
-            if pad.rows > rows:
-                pad, rest = pad.split(rows)
+            del self._ready[0]
+            if pad.rows > wanted:
+                pad, rest = pad.split(wanted)
                 self._ready.appendleft(rest)
-            self._release(rows)
+            self._release(wanted)
         return [pad]
-
-    def count(self, rows: int) -> None:
-        """Count rows of `take_ready` as taken."""
-        with self._lock:
-            self.taken += rows
 
     def order(self, rows: int) -> None:
         """Draw pads in the background until `rows` rows are ready or being drawn, or until the memory budget is used
@@ -296,11 +289,6 @@ class PadPool:
     def _release(self, rows: int) -> None:
         self._ahead -= rows
         self._memory.release(rows * self._row_bytes)
-
-
-def has_effects(pad: Pad) -> bool:
-    """Returns True if the effects of a pad have arrived, and answers are opened by subtracting them."""
-    return type(pad) is Pad and all(share.effect.kept is not None for share in pad.shares)
 
 
 def is_lost(pad: Pad) -> bool:

@@ -13,7 +13,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.errors import NonFiniteError, RangeError, SymbiosisError, VerificationError
 from symbiosis_priv.limits import GroupIndex, RingBits
 from symbiosis_priv.network import wire
-from tenant.core.parts import MOST_FEW, FloatRows
+from tenant.core.parts import MOST_FEW, FloatRows, Places
 from tenant.routing.known_provider import Tolerance
 from tenant.session import lane, session as sessions
 from tenant.session.session import Session
@@ -150,8 +150,8 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[lane.Unfinished | None]:
     found: list[lane.Unfinished | None] = []
     multiply_few = lane.Lane.multiply
 
-    def observed(self: lane.Lane, rows: FloatRows) -> lane.Unfinished | None:
-        found.append(multiply_few(self, rows))
+    def observed(self: lane.Lane, places: Places) -> lane.Unfinished | None:
+        found.append(multiply_few(self, places))
         return found[-1]
 
     monkeypatch.setattr(lane.Lane, "multiply", observed)
@@ -226,7 +226,7 @@ def test_two_threads_may_end_a_lane(scripted: Scripted, monkeypatch: pytest.Monk
     session = scripted.new_session("none")
     run(session, scripted.executor, [ONE_ROW], 32)
 
-    def ended(self: lane.Lane, rows: FloatRows) -> lane.Unfinished:
+    def ended(self: lane.Lane, places: Places) -> lane.Unfinished:
         session.runtime.lanes.clear()  # by the other thread
         return lane.Unfinished()
 
@@ -262,9 +262,9 @@ def test_a_lane_writes_results_of_the_right_shape_and_one_format(
 ) -> None:
     session = new_session("none")
     run(session, executor, [ONE_ROW], 32)
-    facts, few = session.preparation.facts[0], session.runtime.lanes[GroupIndex(0), FORWARD, 1]._few
+    facts, own = session.preparation.facts[0], session.runtime.lanes[GroupIndex(0), FORWARD, 1]
     x, width = torch.ones(1, facts.inputs(FORWARD)), facts.outputs(FORWARD)
     first, second = torch.empty(1, width - 1), torch.empty(1, 1 + more)
-    assert bool(few.takes(FloatRows(facts, FORWARD, [x], [first, second]))) == (not more)
+    assert bool(own.places(FloatRows(facts, FORWARD, [x], [first, second]))) == (not more)
     mixed = [out.to(dtype) for out, dtype in zip((first, second), dtypes, strict=True)]
-    assert not few.takes(FloatRows(facts, FORWARD, [x], mixed))
+    assert not own.places(FloatRows(facts, FORWARD, [x], mixed))

@@ -109,32 +109,33 @@ struct parts {
 
 /* Load one row as float64. Returns the bits of its largest absolute value, which order like the values, nan last. */
 INLINE uint64_t load_row(const struct parts *in, int64_t row, const double *fold, double *restrict to) {
-    uint64_t peak = 0;
+    int64_t peak = 0;
     for (const struct part *part = in->part; part < in->part + in->count; part++) {
-        const void *data = (const void *)(intptr_t)part->data;
         int64_t width = part->width, first = row * part->stride;
-        if (in->format == FORMAT_F32) {
-            const float *from = (const float *)data + first;
-            for (int64_t i = 0; i < width; i++) to[i] = from[i];
-        } else if (in->format == FORMAT_F64) {
-            memcpy(to, (const double *)data + first, (size_t)width * sizeof *to);
-        } else {
-            const uint16_t *from = (const uint16_t *)data + first;
-            for (int64_t i = 0; i < width; i++) to[i] = from_bf16(from[i]);
-        }
-        if (fold) {
-            for (int64_t i = 0; i < width; i++) to[i] *= fold[i];
-            fold += width;
-        }
-        for (int64_t i = 0; i < width; i++) {
-            int64_t bits;
-            memcpy(&bits, to + i, sizeof bits);
-            bits &= INT64_MAX;
-            peak = (int64_t)peak > bits ? peak : (uint64_t)bits;
-        }
+#define LOAD(type, convert)                                           \
+    do {                                                              \
+        const type *from = (const type *)(intptr_t)part->data + first; \
+        for (int64_t i = 0; i < width; i++) {                         \
+            double value = convert(from[i]);                          \
+            if (fold) value *= fold[i];                               \
+            int64_t bits;                                             \
+            memcpy(&bits, &value, sizeof bits);                       \
+            bits &= INT64_MAX;                                        \
+            peak = peak > bits ? peak : bits;                         \
+            to[i] = value;                                            \
+        }                                                             \
+    } while (0)
+        if (in->format == FORMAT_F32)
+            LOAD(float, (double));
+        else if (in->format == FORMAT_F64)
+            LOAD(double, (double));
+        else
+            LOAD(uint16_t, from_bf16);
+#undef LOAD
         to += width;
+        if (fold) fold += width;
     }
-    return peak;
+    return (uint64_t)peak;
 }
 
 /* ring.quantise_rows for one row, which `v` holds. Returns the row's scale. */

@@ -32,7 +32,7 @@ from symbiosis_priv.network import wire
 SLICE_S: Final = 2.0
 """Seconds of one wait, before `waiting` is called."""
 _CHUNK: Final = 1 << 18  # bytes of one system call: more would leave the cache before they are decrypted
-_CHUNK_SERVER: Final = 1 << 16  # a server has many connections, and TLS keeps memory of this size for each
+_CHUNK_SERVER: Final = 1 << 17  # a server has many connections, and TLS keeps memory of this size for each
 _PARTIAL_RECORD: Final = 1 << 15  # larger than the part of an incomplete record that TLS may hold
 _GATHER_S: Final = 0.02  # the longest wait for a full read while fewer bytes have arrived
 _TIMEVAL: Final = struct.Struct("@ll")

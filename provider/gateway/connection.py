@@ -166,11 +166,11 @@ class Connection(FrameLoop[wire.Request | Repeated]):
             log.debug("request", tenant=str(self._tenant), ms=round(1000 * (time.perf_counter() - begun), 3), **asked)
 
     def _answer_at_once(self, repeated: Repeated) -> bool:
-        """Answer a repeated request whose rows have arrived. Returns False, and takes no byte of them, if the executor
-        is busy, or if the tenant trains now: such requests are queued."""
-        arrival, rows, counts = time.monotonic(), self._frames.arrived, repeated.counts
-        if len(rows) < counts.bytes_received:
+        """Answer a repeated request. Returns False, and takes no byte of its rows, if there are many bytes, if the
+        executor is busy, or if the tenant trains now: such requests are queued."""
+        if not self._frames.gather():
             return False
+        arrival, rows, counts = time.monotonic(), self._frames.arrived, repeated.counts
         if self._state.stages.of(self._tenant, repeated.like, arrival) != "inference":
             return False
         payload = np.empty(counts.bytes_sent, dtype=np.uint8).data

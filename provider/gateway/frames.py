@@ -108,6 +108,10 @@ class Frames:
         self._stream.skip(head)
         self._head_end, self.unread = self._stream.consumed, payload
 
+    def gather(self) -> bool:
+        """Wait until the whole payload has `arrived`. Returns False if it exceeds what is read ahead."""
+        return self._stream.gather(self.unread, deadline=time.monotonic() + self._limits.frame_timeout_s)
+
     def skip_payload(self) -> None:
         """Take the payload, which has arrived."""
         self._stream.skip(self.unread)

@@ -38,7 +38,6 @@ _GATHER_S: Final = 0.02  # the longest wait for a full read while fewer bytes ha
 _TIMEVAL: Final = struct.Struct("@ll")
 _RECORD: Final = 1 << 14  # the most plaintext that a TLS record carries
 _AHEAD: Final = 1 << 16  # bytes that are read ahead: one row of most models, and a few rows of small ones
-_TOGETHER: Final = 1 << 15  # the most that is copied so that head and payload take one system call
 _SCRAP: Final = 1 << 16
 _SCRAP_RECORD: Final = 1 << 10
 _GONE: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)  # POLLRDHUP exists on Linux only
@@ -225,6 +224,17 @@ class FrameStream:
             self.arrived = self._ahead[: self.recv_into(self._ahead, deadline)]
         return bool(self.arrived)
 
+    def gather(self, size: int, *, deadline: float) -> bool:
+        """Read ahead until `size` bytes have arrived. Returns False if they exceed the memory for that."""
+        if (done := len(self.arrived)) < size <= _AHEAD:
+            self._ahead[:done], self.arrived = self.arrived, _NOTHING
+            while done < size:
+                if not (count := self.recv_into(self._ahead[done:], deadline)):
+                    raise ConnectionLostError("the other side closed the connection")
+                done += count
+            self.arrived = self._ahead[:done]
+        return size <= done
+
     def receive_head(self, *, max_payload: int, deadline: float) -> tuple[memoryview, int]:
         """Read the prefix and the header of a frame. Returns the header's bytes, valid until the next call, and the
         number of payload bytes that follow, `max_payload` at most. Raises `ProtocolError`: not a frame, or a size
@@ -267,15 +277,18 @@ class FrameStream:
             size -= len(part)
 
     def send_frame(self, head: bytes, payload: memoryview, *, deadline: float) -> None:
-        """Send a frame. The head and the start of the payload go out together, all of it if it is small; the rest is
-        sent without a copy."""
-        beside = (_TOGETHER if len(head) + len(payload) <= _TOGETHER else _RECORD) - len(head)
-        part, rest = memoryview(head + payload[:beside]), payload[beside:]
-        while part:
-            while part:
-                part = part[self.tls.write(part) :]
+        """Send a frame. The head shares a record with the start of the payload, which is copied for it. A frame that
+        was sent in one system call is received in one."""
+        beside, size = _RECORD - len(head), self._chunk // 2
+        self._encrypt(memoryview(head + payload[:beside]))
+        for start in range(beside, len(payload), size):
+            self._encrypt(payload[start : start + size])
             self._flush(deadline)
-            part, rest = rest[: self._chunk // 2], rest[self._chunk // 2 :]
+        self._flush(deadline)
+
+    def _encrypt(self, data: memoryview) -> None:
+        while data:
+            data = data[self.tls.write(data) :]
 
     def _next(self, size: int, deadline: float) -> memoryview:
         """The next `size` bytes. They are not copied if they have arrived together."""

@@ -18,6 +18,7 @@ from provider.executor.client import ExecutorHandle
 from provider.executor.executor import Executor
 from provider.gateway.connection import Connection
 from provider.gateway.credentials import Credentials
+from provider.gateway.frames import Frames
 from provider.gateway.repeated import is_plain, key_of, nonce_of
 from provider.gateway.usage import UsageCounters, read
 from provider.refusal import Refusal
@@ -212,14 +213,24 @@ def test_a_payload_of_another_size_is_refused(served: Provider, connect: Connect
     client.product(execute(0, 1), ones(1))  # the connection stays usable
 
 
-def test_rows_that_arrive_late_are_waited_for(served: Provider, connect: Connect, at_once: list[bool]) -> None:
-    client = connect("alice", to=served)
+def test_rows_that_arrive_late_are_waited_for(
+    served: Provider, connect: Connect, at_once: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take the lane: rows of several records arrive in parts."""
+    client, waits, gather = connect("alice", to=served), threading.Event(), Frames.gather
     in_lane(client, at_once)
-    request, rows = execute(0, 1), bytes(wire.RING32.pack(ones(1)))
+
+    def spied(frames: Frames) -> bool:
+        waits.set()
+        return gather(frames)
+
+    monkeypatch.setattr(Frames, "gather", spied)
+    request, rows, count = execute(0, 1), bytes(wire.RING32.pack(ones(1))), len(at_once)
     client.send(request, rows[:100], announced=len(rows))
-    until(lambda: at_once[-1] is False)
+    assert waits.wait(20)
     client.socket.sendall(rows[100:])
     reply, _ = client.receive()
+    until(lambda: at_once[count:] == [True])
     assert isinstance(reply, wire.Result)
     assert reply.answers(request)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -293,6 +294,36 @@ def test_a_frame_arrives_whole_in_either_direction(contexts: Contexts, head: byt
             assert kept == sent[: len(kept)]
             receiver.discard(len(sent) - len(kept), deadline=soon())
             sending.result(TIMEOUT_S)
+
+
+@settings(max_examples=15)
+@given(sizes=st.lists(st.integers(1, 40_000), min_size=1, max_size=4), skipped=st.integers(0, 1000))
+def test_gathered_bytes_stay_in_order(contexts: Contexts, sizes: list[int], skipped: int) -> None:
+    """However they are divided, and with bytes behind them; more than are read ahead are left to `receive`."""
+    size = sum(sizes)
+    with streams(contexts) as (client, server), ThreadPoolExecutor(1) as pool:
+        for start, end in pairwise(accumulate(sizes, initial=0)):
+            pool.submit(client.send_frame, b"", memoryview(LARGE)[start:end], deadline=soon()).result(TIMEOUT_S)
+        server.begin(deadline=soon())
+        server.skip(skipped := min(skipped, len(server.arrived)))
+        gathered = server.gather(size - skipped, deadline=soon())
+        assert gathered or size - skipped > 1 << 15
+        if gathered:
+            assert server.arrived == LARGE[skipped:size]
+        rest = bytearray(size - skipped)
+        server.receive(memoryview(rest), deadline=soon())
+        assert rest == LARGE[skipped:size]
+        assert server.consumed == size
+
+
+def test_a_peer_that_leaves_while_its_bytes_are_gathered(ends: tuple[FrameStream, FrameStream]) -> None:
+    client, server = ends
+    send_all(client, LARGE[:100])
+    server.begin(deadline=soon())
+    client.close()
+    with pytest.raises(ConnectionLostError):
+        server.gather(101, deadline=soon())
+    assert server.consumed == 100  # these are billed
 
 
 @settings(max_examples=15)

@@ -15,6 +15,8 @@ enum { LANES = 16, SHARE = 4, COLUMNS = 4, KV_BLOCK = 256, QUERIES = 96, MOST_WI
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpsabi" /* all functions that take vectors are inlined, so no ABI is involved */
 
+typedef float fours __attribute__((vector_size(16), aligned(4), may_alias));
+
 /* The tokens of one sequence in a step. Block b holds keys [layer][head][key_width][KV_BLOCK] at blocks[2 b] and values
  * [layer][head][KV_BLOCK][value_width] at blocks[2 b + 1]. Mirrored by `attention.Attention`. */
 struct sequence {

@@ -22,10 +22,9 @@ INLINE TARGET FLOATS NAMED(choose)(INTS condition, FLOATS yes, FLOATS no) {
     return (FLOATS)((condition & (INTS)yes) | (~condition & (INTS)no));
 }
 
-INLINE TARGET float NAMED(sum)(float *parts) {
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) parts[i] += parts[i + half];
-    return parts[0];
+INLINE TARGET float NAMED(sum)(const float *parts) {
+    const fours *p = (const fours *)parts, sum = (p[0] + p[2]) + (p[1] + p[3]);
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 /* e^x for x <= 0, within 2 ulp: 2^n e^f, with |f| <= ln 2 / 2 and a polynomial for e^f (Cephes' expf). 0 for x < -87. */
@@ -59,6 +58,10 @@ INLINE TARGET FLOATS NAMED(tanh)(FLOATS x) {
 INLINE TARGET void NAMED(linear_tile)(const float *rows, const int count, int64_t inputs, const void *weight,
                                       const int columns, const int format, float *out, int64_t outputs) {
     enum { PARTS = LANES / WIDTH };
+    /* The next columns' weights are fetched while these are multiplied. An address and no pointer: it may lie beyond the
+     * end. */
+    const int64_t size = format == FORMAT_F32 ? 4 : 2;
+    const uintptr_t next = (uintptr_t)weight + (uintptr_t)(COLUMNS * inputs * size);
     FLOATS sums[SHARE][COLUMNS][PARTS];
     UNROLL for (int r = 0; r < count; r++)
         UNROLL for (int c = 0; c < columns; c++)
@@ -67,6 +70,7 @@ INLINE TARGET void NAMED(linear_tile)(const float *rows, const int count, int64_
     for (; k + LANES <= inputs; k += LANES)
         UNROLL for (int p = 0; p < PARTS; p++)
             UNROLL for (int c = 0; c < columns; c++) {
+                if (p == 0) __builtin_prefetch((const void *)(next + (uintptr_t)((c * inputs + k) * size)));
                 FLOATS w = NAMED(load)(weight, c * inputs + k + p * WIDTH, format);
                 UNROLL for (int r = 0; r < count; r++)
                     sums[r][c][p] += AT(rows + r * inputs + k + p * WIDTH) * w;

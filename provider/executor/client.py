@@ -104,7 +104,7 @@ class ExecutorRequester:
     executor may hold the request's memory."""
 
     def __init__(self, handle: ExecutorHandle) -> None:
-        self._handle = handle
+        self.handle = handle
         self._channel = handle.open_channel()
         self.generation = handle.generation  # generation of the executor that received the last request
         self._outstanding = False  # True while an answer is missing
@@ -121,14 +121,14 @@ class ExecutorRequester:
 
     def require_present(self) -> None:
         """Raises `Refusal` BUSY while the executor restarts."""
-        if not self._handle.present:
+        if not self.handle.present:
             self._give_up("the executor is being started again; ask again later")
 
     def send(self, message: queues.Envelope, payload: memoryview = _NOTHING) -> None:
         """Send a request. Call `receive` for its answer."""
         if self._outstanding:
             self._reconnect()
-        self.generation = self._handle.generation
+        self.generation = self.handle.generation
         self._outstanding = True
         self._channel.send(message, payload)
 
@@ -160,13 +160,13 @@ class ExecutorRequester:
         while self._outstanding:
             if (answer := self._receive()) is not None:
                 return answer.rows
-            if self._lost or self._handle.stopping.is_set():
+            if self._lost or self.handle.stopping.is_set():
                 self._reconnect()
         return 0
 
     @property
     def _lost(self) -> bool:
-        return self._handle.generation != self.generation
+        return self.handle.generation != self.generation
 
     def _receive(self) -> queues.ExecutorAnswer | None:
         answer = self._channel.receive(WATCH_S)
@@ -179,14 +179,14 @@ class ExecutorRequester:
         self._channel.send(queues.Cancel())
 
     def _give_up(self, detail: str) -> NoReturn:
-        stopping = self._handle.stopping.is_set()
+        stopping = self.handle.stopping.is_set()
         raise Refusal(wire.ErrorCode.STOPPING if stopping else wire.ErrorCode.BUSY, detail)
 
     def _reconnect(self) -> None:
         # A late answer must not be mistaken for the answer to the next request: it is lost with its channel.
         self._outstanding = False
         self._channel.close()
-        self._channel = self._handle.open_channel()
+        self._channel = self.handle.open_channel()
 
 
 class CachedReport:

@@ -55,6 +55,7 @@ from provider.executor.queues import (
     KeystreamMaker,
     ProductRequest,
     RemoteSender,
+    RepeatedProduct,
     ReportRequest,
     Stop,
     Wake,
@@ -73,6 +74,7 @@ log = logs.EventLog(__name__)
 _KEYSTREAM_SLICE = 8 << 20  # bytes
 _SHARED_BYTES = 1 << 20  # answers are not copied from products of up to this size, which the last answer keeps alive
 _SHARED_TIMES = 4  # and not from products of at most this many times the answer's size
+_RECORDED_TOGETHER = 32  # products of repeated requests
 _BRIEF_BYTES = 1 << 18  # copying up to this many bytes takes less time than waiting for the GIL
 
 
@@ -86,17 +88,6 @@ class _Job(Job):
     made: memoryview = NOTHING  # keystream rows of an effect that are not multiplied yet: `ready - taken` rows
     ordered: int = 0  # number of keystream rows that were ordered from the `KeystreamMaker`
     result: memoryview | None = None  # all rows of the product, for a request that is multiplied piece by piece
-
-
-class _Repeated:
-    """A `RepeatedProduct` of one sender. One job serves all of its products: making one takes as long as a check."""
-
-    def __init__(self, executor: "Executor", job: _Job, product: PayloadProduct) -> None:
-        self._executor, self._job, self._product = executor, job, product
-        self.after = executor.after_answer
-
-    def multiply(self, payload: int, answer: int, *, arrival: float) -> bool:
-        return self._executor.multiply_at_once(self._job, arrival, self._product, payload, answer)
 
 
 class Executor:
@@ -119,6 +110,7 @@ class Executor:
         self._broken: BaseException | None = None  # an exception in another thread
         # products: their pieces, number of rows and of matrices, begin and end by `time.monotonic`
         self._unrecorded: deque[tuple[list[Piece[_Job]], int, int, float, float]] = deque()
+        self._repeated: list[tuple[_Job, float, float, float]] = []  # the same: their jobs, arrival, begin and end
 
         @functools.cache  # the gateway has checked the key: there are few
         def load_of(key: Key, request: type[wire.Binding], relayed: bool) -> tuple[int, int]:
@@ -218,9 +210,9 @@ class Executor:
                 return False
             self._begin_turn()
             job = self._job_of(message.sender, work, message.payload)
-            if pieces := self._scheduler.take_alone(job):
+            if self._scheduler.is_alone(job):
                 self._jobs[job.sender] = job
-                self._run_batch(pieces)
+                self._run_batch(self._scheduler.take_alone(job))
                 self._resting_since = time.monotonic()  # until the same deadline: nothing waits in the scheduler
             else:
                 self._accept(job)
@@ -237,42 +229,52 @@ class Executor:
             self._turn.release()
         return True
 
-    def _repeat(self, like: ProductRequest) -> _Repeated | None:
+    def _repeat(self, like: ProductRequest) -> RepeatedProduct | None:
         """See `queues.Repeat`: products of few rows, for inference, on weights that any thread may use."""
         request = like.request
         if isinstance(request, wire.Effect) or like.stage != "inference" or request.rows > ARITHMETIC_ROWS:
             return None
         product = self._model.few(request) if self._model.operands.any_thread else None
-        return None if product is None else _Repeated(self, self._job_of(None, like, NOTHING), product)
+        if product is None:
+            return None
+        # one job serves all products of the sender: making one takes as long as a check
+        job = self._job_of(None, like, NOTHING)
+        return RepeatedProduct(functools.partial(self.multiply_at_once, job, product), self._record_repeated)
 
-    def multiply_at_once(self, job: _Job, arrival: float, product: PayloadProduct, payload: int, answer: int) -> bool:
+    def multiply_at_once(self, job: _Job, product: PayloadProduct, arrival: float, payload: int, answer: int) -> bool:
         """Compute a product in the thread of its sender: `_serve_inline` for a request that need not be queued, without
         a message. Returns False, and changes nothing, unless the executor rests and nobody waits or is expected. `job`
-        is that of an earlier request of the sender, whose product was answered."""
+        is that of an earlier request of the sender, whose product was answered. The scheduler learns of the product
+        later: it would choose nothing else meanwhile."""
         if self._resting_since is None or not self._inbox.is_empty or not self._turn.acquire(blocking=False):
             return False
         try:
-            if self._resting_since is None:
+            if (since := self._resting_since) is None or not self._scheduler.is_alone(job):
                 return False
-            self._begin_turn()  # also records the job's earlier product
-            job.arrival, job.taken, job.left = arrival, 0, False
-            pieces = self._scheduler.take_alone(job)
-            if pieces:
-                begun = time.monotonic()
-                product(payload, answer)
-                self._unrecorded.append((pieces, job.rows, 1, begun, time.monotonic()))
-            self._resting_since = time.monotonic()  # until the same deadline: nothing waits in the scheduler
-            return bool(pieces)
+            if self._unrecorded:
+                self._record_products()
+            begun = time.monotonic()
+            product(payload, answer)
+            self._resting_since = ended = time.monotonic()  # until the same deadline: nothing waits in the scheduler
+            self._report.idle += begun - since
+            self._repeated.append((job, arrival, begun, ended))
+            return True
         except BaseException as error:
             self._end_with(error)
             raise
         finally:
             self._turn.release()
 
+    def _record_repeated(self) -> None:
+        """Record products of repeated requests, many at a time: one takes much longer alone, when its code and data
+        have left the caches."""
+        if len(self._repeated) >= _RECORDED_TOGETHER:
+            self.after_answer()
+
     def after_answer(self) -> None:
         """Record the product of a request that was served in its sender's thread, after the answer was sent. Does
         nothing if another thread has the turn: that thread records the product."""
-        if self._unrecorded and self._turn.acquire(blocking=False):
+        if (self._unrecorded or self._repeated) and self._turn.acquire(blocking=False):
             try:
                 self._record_products()
             except BaseException as error:
@@ -456,18 +458,23 @@ class Executor:
 
     def _record_products(self) -> None:
         """Record finished products in the scheduler and the report. Their answers do not wait for it."""
-        report = self._report
         while self._unrecorded:
-            pieces, rows, matrices, begun, ended = self._unrecorded.popleft()
-            seconds = ended - begun
-            self._scheduler.done(pieces, now=ended, seconds=seconds, matrices=matrices)
-            report.seconds += seconds
-            report.rows_by_group[pieces[0].job.request.group - report.first_group] += rows
-            report.batch_rows.observe(rows)
-            report.batch_requests.observe(len(pieces))
-            for piece in pieces:
-                if not piece.start:
-                    report.waits[piece.job.stage].observe(begun - piece.job.arrival)
+            self._record(*self._unrecorded.popleft())
+        for job, arrival, begun, ended in self._repeated:
+            job.arrival, job.taken, job.left = arrival, 0, False
+            self._record(self._scheduler.take_alone(job), job.rows, 1, begun, ended)
+        self._repeated.clear()
+
+    def _record(self, pieces: list[Piece[_Job]], rows: int, matrices: int, begun: float, ended: float) -> None:
+        report, seconds = self._report, ended - begun
+        self._scheduler.done(pieces, now=ended, seconds=seconds, matrices=matrices)
+        report.seconds += seconds
+        report.rows_by_group[pieces[0].job.request.group - report.first_group] += rows
+        report.batch_rows.observe(rows)
+        report.batch_requests.observe(len(pieces))
+        for piece in pieces:
+            if not piece.start:
+                report.waits[piece.job.stage].observe(begun - piece.job.arrival)
 
     def _rows(self, piece: Piece[_Job]) -> memoryview:
         """The rows of a piece, without a copy."""

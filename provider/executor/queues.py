@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, Protocol, TypeVar, get_args
+from typing import Generic, NamedTuple, TypeVar, get_args
 
 import msgspec
 from torch import Tensor
@@ -167,16 +167,15 @@ InlineHandler = Callable[[InboxMessage], bool]
 """Serves a message in the thread of its sender. Returns False if the message must be queued."""
 
 
-class RepeatedProduct(Protocol):
+class RepeatedProduct(NamedTuple):
     """Computes products like one that the executor has accepted, in the thread of their sender."""
 
-    def multiply(self, payload: int, answer: int, *, arrival: float) -> bool:
-        """Compute a product at once. Returns False if the request must be sent to the executor, which is busy, or for
-        which others wait; nothing has then changed. `payload` and `answer` are the addresses of the request's payload
-        and of memory for the answer's; `arrival` is that of a `ProductRequest`."""
-
-    def after(self) -> None:
-        """Do the executor's work that the answer need not wait for. Call it after the answer was sent."""
+    multiply: Callable[[float, int, int], bool]
+    """Compute a product at once. Returns False if the request must be sent to the executor, which is busy, or for which
+    others wait; nothing has then changed. The arguments are the arrival, as of a `ProductRequest`, and the addresses of
+    the request's payload and of memory for the answer's."""
+    after: Callable[[], None]
+    """Do the executor's work that the answer need not wait for. Call it after the answer was sent."""
 
 
 Repeat = Callable[[ProductRequest], RepeatedProduct | None]

@@ -4,14 +4,13 @@ The gateway checks every claim in a frame, in this order: the prefix against the
 the request against role, model, shapes and limits; the announced payload size against the header. Only then does the
 request take bytes from the budget, and only then does the gateway allocate memory.
 
-A request of few rows that is like an earlier one needs no parsing and no second check of its header (`repeated`). If
-the executor is idle too, the thread of the connection answers it at once; otherwise it is queued as any other.
+A request of few rows that is like an earlier one needs no parsing and no second check of its header (`repeated`): if
+nothing is unusual and the executor is idle, the thread of the connection answers it at once.
 
 The connection stays usable after a refused request: the gateway discards its payload and answers with a `Failure`. The
 gateway closes the connection after a broken frame, because the start of the next frame is unknown.
 """
 
-import ctypes
 import time
 from collections.abc import Callable
 
@@ -25,7 +24,7 @@ from provider.executor.queues import ProductRequest
 from provider.gateway.admission import Sizes, Slot, check_shape, entry_of, refuse_bad, sizes_of
 from provider.gateway.credentials import HelperIdentity
 from provider.gateway.frames import NOTHING, FrameLoop, GatewayState
-from provider.gateway.repeated import Repeated, is_plain, key_of, nonce_of
+from provider.gateway.repeated import Repeated, is_plain, parts_of
 from provider.gateway.usage import UsageCounts
 from provider.refusal import Refusal
 from provider.relay.blocks import LIFETIME_S, PERMIT_S, without_blocks
@@ -42,17 +41,13 @@ log = logs.EventLog(__name__)
 
 _BLOCK_WAIT_S = 0.5  # for a block that arrives after the request that names it
 _KINDS = 256  # kinds of requests whose sizes a connection keeps
+_MOST_SPACE = 1 << 17  # memory of a connection for answers of repeated requests
 
 _Kind = tuple[int, Direction, wire.Arithmetic, wire.RingBits, int, bool]
 """The fields of a request without counts that decide its sizes. A connection has one role, so one class of requests."""
 
 
-def _address(memory: memoryview) -> int:
-    """The address of writable memory (numpy's `ctypes` takes five times as long)."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-class Connection(FrameLoop[wire.Request | Repeated]):
+class Connection(FrameLoop[wire.Request]):
     """Serves one tenant's connection, in its own thread."""
 
     def __init__(
@@ -70,7 +65,8 @@ class Connection(FrameLoop[wire.Request | Repeated]):
         self._role: wire.Role | None = None
         self._sizes: dict[_Kind, Sizes] = {}  # of accepted kinds: model, layers and limits do not change
         self._repeated: dict[bytes, Repeated] = {}  # of answered requests, by their headers
-        self._nonce = b""  # of the repeated request
+        self._space = NOTHING  # memory for the answers of repeated requests
+        self._space_begin = 0  # its address
 
     def serve(self) -> None:
         try:
@@ -79,14 +75,6 @@ class Connection(FrameLoop[wire.Request | Repeated]):
             self._state.blocks.end(self)
             if self._role is not None:
                 self._state.register.drop_role(self._tenant, self._role)
-
-    def _known(self) -> Repeated | None:
-        frame = self._frames.arrived
-        if (key := key_of(frame)) is None or (repeated := self._repeated.get(key)) is None:
-            return None
-        self._nonce = nonce_of(frame)
-        self._frames.skip_header(repeated.head, repeated.sizes.received)
-        return repeated
 
     def _decode(self, header: memoryview) -> wire.Request:
         return wire.decode_request(header)
@@ -108,11 +96,38 @@ class Connection(FrameLoop[wire.Request | Repeated]):
 
     # Requests
 
-    def _answer(self, request: wire.Request | Repeated) -> None:
-        if isinstance(request, Repeated):
-            self._executor.require_present()
-            self._answer_product(request.like, request.sizes, repeated=request)
-            return
+    def _answer_at_once(self) -> bool:
+        """Answer a repeated request of few rows, if the executor is idle, the tenant does not train, and nothing limits
+        or refuses the request."""
+        stream, state, arrival = self._stream, self._state, time.monotonic()
+        if (parts := parts_of(stream.arrived)) is None or (repeated := self._repeated.get(parts[0])) is None:
+            return False
+        waiting = len(stream.arrived)
+        if (
+            waiting < repeated.size
+            or self._refusal()
+            or not self._executor.handle.present
+            or not state.can_bill
+            or not state.quotas.limits_nothing(self._tenant)
+            or state.stages.of(self._tenant, repeated.like, arrival) != "inference"
+        ):
+            return False
+        payload = stream.arrived_end - waiting + repeated.head
+        if not repeated.product.multiply(arrival, payload, self._space_begin):
+            return False
+        stream.arrived = stream.arrived[repeated.size :]
+        counts = repeated.counts
+        state.register.count_request(self._tenant, rows=counts.rows)
+        self._bill(counts)
+        try:
+            self._frames.send(repeated.before + parts[1] + repeated.after, self._space[: counts.bytes_sent])
+        except TimeoutError:
+            self._bill(UsageCounts(slow=1))
+            raise
+        repeated.product.after()
+        return True
+
+    def _answer(self, request: wire.Request) -> None:
         if isinstance(request, wire.Execute | wire.Effect):
             if isinstance(request, wire.Execute) and request.confirms:  # also if the request is refused
                 self._state.blocks.confirm(self._tenant, request.confirms)
@@ -129,10 +144,8 @@ class Connection(FrameLoop[wire.Request | Repeated]):
             case wire.FetchBlock():
                 self._answer_block(request)
 
-    def _answer_product(
-        self, request: wire.Execute | wire.Effect, sizes: Sizes, *, repeated: Repeated | None = None
-    ) -> None:
-        """Answer a request whose header was checked; or a `repeated` one, which is like `request` but for the nonce."""
+    def _answer_product(self, request: wire.Execute | wire.Effect, sizes: Sizes) -> None:
+        """Answer a request whose header was checked."""
         begun = time.perf_counter()
         if not self._state.can_bill:
             raise Refusal(wire.ErrorCode.BUSY, "this provider cannot write its usage database; ask again later")
@@ -149,11 +162,9 @@ class Connection(FrameLoop[wire.Request | Repeated]):
         ):
             try:
                 # the deadlines start now: the tenant did not cause the wait for bytes
-                if repeated is None or limit is not None or not self._answer_at_once(repeated):
-                    request = request if repeated is None else repeated.request(self._nonce)
-                    work = self._multiply(request, self._read_payload(sizes.encoding), sizes, limit=limit)
-                    if work is not None and repeated is None:
-                        self._learn(work, sizes)
+                work = self._multiply(request, self._read_payload(sizes.encoding), sizes, limit=limit)
+                if work is not None:
+                    self._learn(work, sizes)
             except TimeoutError:
                 self._bill(UsageCounts(slow=1, bytes_received=self._frames.received))
                 raise
@@ -165,40 +176,27 @@ class Connection(FrameLoop[wire.Request | Repeated]):
             asked = {"group": request.group, "direction": request.direction, "rows": request.rows}
             log.debug("request", tenant=str(self._tenant), ms=round(1000 * (time.perf_counter() - begun), 3), **asked)
 
-    def _answer_at_once(self, repeated: Repeated) -> bool:
-        """Answer a repeated request. Returns False, and takes no byte of its rows, if there are many bytes, if the
-        executor is busy, or if the tenant trains now: such requests are queued."""
-        if not self._frames.gather():
-            return False
-        arrival, rows, counts = time.monotonic(), self._frames.arrived, repeated.counts
-        if self._state.stages.of(self._tenant, repeated.like, arrival) != "inference":
-            return False
-        payload = np.empty(counts.bytes_sent, dtype=np.uint8).data
-        if not repeated.product.multiply(_address(rows), _address(payload), arrival=arrival):
-            return False
-        self._frames.skip_payload()
-        self._state.register.count_request(self._tenant, rows=counts.rows)
-        self._bill(counts)
-        before, after = repeated.answer
-        self._frames.send(before + self._nonce + after, payload)
-        repeated.product.after()
-        return True
-
     def _learn(self, work: ProductRequest, sizes: Sizes) -> None:
-        """Keep what an answered request has shown, if requests with an equal header may follow and need no memory
-        beyond that of the connection."""
+        """Keep what an answered request has shown, if requests with an equal header may follow, need no memory beyond
+        that of the connection, and have no line each in the log."""
         request = work.request
-        if not isinstance(request, wire.Execute) or not is_plain(request) or sizes.memory > self._limits.small_request:
-            return
-        if (product := self._executor.repeat(work)) is None:
+        if log.detailed or not isinstance(request, wire.Execute) or not is_plain(request):
             return
         _, outputs = entry_of(request, self._state.manifest).columns(request.direction)
         sent = request.encoding.size(request.rows, outputs)
+        if sizes.memory > self._limits.small_request or sent > _MOST_SPACE:
+            return
+        if (product := self._executor.repeat(work)) is None:
+            return
         counts = UsageCounts(1, request.rows, sizes.cost, sizes.received, sent)
-        if key := key_of(wire.encode(request, payload_bytes=sizes.received)):
-            if len(self._repeated) == _KINDS:
-                self._repeated.clear()
-            self._repeated[key] = Repeated.of(request, sizes, counts, product)
+        if (learned := Repeated.of(request, counts, product)) is None:
+            return
+        if len(self._repeated) == _KINDS:
+            self._repeated.clear()
+        self._repeated.update([learned])
+        if sent > len(self._space):
+            space = np.empty(sent, dtype=np.uint8)
+            self._space, self._space_begin = space.data, space.ctypes.data
 
     def _multiply(
         self, request: wire.Execute | wire.Effect, payload: memoryview, sizes: Sizes, *, limit: wire.QuotaLimit | None

@@ -97,26 +97,6 @@ class Frames:
         self._head_end = self._stream.consumed
         return header
 
-    @property
-    def arrived(self) -> memoryview:
-        """The bytes that have arrived of the current frame, or of its payload, and beyond. Valid until more is read."""
-        return self._stream.arrived
-
-    def skip_header(self, head: int, payload: int) -> None:
-        """Take prefix and header, `head` bytes that have arrived, of a frame whose payload has `payload` bytes."""
-        self._deadline = time.monotonic() + self._limits.frame_timeout_s
-        self._stream.skip(head)
-        self._head_end, self.unread = self._stream.consumed, payload
-
-    def gather(self) -> bool:
-        """Wait until the whole payload has `arrived`. Returns False if it exceeds what is read ahead."""
-        return self._stream.gather(self.unread, deadline=time.monotonic() + self._limits.frame_timeout_s)
-
-    def skip_payload(self) -> None:
-        """Take the payload, which has arrived."""
-        self._stream.skip(self.unread)
-        self.unread = 0
-
     def read(self, payload: memoryview) -> None:
         """Fill memory with the whole payload."""
         if len(payload) <= self._small:
@@ -186,9 +166,10 @@ class FrameLoop(ABC, Generic[M]):
         stream.on_scraps = lambda count: self._pause(count * _SCRAP_BYTES)
         self._slot, self._refusal = slot, refusal
 
-    def _known(self) -> M | None:
-        """Take the header that has arrived, if it needs no parsing; otherwise return None, and take no byte."""
-        return None
+    def _answer_at_once(self) -> bool:
+        """Answer a frame that has arrived, if nothing about it is new or unusual. Otherwise return False, and take no
+        byte: it is read and checked in the usual way."""
+        return False
 
     @abstractmethod
     def _decode(self, header: memoryview) -> M:
@@ -214,8 +195,10 @@ class FrameLoop(ABC, Generic[M]):
         if not self._frames.wait():
             return False
         self._slot.idle_since = math.inf
+        if self._answer_at_once():
+            return True
         try:
-            message = self._known() or self._decode(self._frames.read_header())
+            message = self._decode(self._frames.read_header())
         except ProtocolError as error:
             too_large = isinstance(error, FrameTooLargeError)
             refusal = Refusal(wire.ErrorCode.TOO_LARGE if too_large else wire.ErrorCode.BAD_FRAME, str(error))

@@ -90,6 +90,7 @@ class QuotaGate:
     def renew(self, quotas: Callable[[TenantIdentity], QuotaConfig]) -> None:
         """Apply new quotas to all later requests."""
         self.of = functools.lru_cache(_REMEMBERED)(quotas)
+        self.limits_nothing = functools.lru_cache(_REMEMBERED)(lambda tenant: quotas(tenant).limits_nothing)
 
     def limited(self) -> dict[TenantIdentity, int]:
         """Number of requests per tenant that waited or were refused because of the tenant's quota."""
@@ -103,8 +104,9 @@ class QuotaGate:
         gives the limit that the request waited for, or None. Blocks do not wait: `blocks_of` is the helper that sends
         one for the tenant, or the tenant that fetches one; None for a product. Entering the context raises `Refusal`:
         BUSY if the request would wait for more than one second, TOO_LARGE if the quota never admits it."""
-        quota = self.of(tenant)
-        return _AT_ONCE if quota.limits_nothing else self._in_turn(tenant, blocks_of, quota, rows=rows, work=work)
+        if self.limits_nothing(tenant):
+            return _AT_ONCE
+        return self._in_turn(tenant, blocks_of, self.of(tenant), rows=rows, work=work)
 
     def debt(self, tenant: Party) -> float:
         """Seconds until the client has paid for answers without a product, on all its connections."""

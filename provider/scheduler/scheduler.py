@@ -30,7 +30,7 @@ import heapq
 import itertools
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple
 
 from provider.config.schema import PolicyName, SchedulerConfig
@@ -150,29 +150,25 @@ class _Absent:
 
     def __init__(self, horizon_s: float) -> None:
         self._horizon_s = horizon_s
-        self._absent: OrderedDict[Hashable, _Absence] = OrderedDict()  # in order of their last answers
+        self.tenants: OrderedDict[Hashable, _Absence] = OrderedDict()  # in order of their last answers
         self._pauses: dict[Hashable, float] = {}
         self._next: dict[tuple[Stage, Key], Key] = {}
 
     def departed(self, tenant: Hashable, stage: Stage, key: Key, now: float) -> None:
         """Record that all requests of the tenant are answered; the last one had this key."""
-        self._absent.pop(tenant, None)
-        self._absent[tenant] = _Absence(stage, key, now)
-        while self._absent[oldest := next(iter(self._absent))].since < now - self._horizon_s:
-            del self._absent[oldest]
+        self.tenants.pop(tenant, None)
+        self.tenants[tenant] = _Absence(stage, key, now)
+        while self.tenants[oldest := next(iter(self.tenants))].since < now - self._horizon_s:
+            del self.tenants[oldest]
             self._pauses.pop(oldest, None)
 
     def arrived(self, tenant: Hashable, stage: Stage, key: Key, now: float) -> None:
         """Record that the tenant asks for this key, and learn its pause and the order of keys."""
-        absence = self._absent.pop(tenant, None)
+        absence = self.tenants.pop(tenant, None)
         if absence is not None and absence.stage == stage:
             pause = max(0.0, now - absence.since)
             self._pauses[tenant] = (self._pauses.get(tenant, pause) + pause) / 2
             self._next[stage, absence.key] = key
-
-    def is_only(self, tenant: Hashable) -> bool:
-        """Returns True if no other tenant is absent."""
-        return len(self._absent) == (tenant in self._absent)
 
     def after(self, stage: Stage, key: Key) -> Iterator[Key]:
         """Yield the known keys that follow a key. Never ends if the order of keys is a cycle."""
@@ -182,7 +178,7 @@ class _Absent:
     def expected(self, now: float, by: float) -> dict[tuple[Stage, Key], _Expected]:
         """The requests that are expected between `now` and `by`, for each stage and key."""
         found: dict[tuple[Stage, Key], _Expected] = {}
-        for tenant, (stage, key, since) in reversed(self._absent.items()):
+        for tenant, (stage, key, since) in reversed(self.tenants.items()):
             if since < now - self._horizon_s:
                 break
             pause = self._pauses.get(tenant)
@@ -213,7 +209,8 @@ class Opportunistic(Discipline[J]):
         self._idle_since = now
 
     def is_alone(self, job: J) -> bool:
-        return self._absent.is_only(job.tenant)
+        absent = self._absent.tenants
+        return len(absent) == (job.tenant in absent)
 
     def next_leader(self, now: float) -> tuple[J | None, float | None]:
         waiting: list[float] = []
@@ -401,12 +398,14 @@ class Scheduler(Generic[J]):
         most, left = min(self._max_batch_rows, self.pace.rows(job, slices=_SLICES_ALONE)), job.rows - job.taken
         return most if left <= most else math.ceil(left / math.ceil(left / most))
 
+    def is_alone(self, job: J) -> bool:
+        """Returns False if a job has to be put, because it has many rows, or because other tenants wait or are
+        expected."""
+        return not self._jobs and job.rows <= ARITHMETIC_ROWS and self._discipline.is_alone(job)
+
     def take_alone(self, job: J) -> list[Piece[J]]:
-        """Take all rows of a job at once, instead of `put` and `take`. Empty if the job has to be put, because it has
-        many rows, or because other tenants wait or are expected. The tenant is not charged: no other tenant waits for a
-        turn."""
-        if self._jobs or job.rows > ARITHMETIC_ROWS or not self._discipline.is_alone(job):
-            return []
+        """Take all rows of a job that `is_alone` at once, instead of `put` and `take`. The tenant is not charged: no
+        other tenant waits for a turn."""
         self._discipline.arrived(job)
         self._notice(job)
         job.taken, job.left = job.rows, True
@@ -422,11 +421,12 @@ class Scheduler(Generic[J]):
         times = [self._deadlines[0][0]] if self._deadlines else []
         return min(times if again is None else [*times, again], default=None)
 
-    def done(self, pieces: Iterable[Piece[J]], *, now: float, seconds: float, matrices: int = 1) -> None:
+    def done(self, pieces: Sequence[Piece[J]], *, now: float, seconds: float, matrices: int = 1) -> None:
         """Record that the pieces of a batch have been multiplied in `seconds`, with this number of matrices."""
-        pieces = list(pieces)
-        rows = sum([piece.rows for piece in pieces])
-        work = sum([piece.rows * piece.job.row_work for piece in pieces])
+        rows = work = 0
+        for job, start, stop in pieces:
+            rows += stop - start
+            work += (stop - start) * job.row_work
         self.pace.record(pieces[0].job.key, rows=rows, work=work, seconds=seconds, matrices=matrices)
         self._discipline.multiplied(now)
         for piece in pieces:

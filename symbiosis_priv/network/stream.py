@@ -71,6 +71,8 @@ class FrameStream:
     """Number of scraps before `on_scraps` is called."""
     arrived = _NOTHING
     """The bytes that were read ahead. They are valid until more is read."""
+    arrived_end = 0
+    """The address after the last of them."""
     _received = 0
     _flags = 0  # of system calls
     _timeout = -1.0  # of the socket
@@ -214,14 +216,11 @@ class FrameStream:
         except (OSError, ValueError):  # closed on this side
             return True
 
-    def skip(self, size: int) -> None:
-        """Take `size` of the bytes that have `arrived`."""
-        self.arrived = self.arrived[size:]
-
     def begin(self, *, deadline: float) -> bool:
         """Wait for the first bytes of a frame. Returns False if the peer has left."""
         if not self.arrived:
-            self.arrived = self._ahead[: self.recv_into(self._ahead, deadline)]
+            count = self.recv_into(self._ahead, deadline)
+            self.arrived, self.arrived_end = self._ahead[:count], self._ahead_begin + count
         return bool(self.arrived)
 
     def gather(self, size: int, *, deadline: float) -> bool:
@@ -301,7 +300,9 @@ class FrameStream:
 
     @cached_property
     def _ahead(self) -> memoryview:
-        return memoryview(bytearray(_AHEAD))
+        memory = np.empty(_AHEAD, dtype=np.uint8)
+        self._ahead_begin = memory.ctypes.data
+        return memory.data
 
 
 def shut(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:

@@ -313,16 +313,17 @@ def test_only_a_tenant_alone_is_served_past_the_queues() -> None:
     """No other tenant waits or is expected meanwhile, and the rows fit in a slice."""
     subject = scheduler()
     for group in range(3):
-        assert subject.take_alone(job("alone", rows=SLICE_ROWS + 1)) == []
+        assert not subject.is_alone(job("alone", rows=SLICE_ROWS + 1))
+        assert subject.is_alone(job("alone", rows=SLICE_ROWS, group=group))
         (piece,) = subject.take_alone(one := job("alone", rows=SLICE_ROWS, group=group))
         assert piece == (one, 0, SLICE_ROWS)
         assert one.left
         subject.done([piece], now=0.0, seconds=1.0)
-    assert subject.take_alone(job("another")) == []  # the first tenant is expected
+    assert not subject.is_alone(job("another"))  # the first tenant is expected
     subject.put(job("another"))
-    assert subject.take_alone(job("alone")) == []  # the other tenant waits
+    assert not subject.is_alone(job("alone"))  # the other tenant waits
     assert [p.job.tenant for p in subject.take(0.0)] == ["another"]
-    assert scheduler("lockstep").take_alone(job()) == []
+    assert not scheduler("lockstep").is_alone(job())
 
 
 @pytest.mark.parametrize(("tenant", "stage"), [("another", "fine_tuning"), ("trainer", "inference")])

@@ -472,9 +472,9 @@ class Executor:
         report.rows_by_group[pieces[0].job.request.group - report.first_group] += rows
         report.batch_rows.observe(rows)
         report.batch_requests.observe(len(pieces))
-        for piece in pieces:
-            if not piece.start:
-                report.waits[piece.job.stage].observe(begun - piece.job.arrival)
+        for job, start, _ in pieces:
+            if not start:
+                report.waits[job.stage].observe(begun - job.arrival)
 
     def _rows(self, piece: Piece[_Job]) -> memoryview:
         """The rows of a piece, without a copy."""

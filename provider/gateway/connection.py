@@ -99,33 +99,46 @@ class Connection(FrameLoop[wire.Request]):
     def _answer_at_once(self) -> bool:
         """Answer a repeated request of few rows, if the executor is idle, the tenant does not train, and nothing limits
         or refuses the request."""
-        stream, state, arrival = self._stream, self._state, time.monotonic()
+        stream, state = self._stream, self._state
         if (parts := parts_of(stream.arrived)) is None or (repeated := self._repeated.get(parts[0])) is None:
             return False
-        waiting = len(stream.arrived)
+        if len(stream.arrived) < repeated.size and not self._gather(repeated):
+            return False
+        arrival = time.monotonic()
         if (
-            waiting < repeated.size
-            or self._refusal()
+            self._refusal()
             or not self._executor.handle.present
             or not state.can_bill
             or not state.quotas.limits_nothing(self._tenant)
             or state.stages.of(self._tenant, repeated.like, arrival) != "inference"
         ):
             return False
-        payload = stream.arrived_end - waiting + repeated.head
+        payload = stream.arrived_end - len(stream.arrived) + repeated.head
         if not repeated.product.multiply(arrival, payload, self._space_begin):
             return False
         stream.arrived = stream.arrived[repeated.size :]
         counts = repeated.counts
         state.register.count_request(self._tenant, rows=counts.rows)
         self._bill(counts)
+        head, answer = repeated.before + parts[1] + repeated.after, self._space[: counts.bytes_sent]
         try:
-            self._frames.send(repeated.before + parts[1] + repeated.after, self._space[: counts.bytes_sent])
+            stream.send_frame(head, answer, deadline=arrival + self._limits.frame_timeout_s)
         except TimeoutError:
             self._bill(UsageCounts(slow=1))
             raise
         repeated.product.after()
         return True
+
+    def _gather(self, repeated: Repeated) -> bool:
+        """Wait for the rest of the rows. Returns False if they are many bytes, or if the connection is lost: the usual
+        way then notices it too, and counts it."""
+        try:
+            return self._stream.gather(repeated.size, deadline=time.monotonic() + self._limits.frame_timeout_s)
+        except TimeoutError:
+            self._bill(UsageCounts(slow=1, bytes_received=len(self._stream.arrived) - repeated.head))
+            raise
+        except OSError:
+            return False
 
     def _answer(self, request: wire.Request) -> None:
         if isinstance(request, wire.Execute | wire.Effect):

@@ -87,14 +87,18 @@ class Credentials:
         party = HelperIdentity(own) if own in self.helpers else tenant_identity(connection)
         return AuthenticatedPeer(party, mark_of(certificate), certificate.not_valid_after_utc, certificate.public_key())
 
-    def refusal(self, peer: AuthenticatedPeer) -> Refusal | None:
-        """The reason to refuse an authenticated client now; None if its certificate is still accepted."""
+    def accepts_until(self, peer: AuthenticatedPeer) -> datetime | None:
+        """When the certificate of an authenticated client expires; None if it is not accepted any more."""
         if isinstance(peer.party, TenantIdentity):
             last = self.authorities.get(peer.party.authority)
         else:
             last = peer.not_after if peer.party.fingerprint in self.helpers else None
-        if peer.mark in self.revoked or last is None:
+        return None if peer.mark in self.revoked or last is None else min(peer.not_after, last)
+
+    def refusal(self, peer: AuthenticatedPeer) -> Refusal | None:
+        """The reason to refuse an authenticated client now; None if its certificate is still accepted."""
+        if (until := self.accepts_until(peer)) is None:
             return Refusal(ErrorCode.REVOKED, "this certificate is not accepted any more: ask the provider's operator")
-        if reading.now() > min(peer.not_after, last):
+        if reading.now() > until:
             return Refusal(ErrorCode.REVOKED, "this certificate has expired: renew it (`symbiosis-priv keys request`)")
         return None

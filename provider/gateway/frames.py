@@ -67,7 +67,7 @@ class GatewayState:
 
 
 class Frames:
-    """The frames of one connection, for one thread: `wait`, `read_header`, then `read` or `discard` of the payload.
+    """The frames of one connection, for one thread: `read_header`, then `read` or `discard` of the payload.
     Methods raise TimeoutError if the client is too slow, and ConnectionLostError or OSError if it has left."""
 
     def __init__(self, stream: FrameStream, limits: Limits) -> None:
@@ -83,11 +83,6 @@ class Frames:
     def received(self) -> int:
         """Payload bytes of the current frame that have arrived."""
         return self._stream.consumed - self._head_end
-
-    def wait(self) -> bool:
-        """Wait for the first bytes of a frame. Returns False if the client has left."""
-        self._stream.free_scraps = _FREE_SCRAPS
-        return self._stream.begin(deadline=time.monotonic() + self._limits.idle_timeout_s)
 
     def read_header(self) -> memoryview:
         """Read the prefix and the header, which is valid until more is read. Raises `ProtocolError`: the prefix is not
@@ -192,7 +187,8 @@ class FrameLoop(ABC, Generic[M]):
             self._slot.idle_since = time.monotonic()
 
     def _next_frame(self) -> bool:
-        if not self._frames.wait():
+        self._stream.free_scraps = _FREE_SCRAPS
+        if not self._stream.begin(deadline=time.monotonic() + self._limits.idle_timeout_s):
             return False
         self._slot.idle_since = math.inf
         if self._answer_at_once():

@@ -143,8 +143,16 @@ class Gateway:
             log.often("connection_closed_for_another_tenant", tenant=str(party))
             shut(stream.raw)
 
+        accepted: tuple[Credentials | None, float] = None, 0.0  # the credentials that accept the client, until when
+
         def refusal() -> Refusal | None:
-            return self._credentials.refusal(peer)
+            nonlocal accepted
+            credentials, (same, until) = self._credentials, accepted
+            if credentials is same and time.time() < until:
+                return None
+            if (end := credentials.accepts_until(peer)) is not None:
+                accepted = credentials, end.timestamp()
+            return credentials.refusal(peer)
 
         with self._lock:
             certificate = self._credentials.fingerprint

@@ -43,7 +43,7 @@ class Repeated(NamedTuple):
     def of(cls, like: wire.Execute, counts: UsageCounts, product: RepeatedProduct) -> tuple[bytes, Self] | None:
         """The key of such requests, and what they have in common. None if their header is too long."""
         head = wire.encode(like, payload_bytes=counts.bytes_received)
-        if (parts := parts_of(head)) is None:
+        if len(head) > _MOST or (parts := parts_of(head)) is None:
             return None
         result = wire.encode(wire.Result.answering(like), payload_bytes=counts.bytes_sent)
         before, _, after = result.partition(like.nonce)
@@ -58,9 +58,9 @@ def is_plain(request: wire.Execute | wire.Effect) -> bool:
 
 def parts_of(frame: wire.Buffer) -> tuple[bytes, bytes] | None:
     """The bytes of a frame's prefix and header without the nonce, which are its key, and the nonce. None for a header
-    that is too long, or has not arrived. `frame` has the bytes that have arrived, from the prefix on."""
+    that has not arrived, or is too long; others that are too long have a key like no kept one. `frame` has the bytes
+    that have arrived, from the prefix on."""
     head = bytes(frame[:_MOST])
-    size = _PREFIX + int.from_bytes(head[4:8], "little")
-    if not _END <= size <= len(head):
+    if len(head) < _END or not _END <= (size := _PREFIX + head[4]) <= len(head):
         return None
     return head[:_START] + head[_END:size], head[_START:_END]

@@ -156,7 +156,8 @@ class UsageCounters:
     def __init__(self, database: Path | None) -> None:
         self._database = database
         self._logs: list[_Log] = []  # lines go to the last one
-        self._new: _Sums = {}  # since the last attempt to commit
+        # since the last attempt to commit: how often the same was counted, and its line
+        self._new: dict[tuple[str, str, str, str, UsageCounts], tuple[int, bytes]] = {}
         self._uncommitted: _Sums = {}  # of earlier attempts
         self._totals: dict[tuple[str, ...], Counts] = {}  # since the start, without `_new`
         self._failing_since: float | None = None
@@ -177,12 +178,12 @@ class UsageCounters:
 
     def count(self, tenant: TenantIdentity, role: BilledRole, counts: UsageCounts) -> None:
         """Add to a tenant's counters. The counts survive the end of this process."""
-        values = _values(counts)
+        key = (_day(int(time.time() // _DAY_S)), tenant.name, tenant.authority, role, counts)
         with self._lock:
-            key = (_day(int(time.time() // _DAY_S)), tenant.name, tenant.authority, role)
-            _add(self._new, key, values)
+            times, line = self._new.get(key) or (0, _encode((*key[:-1], _values(counts))))
+            self._new[key] = times + 1, line
             if self._logs:
-                self._logs[-1].add(_encode((*key, values)))
+                self._logs[-1].add(line)
 
     def settle(self) -> None:
         """Commit all earlier counts to the file. Waits for another process for 0.25 s at most."""
@@ -201,7 +202,7 @@ class UsageCounters:
 
     def _commit(self) -> None:
         with self._lock:
-            for key, counts in self._new.items():
+            for key, counts in self._new_sums():
                 _add(self._uncommitted, key, counts)
                 _add(self._totals, key[1:], counts)
             self._new = {}
@@ -215,6 +216,10 @@ class UsageCounters:
                 self._connection.executemany(_ADD, _rows(self._uncommitted))
                 self._connection.executemany(_COMMITTED, sizes)
             self._uncommitted = {}
+
+    def _new_sums(self) -> Iterator[tuple[Key, Counts]]:
+        for (*key, counts), (times, _) in self._new.items():
+            yield cast("Key", tuple(key)), tuple(times * count for count in _values(counts))
 
     def flush(self) -> None:
         """Commit all counts, and flush the file to the disk."""
@@ -232,7 +237,7 @@ class UsageCounters:
         """The counts since this process started."""
         with self._lock:
             sums = dict(self._totals)
-            for key, counts in self._new.items():
+            for key, counts in self._new_sums():
                 _add(sums, key[1:], counts)
         return {
             (TenantIdentity(name, authority=authority), cast("BilledRole", role)): UsageCounts(*counts)

@@ -15,12 +15,14 @@ limbs     int8 matrix units (CUDA tensor cores, AMX): rows are split into four b
           direction, and transposed block by block for the backward direction.
 """
 
+import contextlib
+import functools
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -130,21 +132,28 @@ _TILE_ROWS = 16  # as in tiles.h
 _SLICE_BYTES = 1 << 21
 _SLICE_ROWS = 8
 _BRIEF_ENTRIES = 1 << 17  # rows that are split into limbs in 13 µs
-_unused_limbs: deque[Tensor] = deque()  # one buffer per product that ran concurrently
+_unused_limbs: deque["_Scratch"] = deque()  # one buffer per product that ran concurrently
 
 
 def _padded(width: int) -> int:
     return -(-width // _PANEL) * _PANEL
 
 
-def _scratch(entries: int) -> Tensor:
+class _Scratch(NamedTuple):
+    entries: int
+    address: int
+    memory: Tensor
+
+
+def _scratch(entries: int) -> _Scratch:
     """Memory for at least this many int32, to be appended to `_unused_limbs`: new pages would cost small products more
     than the arithmetic."""
-    try:
-        limbs = _unused_limbs.pop()
-    except IndexError:
-        limbs = torch.empty(0, dtype=torch.int32, device="cpu")
-    return limbs if limbs.shape[0] >= entries else torch.empty(entries, dtype=torch.int32, device="cpu")
+    if _unused_limbs:
+        with contextlib.suppress(IndexError):  # another thread has taken it
+            if (limbs := _unused_limbs.pop()).entries >= entries:
+                return limbs
+    memory = torch.empty(entries, dtype=torch.int32, device="cpu")
+    return _Scratch(entries, memory.data_ptr(), memory)
 
 
 class CompiledKernel(Kernel):
@@ -191,9 +200,9 @@ class CompiledKernel(Kernel):
         limbs = _scratch(padded * (count + -count % _TILE_ROWS if self.isa is Isa.AMX else count))
         splitting = native.brief_library() if rows.numel() <= _BRIEF_ENTRIES else lib
         data, weight_bytes = packed.data.data_ptr(), packed.data.element_size()
-        splitting.ring_split(self.isa, ring_bits, weight_bytes, rows.data_ptr(), count, width, limbs.data_ptr())
+        splitting.ring_split(self.isa, ring_bits, weight_bytes, rows.data_ptr(), count, width, limbs.address)
         arguments = (self.isa, ring_bits, direction == BACKWARD, data, weight_bytes, packed.outputs, packed.inputs)
-        operands = (limbs.data_ptr(), count, out.data_ptr())
+        operands = (limbs.address, count, out.data_ptr())
 
         def columns(begin: int, end: int) -> None:
             lib.ring_product(*arguments, *operands, begin, end)
@@ -208,12 +217,13 @@ class CompiledKernel(Kernel):
         if sys.byteorder == "big" or self.isa is Isa.AMX or slices > 1:
             return None
         (width, columns), ring = packed.columns(direction), (self.isa, ring_bits, direction == BACKWARD)
-        shape = packed.data.element_size(), packed.outputs, packed.inputs, count
+        shape, data = (packed.data.element_size(), packed.outputs, packed.inputs, count), packed.data
+        ring_answer = functools.partial(lib.ring_answer, *ring, data.data_ptr(), *shape)
         entries = count * (_padded(width) + width + columns)
 
-        def multiply(payload: int, answer: int) -> None:
+        def multiply(payload: int, answer: int, _: Tensor = data) -> None:  # keeps the weights in memory
             space = _scratch(entries)
-            lib.ring_answer(*ring, packed.data.data_ptr(), *shape, space.data_ptr(), payload, answer)
+            ring_answer(space.address, payload, answer)
             _unused_limbs.append(space)
 
         return multiply

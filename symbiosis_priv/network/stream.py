@@ -77,7 +77,7 @@ class FrameStream:
     _flags = 0  # of system calls
     _timeout = -1.0  # of the socket
     _awaited = 1  # number of bytes for which the socket waits
-    _to_send = _NOTHING  # encrypted bytes
+    _to_send = b""  # encrypted bytes
     _exhausted = False  # TLS has returned all bytes that can be decrypted so far
 
     def __init__(self, raw: socket.socket, context: ssl.SSLContext, *, host: str | None = None) -> None:
@@ -121,7 +121,7 @@ class FrameStream:
                     break
                 self._exhausted = False
             try:
-                count = int(self.tls.read(size - done, buffer[done:]))  # with a buffer it is a number
+                count: int = self.tls.read(size - done, buffer[done:])  # type: ignore[assignment]  # with a buffer
             except ssl.SSLWantReadError:
                 self._exhausted = True
                 continue
@@ -162,8 +162,9 @@ class FrameStream:
                 self._await(1)
         elif self._awaited > 1:
             self._await(1)
-        count = self._transfer(self.raw.recv_into, _arrived.buffer, self._chunk, deadline=deadline, why=why)
-        self._incoming.write(_arrived.buffer[:count])
+        buffer = _arrived.buffer
+        count = self._transfer(deadline, why, self.raw.recv_into, buffer, self._chunk)
+        self._incoming.write(buffer[:count])
         return count
 
     def _await(self, size: int) -> None:
@@ -174,11 +175,11 @@ class FrameStream:
 
     def _flush(self, deadline: float, why: str = "it does not take the request") -> None:
         """Send all encrypted bytes."""
-        while data := self._to_send or memoryview(self._outgoing.read()):
+        while data := self._to_send or self._outgoing.read():
             self._to_send = data  # to go on with after a TimeoutError
-            self._to_send = data[self._transfer(self.raw.send, data, deadline=deadline, why=why) :]
+            self._to_send = data[self._transfer(deadline, why, self.raw.send, data) :]
 
-    def _transfer(self, call: Callable[..., int], *arguments: object, deadline: float, why: str) -> int:
+    def _transfer(self, deadline: float, why: str, call: Callable[..., int], *arguments: object) -> int:
         """Make a system call that waits for the peer until the deadline. Most calls have the same timeout, because
         changing it takes a system call too. Without `waiting`, a second attempt has all the time that is left."""
         most = SLICE_S
@@ -224,14 +225,15 @@ class FrameStream:
         return bool(self.arrived)
 
     def gather(self, size: int, *, deadline: float) -> bool:
-        """Read ahead until `size` bytes have arrived. Returns False if they exceed the memory for that."""
+        """Read ahead until `size` bytes have arrived. Returns False if they exceed the memory for that, or if the peer
+        has left."""
         if (done := len(self.arrived)) < size <= _AHEAD:
             self._ahead[:done], self.arrived = self.arrived, _NOTHING
-            while done < size:
-                if not (count := self.recv_into(self._ahead[done:], deadline)):
-                    raise ConnectionLostError("the other side closed the connection")
-                done += count
-            self.arrived = self._ahead[:done]
+            try:
+                while done < size and (count := self.recv_into(self._ahead[done:], deadline)):
+                    done += count
+            finally:
+                self.arrived, self.arrived_end = self._ahead[:done], self._ahead_begin + done
         return size <= done
 
     def receive_head(self, *, max_payload: int, deadline: float) -> tuple[memoryview, int]:
@@ -279,13 +281,13 @@ class FrameStream:
         """Send a frame. The head shares a record with the start of the payload, which is copied for it. A frame that
         was sent in one system call is received in one."""
         beside, size = _RECORD - len(head), self._chunk // 2
-        self._encrypt(memoryview(head + payload[:beside]))
+        self._encrypt(head + payload[:beside])
         for start in range(beside, len(payload), size):
             self._encrypt(payload[start : start + size])
             self._flush(deadline)
         self._flush(deadline)
 
-    def _encrypt(self, data: memoryview) -> None:
+    def _encrypt(self, data: bytes | memoryview) -> None:
         while data:
             data = data[self.tls.write(data) :]
 

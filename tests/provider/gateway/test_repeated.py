@@ -1,8 +1,8 @@
 """The provider's fast lane: which headers it takes for known, and that no tenant gains anything by it."""
 
+import dataclasses
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,11 @@ from provider.gateway.connection import Connection
 from provider.gateway.credentials import Credentials
 from provider.gateway.repeated import is_plain, parts_of
 from provider.gateway.usage import UsageCounters, read
-from provider.refusal import Refusal
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
+from symbiosis_priv.network.stream import FrameStream
 from tests.provider.clients import Client, execute, failure
 from tests.provider.conftest import Configure, Connect
 from tests.waiting import until
@@ -161,13 +161,14 @@ def test_repeated_requests_have_the_same_products_bills_and_records(
     assert at_once.count(True) >= len(sent) // 2  # all but the first of each kind, and those of nine rows
 
 
-def refused(*_: Any) -> Refusal:
-    return Refusal(CODE.REVOKED, "this certificate is not accepted any more")
+def without_authorities(provider: Provider) -> Credentials:
+    assert provider._gateway is not None
+    return dataclasses.replace(provider._gateway._credentials, authorities={})
 
 
 Break = Callable[[pytest.MonkeyPatch, Provider], None]
 REASONS: dict[str, tuple[Break, wire.ErrorCode]] = {
-    "revoked": (lambda patch, _: patch.setattr(Credentials, "refusal", refused), CODE.REVOKED),
+    "revoked": (lambda patch, p: patch.setattr(p._gateway, "_credentials", without_authorities(p)), CODE.REVOKED),
     "unbilled": (lambda patch, _: patch.setattr(UsageCounters, "unwritten_s", 1e9), CODE.BUSY),
     "no executor": (lambda patch, _: patch.setattr(ExecutorHandle, "present", False), CODE.BUSY),
     "quota": (
@@ -216,17 +217,33 @@ def test_a_payload_of_another_size_is_refused(served: Provider, connect: Connect
     client.product(execute(0, 1), ones(1))  # the connection stays usable
 
 
-def test_rows_that_arrive_late_are_waited_for(served: Provider, connect: Connect, at_once: list[bool]) -> None:
-    client = connect("alice", to=served)
+def test_rows_that_arrive_late_are_waited_for(
+    served: Provider, connect: Connect, at_once: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take the lane: rows of several records arrive in parts. A tenant that leaves meanwhile is billed for it."""
+    client, waits, gather = connect("alice", to=served), threading.Event(), FrameStream.gather
     in_lane(client, at_once)
+
+    def spied(stream: FrameStream, size: int, *, deadline: float) -> bool:
+        waits.set()
+        return gather(stream, size, deadline=deadline)
+
+    monkeypatch.setattr(FrameStream, "gather", spied)
     request, rows, count = execute(0, 1), bytes(wire.RING32.pack(ones(1))), len(at_once)
     client.send(request, rows[:100], announced=len(rows))
-    time.sleep(0.05)
+    assert waits.wait(20)
     client.socket.sendall(rows[100:])
     reply, _ = client.receive()
-    assert len(at_once) == count
+    until(lambda: at_once[count:] == [True])
     assert isinstance(reply, wire.Result)
     assert reply.answers(request)
+    waits.clear()
+    client.send(request, rows[:100], announced=len(rows))
+    assert waits.wait(20)
+    client.close()
+    until(lambda: sum(each.abandoned for each in served._usage.totals().values()) == 1)
+    ((_, counts),) = served._usage.totals().items()
+    assert counts.bytes_received == counts.requests * len(rows) + 100
 
 
 def test_nobody_is_overtaken(

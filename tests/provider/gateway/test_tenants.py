@@ -618,6 +618,7 @@ def test_requests_are_refused_once_the_certificate_has_expired(
         alice, open_one = connect("alice", to=provider), connect(context=context, to=provider)
         open_one.product(execute(0, 1), ones(1))
         monkeypatch.setattr(reading, "now", lambda: real_now() + timedelta(days=2))
+        monkeypatch.setattr(time, "time", lambda: reading.now().timestamp())
         open_one.send(execute(0, 1), bytes(4 * WIDTH))
         reply, _ = open_one.receive()
         assert failure(reply) == wire.ErrorCode.REVOKED

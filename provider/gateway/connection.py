@@ -119,7 +119,7 @@ class Connection(FrameLoop[wire.Request]):
         stream.arrived = stream.arrived[repeated.size :]
         counts = repeated.counts
         state.register.count_request(self._tenant, rows=counts.rows)
-        self._bill(counts)
+        state.usage.count(self._tenant, self._role or "none", counts)
         head, answer = repeated.before + parts[1] + repeated.after, self._space[: counts.bytes_sent]
         try:
             stream.send_frame(head, answer, deadline=arrival + self._limits.frame_timeout_s)
@@ -137,7 +137,7 @@ class Connection(FrameLoop[wire.Request]):
         except TimeoutError:
             self._bill(UsageCounts(slow=1, bytes_received=len(self._stream.arrived) - repeated.head))
             raise
-        except OSError:
+        except (OSError, ConnectionLostError):
             return False
 
     def _answer(self, request: wire.Request) -> None:

@@ -15,7 +15,6 @@ limbs     int8 matrix units (CUDA tensor cores, AMX): rows are split into four b
           direction, and transposed block by block for the backward direction.
 """
 
-import contextlib
 import functools
 import sys
 from abc import ABC, abstractmethod
@@ -148,10 +147,11 @@ class _Scratch(NamedTuple):
 def _scratch(entries: int) -> _Scratch:
     """Memory for at least this many int32, to be appended to `_unused_limbs`: new pages would cost small products more
     than the arithmetic."""
-    if _unused_limbs:
-        with contextlib.suppress(IndexError):  # another thread has taken it
-            if (limbs := _unused_limbs.pop()).entries >= entries:
-                return limbs
+    try:
+        if (limbs := _unused_limbs.pop()).entries >= entries:
+            return limbs
+    except IndexError:
+        pass
     memory = torch.empty(entries, dtype=torch.int32, device="cpu")
     return _Scratch(entries, memory.data_ptr(), memory)
 

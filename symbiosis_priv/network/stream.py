@@ -225,12 +225,13 @@ class FrameStream:
         return bool(self.arrived)
 
     def gather(self, size: int, *, deadline: float) -> bool:
-        """Read ahead until `size` bytes have arrived. Returns False if they exceed the memory for that, or if the peer
-        has left."""
+        """Read ahead until `size` bytes have arrived. Returns False if they exceed the memory for that."""
         if (done := len(self.arrived)) < size <= _AHEAD:
             self._ahead[:done], self.arrived = self.arrived, _NOTHING
             try:
-                while done < size and (count := self.recv_into(self._ahead[done:], deadline)):
+                while done < size:
+                    if not (count := self.recv_into(self._ahead[done:], deadline)):
+                        raise ConnectionLostError("the other side closed the connection")
                     done += count
             finally:
                 self.arrived, self.arrived_end = self._ahead[:done], self._ahead_begin + done

@@ -305,7 +305,8 @@ def test_gathered_bytes_stay_in_order(contexts: Contexts, sizes: list[int], skip
         for start, end in pairwise(accumulate(sizes, initial=0)):
             pool.submit(client.send_frame, b"", memoryview(LARGE)[start:end], deadline=soon()).result(TIMEOUT_S)
         server.begin(deadline=soon())
-        server.skip(skipped := min(skipped, len(server.arrived)))
+        skipped = min(skipped, len(server.arrived))
+        server.arrived = server.arrived[skipped:]
         gathered = server.gather(size - skipped, deadline=soon())
         assert gathered or size - skipped > 1 << 15
         if gathered:

@@ -225,7 +225,8 @@ class FrameStream:
         return bool(self.arrived)
 
     def gather(self, size: int, *, deadline: float) -> bool:
-        """Read ahead until `size` bytes have arrived. Returns False if they exceed the memory for that."""
+        """Read ahead until `size` bytes have arrived. Returns False if they exceed the memory for that.
+        After an error, those that came stay `arrived`."""
         if (done := len(self.arrived)) < size <= _AHEAD:
             self._ahead[:done], self.arrived = self.arrived, _NOTHING
             try:

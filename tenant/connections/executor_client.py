@@ -51,8 +51,7 @@ class Answer:
     def __init__(
         self, client: "ExecutorClient", channel: Channel, replies: Sequence[Reply], request: wire.Execute, began: float
     ) -> None:
-        self.words = replies[0].words if len(replies) == 1 else torch.cat([reply.words for reply in replies])
-        self.seconds = time.monotonic() - began
+        self.words, self.seconds = joined([reply.words for reply in replies]), time.monotonic() - began
         self.relayed = replies[0].relayed
         self.missed = bool(request.blocks) and not self.relayed
         self._client, self._channel, self._reply, self._nonce = client, channel, replies[0], request.nonce

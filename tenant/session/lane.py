@@ -134,19 +134,18 @@ class Lane:
 
     def multiply(self, places: Places) -> Unfinished | None:
         """Compute a product of rows at these places. Returns None if it is done."""
-        few, routes, provider, measured = self.few, self._routes, self._provider, tally.recording is not None
+        few, routes, provider = self.few, self._routes, self._provider
         if not routes.all_up or sights or self.ended:
             return Unfinished()
         inputs, outputs = places
-        times = [clock()]
+        began = clock()
         if not self._ready:
             self._prepare_next()
         try:
             pads = self._ready.pop()
         except IndexError:  # no pad was there, or another thread has taken it
             return Unfinished()
-        if measured:
-            times.append(clock())
+        taken = clock()
         memory, space = self._take_memory()
         try:
             sent = few.mask(inputs, pads, space)
@@ -154,8 +153,7 @@ class Lane:
             self._ready.append(pads)
             raise
         since, nonce = time.monotonic(), fresh_nonce()
-        if measured:
-            times += clock(), clock()
+        masked = clock()
         routes.taken(provider)
         answer: Answer | None = None
         try:
@@ -166,13 +164,15 @@ class Lane:
         if answer is None:
             routes.cancelled(provider)
             return self._unfinished(sent, space, b"", None)
-        if measured:
-            times.append(clock())
+        arrived = clock()
         if not few.decode(answer.words, pads, space, outputs):
             return self._unfinished(sent, space, nonce, Attempt(provider, since, answer))
         self._memory.append(memory)
-        if measured:
-            tally.record_steps([*times, clock()])
+        if tally.recording is not None:
+            tally.record("take pads", since=began, until=taken)
+            tally.record("quantise", since=taken, until=masked)  # and mask
+            tally.record("network + product", since=masked, until=arrived)
+            tally.record("unmask + verify + dequantise", since=arrived)
         routes.answered(provider, seconds=answer.seconds, size=self._size, verified=sent.holders)
         with self._tally.lock:
             counts = self._tally.counts

@@ -5,10 +5,9 @@ Inside a `recorded` block, the steps of products are measured. Outside, that cos
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final, Literal, get_args
 
 from torch import Tensor
@@ -130,10 +129,3 @@ def record(span: Span, *, since: float, until: float | None = None) -> None:
         spent = (clock() if until is None else until) - since
         with _adding:
             seconds[span] = seconds.get(span, 0.0) + spent
-
-
-def record_steps(times: Sequence[float]) -> None:
-    """Record a whole product that did not wait for effects, from the times before, between and after its steps."""
-    steps = [span for span in SPANS if span != "wait for effects"]
-    for span, (began, ended) in zip(steps, pairwise(times), strict=True):
-        record(span, since=began, until=ended)

@@ -82,7 +82,8 @@ ONE_ROW = Step(0, FORWARD, 1, torch.float32, "usual", closes=False)
 
 
 def multiply(session: Session, step: Step, seed: int, ring_bits: RingBits) -> Tensor | type[Exception]:
-    """The product of random rows, or the kind of the error. In a narrow ring, products wrap around all the time."""
+    """The product of random rows, or the kind of the error. Every second product comes as a layer asks for it. In a
+    narrow ring, products wrap around all the time."""
     facts = session.preparation.facts[step.group]
     if ring_bits < 32:
         bounds = {way: replace(bound.narrowed(ring_bits), spread=2.5) for way, bound in facts.bounds.items()}
@@ -90,8 +91,13 @@ def multiply(session: Session, step: Step, seed: int, ring_bits: RingBits) -> Te
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(step.rows, facts.inputs(step.direction), generator=generator).to(step.dtype)
     y = torch.empty(step.rows, facts.outputs(step.direction), dtype=step.dtype)
+    group = GroupIndex(step.group)
     try:
-        session.multiply(GroupIndex(step.group), step.direction, FloatRows(facts, step.direction, [x], [y]))
+        if step.direction == FORWARD and seed % 2:
+            outputs = session.forward_few(group, x[None], facts.entry.outputs, step.dtype)
+            if outputs is not None:
+                return torch.cat(outputs, dim=-1)[0]
+        session.multiply(group, step.direction, FloatRows(facts, step.direction, [x], [y]))
     except SymbiosisError as error:
         return type(error)
     return y
@@ -220,6 +226,18 @@ def test_a_lane_ends_when_a_second_executor_serves_the_group(
     session.routes.update([second.peer("executor")])
     run(session, first, [ONE_ROW] * 4, 32)
     assert outcomes == [None, lane.Unfinished()]
+
+
+def test_a_lane_of_halved_rows_computes_no_forward_pass(scripted: Scripted) -> None:
+    """Rows of another scale would have other bits."""
+    session = scripted.new_session("none")
+    facts = session.preparation.facts[0]
+    x, y = torch.ones(1, facts.inputs(FORWARD)), torch.empty(1, facts.outputs(FORWARD))
+    rows = FloatRows(facts, FORWARD, [x], [y]).selected([0], halved=True)
+    for _ in range(2):  # the first product finds the provider
+        session.multiply(GroupIndex(0), FORWARD, rows)
+    assert session.runtime.lanes
+    assert session.forward_few(GroupIndex(0), x, facts.entry.outputs, x.dtype) is None
 
 
 def test_two_threads_may_end_a_lane(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:

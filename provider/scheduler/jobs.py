@@ -140,14 +140,13 @@ class Pace:
         if not work:
             return
         kind, per_weight, rate = key[1:], seconds * rows / work / matrices, work / max(seconds, 1e-9)
-        best = self._best_rates.get(kind, _FIRST_GUESS)
-        read, before = self._reads.get(key, self._least_reads.get(kind, 0.0)), self._rates.get(key, best)
+        read, before = self._read(key), self._rate(key)
         if few := rows < ARITHMETIC_ROWS * matrices:
             self._reads[key] = read = _nearer(read or per_weight, per_weight)
             self._least_reads[kind] = min(self._least_reads.get(kind, read), read)
         # with few rows, or faster than reading: reading hid the arithmetic
         self._rates[key] = rate = max(before, rate) if few or per_weight < read else _nearer(before, rate)
-        self._best_rates[kind] = max(best, rate)
+        self._best_rates[kind] = max(self._best_rates.get(kind, _FIRST_GUESS), rate)
 
     def _read(self, key: Key) -> float:
         return self._reads.get(key, self._least_reads.get(key[1:], 0.0))

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direct
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import KERNELS, Packed, RingMatrix, choice, choose, self_test, tune
 from symbiosis_priv.kernels.choice import candidates
-from symbiosis_priv.kernels.kernel import Int32Kernel
+from symbiosis_priv.kernels.kernel import Int32Kernel, Kernel
 from symbiosis_priv.limits import RingBits
 from tenant.bench.kernels import measure_kernels
 from tests.builds import switched
@@ -190,9 +191,13 @@ def test_a_damaged_memory_is_measured_again(content: bytes, plant: Callable[...,
     assert used(memory) == {"planted"}
 
 
-def test_candidates_of_one_layout_are_not_measured(memory: Path) -> None:
-    if len({kernel.layout for kernel in candidates(CPU)}) > 1:
-        pytest.skip("several layouts on this CPU")
+def test_candidates_of_one_layout_are_not_measured(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, exact = next(iter(candidates(CPU))).layout, choice._exact_for
+
+    def of_one_layout(*args: Any, **options: Any) -> list[Kernel]:
+        return [kernel for kernel in exact(*args, **options) if kernel.layout == layout]
+
+    monkeypatch.setattr(choice, "_exact_for", of_one_layout)
     tune(WEIGHT, weight_bits=10, device=CPU, results=memory)
     assert not memory.exists()
 

@@ -119,7 +119,7 @@ class Connection(FrameLoop[wire.Request]):
         stream.arrived = stream.arrived[repeated.size :]
         counts = repeated.counts
         state.register.count_request(self._tenant, rows=counts.rows)
-        state.usage.count(self._tenant, self._role or "none", counts)
+        self._bill(counts)
         head, answer = repeated.before + parts[1] + repeated.after, self._space[: counts.bytes_sent]
         try:
             stream.send_frame(head, answer, deadline=arrival + self._limits.frame_timeout_s)

@@ -112,18 +112,18 @@ INLINE uint64_t load_row(const struct parts *in, int64_t row, const double *fold
     int64_t peak = 0;
     for (const struct part *part = in->part; part < in->part + in->count; part++) {
         int64_t width = part->width, first = row * part->stride;
-#define LOAD(type, convert)                                           \
-    do {                                                              \
+#define LOAD(type, convert)                                            \
+    do {                                                               \
         const type *from = (const type *)(intptr_t)part->data + first; \
-        for (int64_t i = 0; i < width; i++) {                         \
-            double value = convert(from[i]);                          \
-            if (fold) value *= fold[i];                               \
-            int64_t bits;                                             \
-            memcpy(&bits, &value, sizeof bits);                       \
-            bits &= INT64_MAX;                                        \
-            peak = peak > bits ? peak : bits;                         \
-            to[i] = value;                                            \
-        }                                                             \
+        for (int64_t i = 0; i < width; i++) {                          \
+            double value = convert(from[i]);                           \
+            if (fold) value *= fold[i];                                \
+            int64_t bits;                                              \
+            memcpy(&bits, &value, sizeof bits);                        \
+            bits &= INT64_MAX;                                         \
+            peak = peak > bits ? peak : bits;                          \
+            to[i] = value;                                             \
+        }                                                              \
     } while (0)
         if (in->format == FORMAT_F32)
             LOAD(float, (double));
@@ -358,7 +358,8 @@ PASSES(avx512, TARGET_AVX512, p61_dot_512)
 /* Quantise rows start .. stop, compute the expected value of their check, and add masks modulo 2^32.
  *
  * in: [rows, columns] in all. fold: float64 [columns] that columns are multiplied by first, or NULL.
- * limbs: int32 [3, columns] of V, or NULL. masks[0..mask_count) by address: int32 [rows, columns]. out: int32 [rows, columns]; scale: float64 [rows]; expected: int64 [rows].
+ * limbs: int32 [3, columns] of V, or NULL. masks[0..mask_count) by address, and out: int32 [rows, columns].
+ * scale: float64 [rows]; expected: int64 [rows].
  * Returns the first row that is not finite, `stop` if all are, or NO_MEMORY. */
 EXPORT int64_t ring_encode(int32_t isa, const struct parts *in, int64_t columns, const double *fold, double l1,
                            double l2, const int32_t *limbs, const int64_t *masks, int64_t mask_count, int32_t *out,

@@ -98,6 +98,15 @@ class KnownFrames:
         return before, after
 
 
+class RepeatedRequest(NamedTuple):
+    """A request like an earlier one, and memory for its answer, int32 `[rows, outputs]`."""
+
+    frames: KnownFrames
+    nonce: bytes
+    rows: MaskedRows
+    answer: Tensor
+
+
 class Channel:
     """A connection that reconnects by itself. It serves one thread at a time; other threads wait.
 
@@ -115,7 +124,7 @@ class Channel:
 
     Attributes:
         connection: the current connection, or None.
-        used_at: time of the latest answer to `repeat`, as its caller sets it.
+        used_at: time of the latest answer to `repeat`.
         closed: set when this side has closed the channel; a failure is then not counted against the provider.
     """
 
@@ -229,19 +238,10 @@ class Channel:
         ask = partial(self._round_trip, message, payload, outputs, meanwhile=meanwhile)
         return self._once(ask, deadline, since=since)
 
-    def repeat(
-        self,
-        frames: KnownFrames,
-        nonce: bytes,
-        rows: MaskedRows,
-        answer: Tensor,
-        *,
-        deadline: float,
-        meanwhile: Callable[[], None],
-    ) -> Reply:
-        """`attempt` with a request like an earlier one on this channel, and memory for its answer. An answer with
-        another header than the earlier answer's is read as `attempt` reads it."""
-        return self._once(partial(self._repeat, frames, nonce, rows, answer, meanwhile), deadline)
+    def repeat(self, request: RepeatedRequest, *, deadline: float, meanwhile: Callable[[], None]) -> Reply:
+        """`attempt` with a request like an earlier one on this channel. An answer with another header than the earlier
+        answer's is read as `attempt` reads it."""
+        return self._once(partial(self._repeat, request, meanwhile), deadline)
 
     def permit(self, helpers: Sequence[str], *, deadline: float) -> wire.Permit:
         """Ask an executor for a permit: helpers with these certificates may send it blocks of this tenant. Raises
@@ -374,15 +374,8 @@ class Channel:
         meanwhile()
         return self._receive(message, outputs, connection, deadline)
 
-    def _repeat(
-        self,
-        frames: KnownFrames,
-        nonce: bytes,
-        rows: MaskedRows,
-        answer: Tensor,
-        meanwhile: Callable[[], None],
-        deadline: float,
-    ) -> Reply:
+    def _repeat(self, request: RepeatedRequest, meanwhile: Callable[[], None], deadline: float) -> Reply:
+        frames, nonce, rows, answer = request
         if type(rows) is not MaskedRows:
             raise TypeError("only MaskedRows can be sent to a provider (tenant.core.masked)")
         if self._permit:
@@ -393,10 +386,10 @@ class Channel:
         encoding, words = frames.encoding, rows.masked_words
         if self._wiretap:  # it may keep the words, whose memory is used again
             self._wiretap.sent(self.peer, frames.message(nonce), _as_sent(frames.message(nonce), words.clone()))
-        request, payload = frames.request[0] + nonce + frames.request[1], encoding.pack(words)
+        head, payload = frames.request[0] + nonce + frames.request[1], encoding.pack(words)
         try:
-            stream.send_frame(request, payload, deadline=deadline)
-            self.traffic.bytes_sent += len(request) + len(payload)
+            stream.send_frame(head, payload, deadline=deadline)
+            self.traffic.bytes_sent += len(head) + len(payload)
             meanwhile()
             head, entries = frames.answer[0] + nonce + frames.answer[1], answer.numpy()
             space = encoding.payload_space(entries)
@@ -408,6 +401,7 @@ class Channel:
         encoding.unpack_in_place(entries)
         self.traffic.bytes_received += len(head) + len(space)
         self.traffic.round_trips += 1
+        self.used_at = time.monotonic()
         return Reply(answer, False, connection)
 
     def _receive(

@@ -23,8 +23,7 @@ from torch import Tensor
 from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
-from tenant.connections.channel import Channel, KnownFrames, Reply, fresh_nonce
-from tenant.core.masked import MaskedRows
+from tenant.connections.channel import Channel, RepeatedRequest, Reply, fresh_nonce
 from tenant.core.pads import with_first_rows
 from tenant.core.parts import Part
 from tenant.routing.known_provider import KnownProvider, State
@@ -205,26 +204,16 @@ class ExecutorClient:
             if not relayed:
                 self.release(channel)
 
-    def repeat(
-        self,
-        frames: KnownFrames,
-        nonce: bytes,
-        rows: MaskedRows,
-        answer: Tensor,
-        *,
-        deadline: float,
-        meanwhile: Callable[[], None],
-    ) -> Answer | None:
-        """Send a request like an earlier one, as `ask` does, with memory for its answer. Returns None if no open
-        connection is free; nothing was sent then."""
+    def repeat(self, request: RepeatedRequest, *, deadline: float, meanwhile: Callable[[], None]) -> Answer | None:
+        """Send a request like an earlier one, as `ask` does. Returns None if no open connection is free; nothing was
+        sent then."""
         channel = self.acquire(until=deadline)
         try:
             started = time.monotonic()
             if channel.connection is None or (started - channel.used_at > _FRESH_S and channel.probe() is None):
                 return None
-            reply = channel.repeat(frames, nonce, rows, answer, deadline=deadline, meanwhile=meanwhile)
-            channel.used_at = time.monotonic()
-            return Answer(self, channel, [reply], frames.like, started)  # without blocks, the nonce is not needed
+            reply = channel.repeat(request, deadline=deadline, meanwhile=meanwhile)
+            return Answer(self, channel, [reply], request.frames.like, started)  # without blocks, it needs no nonce
         finally:
             self.release(channel)
 

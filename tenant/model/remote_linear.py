@@ -120,15 +120,14 @@ class LayerGroup:
             sent := [(r, extra) for r in self.adapter_rows if (extra := r.rows()) is not None]
         ):
             return self._forward_with(sent, x, dtype)
-        with waiting:
-            few = self.backend.forward_few(self.index, x, self._outputs, dtype)
-        if few is not None:
-            return tuple(few)
-        rows = x.reshape(-1, x.shape[-1])
-        # separate tensors, not views of one: callers may write to them
-        parts = tuple(torch.empty(shape, dtype=dtype, device=x.device) for shape in self.shapes(x))
-        self.multiply(FORWARD, [rows], [part.view(-1, width) for part, width in zip(parts, self._outputs, strict=True)])
-        return parts
+        with waiting:  # other parts of an overlapped batch compute meanwhile
+            parts = self.backend.forward_few(self.index, x, self._outputs, dtype)
+            if parts is None:
+                # separate tensors, not views of one: callers may write to them
+                parts = [torch.empty(shape, dtype=dtype, device=x.device) for shape in self.shapes(x)]
+                outputs = [part.view(-1, width) for part, width in zip(parts, self._outputs, strict=True)]
+                self.backend.multiply(self.index, FORWARD, [x.reshape(-1, x.shape[-1])], outputs)
+        return tuple(parts)
 
     def _forward_with(
         self, sent: list[tuple[AdapterRows, Tensor]], x: Tensor, dtype: torch.dtype

@@ -23,9 +23,8 @@ from symbiosis_priv import native
 from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.errors import NonFiniteError
 from symbiosis_priv.native import FORMATS, array_of
-from tenant.connections.channel import KnownFrames, fresh_nonce
+from tenant.connections.channel import KnownFrames, RepeatedRequest, fresh_nonce
 from tenant.connections.executor_client import Answer, ExecutorClient
-from tenant.core.masked import MaskedRows
 from tenant.core.pads import Pad
 from tenant.core.parts import MOST_FEW, FewRows, FloatRows, Layout, Part, Places, PreparedPads, Space
 from tenant.core.verifier import V
@@ -51,12 +50,10 @@ class Attempt(NamedTuple):
 
 
 class Unfinished(NamedTuple):
-    """What the usual way must go on with: the rows if nothing is masked, or what was masked. `attempt` is None if
+    """What the usual way must go on with: the rows if nothing is masked, or the masked request. `attempt` is None if
     nothing was sent."""
 
-    sent: MaskedRows | None = None
-    space: Space | None = None
-    nonce: bytes = b""
+    masked: tuple[RepeatedRequest, Space] | None = None
     attempt: Attempt | None = None
 
 
@@ -108,14 +105,12 @@ class Lane:
 
     def _layout(self, matrices: Sequence[Tensor], width: int) -> Layout | None:
         dtype, rows = matrices[0].dtype, self.few.count
-        fields = [FORMATS.get(dtype, -1), len(matrices)]
         for matrix in matrices:
             shape = matrix.shape
             if matrix.dtype is not dtype or len(shape) != 2 or shape[0] != rows or matrix.stride(1) != 1:
                 return None
             width -= shape[1]
-            fields += matrix.data_ptr(), matrix.stride(0), shape[1]
-        return None if width or fields[0] < 0 else array_of(fields)
+        return None if width or dtype not in FORMATS else native.layout(matrices)
 
     def outputs(self, x: Tensor, widths: Sequence[int], dtype: torch.dtype) -> tuple[list[Tensor], Places] | None:
         """Allocate the outputs `[..., w_k]` of inputs `[..., d]`. Returns them, and the places of both; None if this
@@ -152,21 +147,20 @@ class Lane:
         except NonFiniteError:
             self._ready.append(pads)
             raise
-        since, nonce = time.monotonic(), fresh_nonce()
+        since, request = time.monotonic(), RepeatedRequest(self._frames, fresh_nonce(), sent, space.answer)
         masked = clock()
         routes.taken(provider)
-        answer: Answer | None = None
         try:
-            asked, until = (self._frames, nonce, sent, space.answer), since + self._deadline_s
-            answer = self._client.repeat(*asked, deadline=until, meanwhile=self._prepare_next)
+            deadline = since + self._deadline_s
+            answer = self._client.repeat(request, deadline=deadline, meanwhile=self._prepare_next)
         except BaseException as error:
-            return self._unfinished(sent, space, nonce, Attempt(provider, since, error))
+            return self._unfinished(request, space, Attempt(provider, since, error))
         if answer is None:
             routes.cancelled(provider)
-            return self._unfinished(sent, space, b"", None)
+            return self._unfinished(request, space, None)
         arrived = clock()
         if not few.decode(answer.words, pads, space, outputs):
-            return self._unfinished(sent, space, nonce, Attempt(provider, since, answer))
+            return self._unfinished(request, space, Attempt(provider, since, answer))
         self._memory.append(memory)
         if tally.recording is not None:
             tally.record("take pads", since=began, until=taken)
@@ -186,17 +180,17 @@ class Lane:
 
     def part(self, rows: FloatRows, unfinished: Unfinished) -> Part:
         """The part with which the usual way goes on."""
-        assert unfinished.sent is not None
-        assert unfinished.space is not None
-        part = self.few.part(rows, unfinished.space, unfinished.sent)
+        assert unfinished.masked is not None
+        request, space = unfinished.masked
+        part = self.few.part(rows, space, request.rows)
         if unfinished.attempt is not None:  # a retry sends identical bytes (rule 3)
-            part.requests[self._asked] = [self._frames.message(unfinished.nonce)]
+            part.requests[self._asked] = [self._frames.message(request.nonce)]
         return part
 
-    def _unfinished(self, sent: MaskedRows, space: Space, nonce: bytes, attempt: Attempt | None) -> Unfinished:
+    def _unfinished(self, request: RepeatedRequest, space: Space, attempt: Attempt | None) -> Unfinished:
         with self._tally.lock:
-            self._tally.counts.pads_taken += sum(pad.rows for pad in sent.pads)
-        return Unfinished(sent, space, nonce, attempt)
+            self._tally.counts.pads_taken += sum(pad.rows for pad in request.rows.pads)
+        return Unfinished((request, space), attempt)
 
     def _take_memory(self) -> tuple[Tensor, Space]:
         try:

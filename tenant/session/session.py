@@ -267,22 +267,24 @@ def multiply(runtime: Runtime, index: GroupIndex, direction: Direction, rows: Ro
         executors = [runtime.executors[provider] for provider in routes.open_for(index, whole.size)]
         most = part_rows(whole.count, whole.size, part_bytes=part_bytes, executors=len(executors))
         multiply_parts(_cut(runtime, whole, limit=limit, most=most), executors, partial(send_part, runtime))
-    with runtime.tally.lock:
-        runtime.tally.counts.products += 1
-        runtime.tally.counts.rows += rows.count
+    _count(runtime, rows)
 
 
 def _finish(runtime: Runtime, lane: Lane, unfinished: Unfinished, rows: FloatRows) -> bool:
     """Finish a product that a lane has masked. Returns False if the usual way must compute it from the start."""
-    if unfinished.sent is None:
+    if unfinished.masked is None:
         if lane.ended:
             runtime.lanes.pop((*lane.place, rows.count), None)  # another thread may have ended it
         return False
     send_part(runtime, lane.part(rows, unfinished), None, attempt=unfinished.attempt)
+    _count(runtime, rows)
+    return True
+
+
+def _count(runtime: Runtime, rows: Rows) -> None:
     with runtime.tally.lock:
         runtime.tally.counts.products += 1
         runtime.tally.counts.rows += rows.count
-    return True
 
 
 def send_part(runtime: Runtime, part: Part, preferred: KnownProvider | None, *, attempt: Attempt | None = None) -> None:

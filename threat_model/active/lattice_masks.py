@@ -107,12 +107,12 @@ def _outcome(attack: Callable[[_Play], Tensor], rows: int, width: int) -> Outcom
 
 
 def _bits(play: _Play) -> Tensor:
-    """Weighs every bit of a few entries by how much its frequency differs between the two rows."""
-    bits = (play.masked[:, :4, None] >> torch.arange(32, dtype=torch.int32) & 1).flatten(1).float()
+    """Weighs every bit of 16 entries by how much its frequency differs between the two rows."""
+    bits = (play.masked[:, :16, None] >> torch.arange(32, dtype=torch.int32) & 1).flatten(1).float()
     known, unknown = bits[: len(play.coins)], bits[len(play.coins) :]
-    weights = known[play.coins].mean(0) - known[~play.coins].mean(0)
-    scores = unknown @ weights
-    return scores > (known @ weights).median()
+    one, zero = known[play.coins].mean(0), known[~play.coins].mean(0)
+    weights = one - zero
+    return unknown @ weights > (one + zero) @ weights / 2  # halfway, whatever the shares of the two rows are
 
 
 def _near_known_rows(play: _Play) -> Tensor:

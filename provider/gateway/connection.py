@@ -179,7 +179,9 @@ class Connection(FrameLoop[wire.Request]):
                 if work is not None:
                     self._learn(work, sizes)
             except TimeoutError:
-                self._bill(UsageCounts(slow=1, bytes_received=self._frames.received))
+                # rows that have arrived as a whole are in the bill already: the tenant does not read the answer
+                received = self._frames.received if self._frames.unread else 0
+                self._bill(UsageCounts(slow=1, bytes_received=received))
                 raise
             except (OSError, ConnectionLostError):
                 if self._frames.unread and not self._state.stopping.is_set():  # the tenant left while it sent its rows

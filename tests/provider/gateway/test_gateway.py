@@ -15,11 +15,12 @@ import msgspec
 import pytest
 import torch
 
-from provider.config.schema import MIB, Limits
+from provider.config.schema import MIB, Limits, UsageConfig
 from provider.executor.client import ExecutorRequester
 from provider.executor.queues import ExecutorReport
 from provider.gateway.admission import ByteBudget
 from provider.gateway.connection import Connection
+from provider.gateway.usage import read
 from provider.products.model import ServedModel
 from provider.refusal import Refusal
 from provider.serve import Provider
@@ -328,8 +329,12 @@ def test_silent_and_slow_clients_are_dropped(configure: Configure, connect: Conn
         assert idle.at_end()
 
 
-def test_a_client_that_does_not_read_is_dropped(configure: Configure, keys: Keys, connect: Connect) -> None:
-    with Provider(configure(frame_timeout_s=0.5)) as provider:
+def test_a_client_that_does_not_read_is_dropped(
+    configure: Configure, keys: Keys, connect: Connect, tmp_path: Path
+) -> None:
+    """Its bill has its rows once."""
+    bills = tmp_path / "usage.sqlite"
+    with Provider(configure(frame_timeout_s=0.5, usage=UsageConfig(database=bills))) as provider:
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.settimeout(20)
@@ -348,6 +353,8 @@ def test_a_client_that_does_not_read_is_dropped(configure: Configure, keys: Keys
                 return report.connections == report.requests == 1
 
             until(alone)
+    row = next(row for row in read(bills) if row["role"] == "executor")
+    assert (row["requests"], row["bytes_received"], row["slow"]) == (1, rows * WIDTH * 4, 1)
 
 
 def test_a_flood_from_one_address_does_not_block_another_address(configure: Configure, keys: Keys) -> None:

@@ -39,7 +39,7 @@ def shared(running: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands use the running tenants and providers."""
 
     @contextmanager
-    def already(folder: Path, shape: Llama, maskings: Any, effort: Effort) -> Iterator[Comparison]:
+    def already(folder: Path, shape: Llama, maskings: Any, effort: Effort, **_: int) -> Iterator[Comparison]:
         assert (shape.width, shape.layers, [one.name for one in maskings]) == (64, 1, ["pad"])
         yield running
 

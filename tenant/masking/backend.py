@@ -69,9 +69,9 @@ class Backend(ABC):
         """Compute the product with these fields."""
         self.compute(Product(index, direction, inputs, outputs, counts))
 
-    def forward_few(self, index: int, x: Tensor, widths: Sequence[int], dtype: torch.dtype) -> list[Tensor] | None:
-        """Compute the outputs `[..., w_k]`, in `dtype`, of a few inputs `[..., d]`, if a faster way than `multiply` is
-        prepared for them; otherwise return None."""
+    def forward_few(self, index: int, x: Tensor, dtype: torch.dtype) -> list[Tensor] | None:
+        """Compute each member's output `[..., o]`, in `dtype`, of a few inputs `[..., d]`, if a faster way than
+        `multiply` is prepared for them; otherwise return None."""
         return None
 
     def multiply_all(self, products: Sequence[Product]) -> None:
@@ -157,8 +157,8 @@ class RingBackend(Backend):
         self.products = products
         self._few = getattr(products, "forward_few", None)  # a session's
 
-    def forward_few(self, index: int, x: Tensor, widths: Sequence[int], dtype: torch.dtype) -> list[Tensor] | None:
-        return None if self._few is None else self._few(index, x, widths, dtype)
+    def forward_few(self, index: int, x: Tensor, dtype: torch.dtype) -> list[Tensor] | None:
+        return None if self._few is None else self._few(index, self.facts[index], x, dtype)
 
     def compute(self, product: Product) -> None:
         if not product.inputs[0].shape[0]:

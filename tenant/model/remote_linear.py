@@ -121,7 +121,7 @@ class LayerGroup:
         ):
             return self._forward_with(sent, x, dtype)
         with waiting:  # other parts of an overlapped batch compute meanwhile
-            parts = self.backend.forward_few(self.index, x, self._outputs, dtype)
+            parts = self.backend.forward_few(self.index, x, dtype)
             if parts is None:
                 # separate tensors, not views of one: callers may write to them
                 parts = [torch.empty(shape, dtype=dtype, device=x.device) for shape in self.shapes(x)]

@@ -31,6 +31,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts
+from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation
@@ -95,16 +96,15 @@ class Session:
         """Compute one exact product, masked and verified."""
         multiply(self._open(), index, direction, rows)
 
-    def forward_few(
-        self, index: GroupIndex, x: Tensor, widths: Sequence[int], dtype: torch.dtype
-    ) -> list[Tensor] | None:
-        """Compute the outputs of a few rows by a lane; see `Backend.forward_few`."""
+    def forward_few(self, index: GroupIndex, facts: GroupFacts, x: Tensor, dtype: torch.dtype) -> list[Tensor] | None:
+        """Compute the outputs of a few rows by a lane; see `Backend.forward_few`. `facts`: of the group, narrowed for
+        the scheme as those of the rows that `multiply` takes."""
         generation()
-        runtime, facts, width = self._runtime or self._open(), self.preparation.facts[index], x.shape[-1]
+        runtime, width = self._runtime or self._open(), x.shape[-1]
         lane = runtime.lanes.get((index, FORWARD, x.numel() // width))
         if lane is None or lane.few.bound is not facts.bounds[FORWARD]:
             return None
-        if (made := lane.outputs(x, widths, dtype)) is None:
+        if (made := lane.outputs(x, facts.entry.outputs, dtype)) is None:
             return None
         outputs, places = made
         unfinished = lane.multiply(places)

@@ -1,5 +1,6 @@
 """The fast lane: the same bits, pads and verdicts as the usual way, and every reason to leave it."""
 
+import functools
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,10 +11,13 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.errors import NonFiniteError, RangeError, SymbiosisError, VerificationError
 from symbiosis_priv.limits import GroupIndex, RingBits
 from symbiosis_priv.network import wire
 from tenant.core.parts import MOST_FEW, FloatRows, Places
+from tenant.masking.backend import RingBackend
+from tenant.masking.registry import session_scheme
 from tenant.routing.known_provider import Tolerance
 from tenant.session import lane, session as sessions
 from tenant.session.session import Session
@@ -81,20 +85,24 @@ STEPS = st.lists(
 ONE_ROW = Step(0, FORWARD, 1, torch.float32, "usual", closes=False)
 
 
-def multiply(session: Session, step: Step, seed: int, ring_bits: RingBits) -> Tensor | type[Exception]:
-    """The product of random rows, or the kind of the error. Every second product comes as a layer asks for it. In a
-    narrow ring, products wrap around all the time."""
-    facts = session.preparation.facts[step.group]
-    if ring_bits < 32:
-        bounds = {way: replace(bound.narrowed(ring_bits), spread=2.5) for way, bound in facts.bounds.items()}
-        facts = replace(facts, bounds=bounds)
+@functools.lru_cache(1)
+def narrowed(session: Session, ring_bits: RingBits) -> list[GroupFacts]:
+    """The facts that a backend computes with. In a narrow ring, products wrap around all the time."""
+    every = [facts.narrowed(ring_bits) for facts in session.preparation.facts]
+    if ring_bits == 32:
+        return every
+    return [replace(f, bounds={way: replace(bound, spread=2.5) for way, bound in f.bounds.items()}) for f in every]
+
+
+def multiply(session: Session, facts: GroupFacts, step: Step, seed: int) -> Tensor | type[Exception]:
+    """The product of random rows, or the kind of the error. Every second product comes as a layer asks for it."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(step.rows, facts.inputs(step.direction), generator=generator).to(step.dtype)
     y = torch.empty(step.rows, facts.outputs(step.direction), dtype=step.dtype)
     group = GroupIndex(step.group)
     try:
         if step.direction == FORWARD and seed % 2:
-            outputs = session.forward_few(group, x[None], facts.entry.outputs, step.dtype)
+            outputs = session.forward_few(group, facts, x[None], step.dtype)
             if outputs is not None:
                 return torch.cat(outputs, dim=-1)[0]
         session.multiply(group, step.direction, FloatRows(facts, step.direction, [x], [y]))
@@ -115,7 +123,7 @@ def run(
     ring_bits: RingBits,
     helper: ScriptedProvider | None = None,
 ) -> list[Tensor | type[Exception]]:
-    found = []
+    found, facts = [], narrowed(session, ring_bits)
     for number, step in enumerate([ONE_ROW, ONE_ROW, *steps]):
         faults = iter([FAULTS[step.fault]])
         executor.behaviour = lambda *heard, faults=faults: next(faults, honest)(*heard)
@@ -123,7 +131,7 @@ def run(
             helper.behaviour = late if step.late else honest
         if step.closes:
             executor.hang_up()
-        found.append(multiply(session, step, number, ring_bits))
+        found.append(multiply(session, facts[step.group], step, number))
     return found
 
 
@@ -174,6 +182,18 @@ def test_repeated_products_take_the_lane(
     assert ledger.executor_round_trips == ledger.pads_taken == 20
     assert len({one.request.nonce for one in executor.executed}) == len(executor.executed)
     assert session.routes.executors[0].in_flight == 0
+
+
+@pytest.mark.parametrize("ring_bits", [32, 24])
+def test_a_layers_rows_take_the_lane(new_session: NewSession, scripted: Scripted, ring_bits: RingBits) -> None:
+    """The backend's facts are a narrowed copy of the session's."""
+    session = new_session("none", [scripted.executor], ring_bits=ring_bits)
+    backend = RingBackend(session_scheme("none").facts(session.preparation, ring_bits), session)
+    x = torch.randn(2, backend.facts[0].inputs(FORWARD))
+    expected = [backend.linear(0, FORWARD, x) for _ in range(2)][-1]  # the first product finds the provider
+    outputs = backend.forward_few(0, x[:, None], torch.float64)
+    assert outputs is not None
+    assert torch.equal(torch.cat(outputs, dim=-1)[:, 0], expected)
 
 
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name not in ("usual", "limited")])
@@ -237,7 +257,7 @@ def test_a_lane_of_halved_rows_computes_no_forward_pass(scripted: Scripted) -> N
     for _ in range(2):  # the first product finds the provider
         session.multiply(GroupIndex(0), FORWARD, rows)
     assert session.runtime.lanes
-    assert session.forward_few(GroupIndex(0), x, facts.entry.outputs, x.dtype) is None
+    assert session.forward_few(GroupIndex(0), facts, x, x.dtype) is None
 
 
 def test_two_threads_may_end_a_lane(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +269,7 @@ def test_two_threads_may_end_a_lane(scripted: Scripted, monkeypatch: pytest.Monk
         return lane.Unfinished()
 
     monkeypatch.setattr(lane.Lane, "multiply", ended)
-    assert isinstance(multiply(session, ONE_ROW, 0, 32), Tensor)
+    assert isinstance(multiply(session, narrowed(session, 32)[0], ONE_ROW, 0), Tensor)
 
 
 def test_rows_that_need_two_requests_make_no_lane(new_provider: NewProvider, new_session: NewSession) -> None:
@@ -280,7 +300,7 @@ def test_a_lane_writes_results_of_the_right_shape_and_one_format(
 ) -> None:
     session = new_session("none")
     run(session, executor, [ONE_ROW], 32)
-    facts, own = session.preparation.facts[0], session.runtime.lanes[GroupIndex(0), FORWARD, 1]
+    facts, own = narrowed(session, 32)[0], session.runtime.lanes[GroupIndex(0), FORWARD, 1]
     x, width = torch.ones(1, facts.inputs(FORWARD)), facts.outputs(FORWARD)
     first, second = torch.empty(1, width - 1), torch.empty(1, 1 + more)
     assert bool(own.places(FloatRows(facts, FORWARD, [x], [first, second]))) == (not more)

@@ -12,13 +12,13 @@ from provider import logs
 from provider.config.schema import INPROC, MIB, ProviderConfig
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.kernels import bits_per_weight
 
 log = logs.EventLog(__name__)
 
 _CPU = "cpu"
 _PROCESS = 400 * MIB  # Python, torch and their libraries, in each process
 _WORKING = 64 * MIB  # slices of keystream, rows and products of one batch
-_ONE_BYTE_BITS = 8  # weights of up to 8 bits are packed into one byte, others into two
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
     tenant without a request needs no memory. The weights of the layer groups `served` are loaded."""
     device = config.executor.device
     groups = manifest.groups[served.start : served.stop]
-    width = 1 if manifest.weight_bits <= _ONE_BYTE_BITS else 2
-    sizes = [width * group.inputs * group.stacked_outputs for group in groups]
-    kind = f"int{8 * width}"
+    bits = bits_per_weight(manifest.weight_bits, torch.device(device), kernel=config.executor.kernel)
+    sizes = [bits * group.inputs * group.stacked_outputs // 8 for group in groups]
+    kind = f"int{bits}"
     here = ranks = config.executor.ranks  # processes that hold weights: on this machine, and in all
     processes = 1 if ranks == 1 and config.executor.endpoint == INPROC else ranks + 1
     if dist.is_initialized():  # this process is rank 0 of a group over several machines, and serves itself

@@ -1,7 +1,8 @@
 """Exact matrix products modulo 2^32, and the choice between them.
 
 A kernel packs a weight matrix once and multiplies in both directions with that one copy. The copy takes 1 byte per
-weight up to 8 weight bits, and 2 bytes beyond. `RingMatrix` is the interface for callers.
+weight up to 8 weight bits, and 2 bytes beyond; for compiled kernels, 10 bits at 9 and 10 weight bits. `RingMatrix` is
+the interface for callers.
 
     native-*   compiled code for one instruction set: int8 limbs on AMX, int16 limbs on others (kernel)
     int32      torch's integer matmul, which wraps (kernel)
@@ -12,6 +13,7 @@ weight up to 8 weight bits, and 2 bytes beyond. `RingMatrix` is the interface fo
 
 from symbiosis_priv.kernels.choice import KERNELS as KERNELS
 from symbiosis_priv.kernels.choice import Choice as Choice
+from symbiosis_priv.kernels.choice import bits_per_weight as bits_per_weight
 from symbiosis_priv.kernels.choice import choose as choose
 from symbiosis_priv.kernels.choice import is_exact as is_exact
 from symbiosis_priv.kernels.choice import kernel_of as kernel_of

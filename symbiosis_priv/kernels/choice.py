@@ -27,7 +27,7 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels.kernel import CompiledKernel, Float64Kernel, Int32Kernel, Kernel, LimbKernel, Packed
 from symbiosis_priv.kernels.triton_kernel import TritonKernel
 from symbiosis_priv.limits import RingBits
-from symbiosis_priv.native import Isa
+from symbiosis_priv.native import Isa, vectorised
 from symbiosis_priv.system.files import UNDECODABLE, read_limited, write_atomically
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,14 @@ _TEST_SHAPE, _TEST_ROWS = (133, 515), (1, 9, 66)
 
 def kernel_of(layout: str) -> Kernel:
     return next(kernel for kernel in KERNELS.values() if kernel.layout == layout)
+
+
+def bits_per_weight(weight_bits: int, device: torch.device, *, kernel: str = "auto") -> int:
+    """The bits that a packed weight probably takes on a device. Tests no kernel, and does not ask the device."""
+    if kernel == "auto":
+        kernel = "native-portable" if device.type == "cpu" and vectorised() else "fp64"
+    dtype, shape = KERNELS[kernel].form(64, 64, weight_bits=weight_bits)
+    return math.prod(shape) * dtype.itemsize * 8 // (64 * 64)
 
 
 def candidates(
@@ -79,7 +87,7 @@ def passes_self_test(kernel: Kernel, device: torch.device) -> bool:
 
 def self_test(kernel: Kernel, device: torch.device) -> bool:
     """Returns True if a kernel is exact on a small matrix of each packed width. Raises the kernel's own errors."""
-    for weight_bits in (8, 12):
+    for weight_bits in (8, 10, 12):
         top = (1 << (weight_bits - 1)) - 1
         weight = (probe_rows(*_TEST_SHAPE) % (2 * top + 1) - top).to(torch.int16)
         packed = kernel.pack(weight, weight_bits=weight_bits).to(device)

@@ -39,7 +39,8 @@ class Packed:
     """A weight matrix in the layout of some kernels: one plain tensor, so that it can be mapped from disk and shared.
 
     `layout` is the `Kernel.layout` of the kernels that can read it. A packed weight takes 1 byte up to 8 weight bits,
-    and 2 bytes beyond; `data` is contiguous int8 or int16. The weight is `[outputs, inputs]`.
+    and 2 bytes beyond; in panels, 10 bits at 9 and 10 weight bits. `data` is contiguous int8 or int16. The weight is
+    `[outputs, inputs]`.
     """
 
     layout: str
@@ -124,7 +125,7 @@ class Kernel(ABC):
         return None
 
 
-_PANEL = 64  # PANEL in common.h
+_PANEL, _SQUARE = 64, 64 * 64  # as in common.h and packed.h
 _PACKED_AT_ONCE = 8 * _PANEL  # outputs
 _TILE_ROWS = 16  # as in tiles.h
 # bytes of weights; with up to _SLICE_ROWS rows they take 30 µs, about the time to wake another thread
@@ -136,6 +137,11 @@ _unused_limbs: deque["_Scratch"] = deque()  # one buffer per product that ran co
 
 def _padded(width: int) -> int:
     return -(-width // _PANEL) * _PANEL
+
+
+def _stored_bits(packed: Packed) -> int:
+    """The bits of a weight in panels."""
+    return packed.data.shape[2] * 8 // _SQUARE
 
 
 class _Scratch(NamedTuple):
@@ -176,19 +182,20 @@ class CompiledKernel(Kernel):
         return self.isa in (best, Isa.AMX) and native.vectorised()
 
     def form(self, outputs: int, inputs: int, *, weight_bits: int) -> tuple[torch.dtype, tuple[int, ...]]:
-        shape = (_padded(outputs) // _PANEL, _padded(inputs) // 2, _PANEL, 2)
-        return torch.int8 if weight_bits <= 8 else torch.int16, shape
+        stored = next(bits for bits in (8, 10, 16) if weight_bits <= bits)
+        return torch.int8, (_padded(outputs) // _PANEL, _padded(inputs) // _PANEL, _SQUARE * stored // 8)
 
     def pack(self, weight: Tensor, *, weight_bits: int) -> Packed:
         lib = native.library()
         assert lib is not None  # `supports` has returned True
         outputs, inputs = weight.shape
         dtype, shape = self.form(outputs, inputs, weight_bits=weight_bits)
-        data = large_tensor(shape, dtype=dtype)
+        packed = Packed(self.layout, outputs, inputs, weight_bits, large_tensor(shape, dtype=dtype))
         for start in range(0, outputs, _PACKED_AT_ONCE):  # a transposed weight is not copied as a whole
             rows = weight[start : start + _PACKED_AT_ONCE].contiguous()
-            lib.ring_pack(rows.data_ptr(), len(rows), inputs, dtype.itemsize, data[start // _PANEL :].data_ptr())
-        return Packed(self.layout, outputs, inputs, weight_bits, data)
+            panels = packed.data[start // _PANEL :].data_ptr()
+            lib.ring_pack(rows.data_ptr(), len(rows), inputs, _stored_bits(packed), panels)
+        return packed
 
     def product(
         self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor, *, ring_bits: RingBits = 32
@@ -199,9 +206,9 @@ class CompiledKernel(Kernel):
         padded = _padded(width)
         limbs = _scratch(padded * (count + -count % _TILE_ROWS if self.isa is Isa.AMX else count))
         splitting = native.brief_library() if rows.numel() <= _BRIEF_ENTRIES else lib
-        data, weight_bytes = packed.data.data_ptr(), packed.data.element_size()
-        splitting.ring_split(self.isa, ring_bits, weight_bytes, rows.data_ptr(), count, width, limbs.address)
-        arguments = (self.isa, ring_bits, direction == BACKWARD, data, weight_bytes, packed.outputs, packed.inputs)
+        data, bits = packed.data.data_ptr(), _stored_bits(packed)
+        splitting.ring_split(self.isa, ring_bits, bits, rows.data_ptr(), count, width, limbs.address)
+        arguments = (self.isa, ring_bits, direction == BACKWARD, data, bits, packed.outputs, packed.inputs)
         operands = (limbs.address, count, out.data_ptr())
 
         def columns(begin: int, end: int) -> None:
@@ -217,7 +224,7 @@ class CompiledKernel(Kernel):
         if sys.byteorder == "big" or self.isa is Isa.AMX or slices > 1:
             return None
         (width, columns), ring = packed.columns(direction), (self.isa, ring_bits, direction == BACKWARD)
-        shape, data = (packed.data.element_size(), packed.outputs, packed.inputs, count), packed.data
+        shape, data = (_stored_bits(packed), packed.outputs, packed.inputs, count), packed.data
         ring_answer = functools.partial(lib.ring_answer, *ring, data.data_ptr(), *shape)
         entries = count * (_padded(width) + width + columns)
 
@@ -230,7 +237,7 @@ class CompiledKernel(Kernel):
 
     def _slices(self, packed: Packed, count: int, width: int, columns: int) -> dict[str, int]:
         """The arguments of `for_each_slice` for a product's panels."""
-        panel_bytes = _PANEL * _padded(width) * packed.data.element_size() * max(1, count // _SLICE_ROWS)
+        panel_bytes = _padded(width) // _PANEL * packed.data.shape[2] * max(1, count // _SLICE_ROWS)
         return {"total": _padded(columns) // _PANEL, "least": -(-_SLICE_BYTES // panel_bytes)}
 
 

@@ -18,12 +18,13 @@
  * the one before, also for unrelated ones: 7 products and their 6 loads then take four times as long, and less if the loads
  * stand together than if they stand between the products.
  *
- * In a packed layout of two bytes, a vector holds pairs of terms, and the digits of two vectors are interleaved. That puts
+ * In a packed layout of 16 bits, a vector holds pairs of terms, and the digits of two vectors are interleaved. That puts
  * every four terms in the order 0, 2, 1, 3, and `amx_split` puts the limbs in the same order. */
 #ifndef SYMBIOSIS_AMX_H
 #define SYMBIOSIS_AMX_H
 
 #include "common.h"
+#include "packed.h"
 
 #if HAVE_AMX
 #include "tiles.h"
@@ -31,6 +32,8 @@
 #define TARGET_AMX __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi")))
 
 enum { DIGIT_TILES = 8, WIDE = 8, QUARTER = PANEL / 4 }; /* QUARTER: the columns of a tile, and the words of its rows */
+
+INLINE int digits_of(int weight_bits) { return weight_bits == 8 ? 1 : 2; }
 
 /* Steps of 64 terms in a block. */
 INLINE int64_t steps_of(int digits) { return DIGIT_TILES / digits; }
@@ -48,9 +51,11 @@ INLINE __mmask16 first_lanes(int64_t count) {
 
 /* Limbs of rows: [block of `steps_of` steps][block of rows][step of 64 terms][limb][row][64 terms], zeros where there are
  * none. */
-static TARGET_AMX void amx_split(const int32_t *rows, int64_t count, int64_t width, int limbs, int digits, uint8_t *to) {
+static TARGET_AMX void amx_split(const int32_t *rows, int64_t count, int64_t width, int limbs, int weight_bits, uint8_t *to) {
+    const int digits = digits_of(weight_bits);
     uint8_t gather[64]; /* byte l of word i, at 16 l + i or where its term belongs */
-    for (int i = 0; i < 64; i++) gather[i] = (uint8_t)(4 * (digits == 1 || i % 4 % 3 == 0 ? i % 16 : i % 16 ^ 3) + i / 16);
+    for (int i = 0; i < 64; i++)
+        gather[i] = (uint8_t)(4 * (weight_bits < 16 || i % 4 % 3 == 0 ? i % 16 : i % 16 ^ 3) + i / 16);
     __m512i order = _mm512_loadu_si512(gather);
     int64_t height = height_of(count), blocks = (count + height - 1) / height, steps = tiles_of(width), most = steps_of(digits);
     for (int64_t first = 0; first < steps; first += most) {
@@ -80,38 +85,49 @@ static TARGET_AMX void amx_split(const int32_t *rows, int64_t count, int64_t wid
 
 /* A packed square of 64 inputs x 64 outputs to digit tiles of 64 inputs x 16 outputs, [input / 4][output][input % 4]: those of
  * 16 outputs at `to`, one per digit, those of the next 16 outputs `gap` bytes on. */
-INLINE TARGET_AMX void forward_tiles(const char *square, char *to, int64_t gap, const int digits) {
+INLINE TARGET_AMX void forward_tiles(const char *square, char *to, int64_t gap, const int weight_bits) {
     for (int k = 0; k < QUARTER; k++, to += 64) {
-        const char *x = square + 4 * k * PANEL * digits, *y = x + 2 * PANEL * digits; /* two pairs of inputs */
-        if (digits == 2) {
-            __m512i half = _mm512_set1_epi16(0x80), low = _mm512_set1_epi16(0xff);
-            for (int c = 0; c < 4; c++) {
-                __m512i a = _mm512_loadu_si512(x + c * 64), b = _mm512_loadu_si512(y + c * 64);
-                /* 0xca: the first operand's bits choose between the second and the third */
-                __m512i lows = _mm512_ternarylogic_epi32(low, a, _mm512_slli_epi16(b, 8), 0xca);
-                a = _mm512_srli_epi16(_mm512_add_epi16(a, half), 8);
-                __m512i highs = _mm512_ternarylogic_epi32(low, a, _mm512_add_epi16(b, half), 0xca);
-                _mm512_storeu_si512(to + c * gap, lows);
-                _mm512_storeu_si512(to + c * gap + TILE_BYTES, highs);
+        const char *x = square + k * 2 * PAIR, *y = x + PAIR; /* low bytes of two pairs of inputs */
+        if (weight_bits < 16) {
+            __m512i one = _mm512_set1_epi8(1), high_x[2], high_y[2];
+            if (weight_bits == 10) {
+                high_bytes(square + SQUARE + k * PAIR / 2, high_x);
+                high_bytes(square + SQUARE + k * PAIR / 2 + PAIR / 4, high_y);
             }
-        } else {
-            __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), last = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
             for (int c = 0; c < 4; c += 2) {
                 __m512i a = _mm512_loadu_si512(x + c * 32), b = _mm512_loadu_si512(y + c * 32);
-                __m512i l = _mm512_unpacklo_epi16(a, b), h = _mm512_unpackhi_epi16(a, b);
-                _mm512_storeu_si512(to + c * gap, _mm512_permutex2var_epi64(l, first, h));
-                _mm512_storeu_si512(to + (c + 1) * gap, _mm512_permutex2var_epi64(l, last, h));
+                _mm512_storeu_si512(to + c * gap, _mm512_unpacklo_epi16(a, b));
+                _mm512_storeu_si512(to + (c + 1) * gap, _mm512_unpackhi_epi16(a, b));
+                if (weight_bits == 8) continue; /* a negative low digit borrows from the high one */
+                a = _mm512_mask_add_epi8(high_x[c / 2], _mm512_movepi8_mask(a), high_x[c / 2], one);
+                b = _mm512_mask_add_epi8(high_y[c / 2], _mm512_movepi8_mask(b), high_y[c / 2], one);
+                _mm512_storeu_si512(to + c * gap + TILE_BYTES, _mm512_unpacklo_epi16(a, b));
+                _mm512_storeu_si512(to + (c + 1) * gap + TILE_BYTES, _mm512_unpackhi_epi16(a, b));
             }
+            continue;
+        }
+        __m512i half = _mm512_set1_epi16(0x80), low = _mm512_set1_epi16(0xff);
+        for (int c = 0; c < 4; c++) {
+            __m512i a = _mm512_loadu_si512(square + k * 4 * PAIR + c * 64);
+            __m512i b = _mm512_loadu_si512(square + k * 4 * PAIR + 2 * PAIR + c * 64);
+            /* 0xca: the first operand's bits choose between the second and the third */
+            __m512i lows = _mm512_ternarylogic_epi32(low, a, _mm512_slli_epi16(b, 8), 0xca);
+            a = _mm512_srli_epi16(_mm512_add_epi16(a, half), 8);
+            __m512i highs = _mm512_ternarylogic_epi32(low, a, _mm512_add_epi16(b, half), 0xca);
+            _mm512_storeu_si512(to + c * gap, lows);
+            _mm512_storeu_si512(to + c * gap + TILE_BYTES, highs);
         }
     }
 }
 
 /* The same square to digit tiles of 64 outputs x 16 inputs, [output / 4][input][output % 4]. */
-INLINE TARGET_AMX void backward_tiles(const char *square, char *to, int64_t gap, const int digits) {
+INLINE TARGET_AMX void backward_tiles(const char *square, char *to, int64_t gap, const int weight_bits) {
+    const int digits = digits_of(weight_bits);
     _Alignas(64) char forward[4 * 2 * TILE_BYTES];
-    forward_tiles(square, forward, digits * TILE_BYTES, digits);
-    __m512i turn = _mm512_broadcast_i32x4(digits == 2 ? _mm_setr_epi8(0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15)
-                                                      : _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    forward_tiles(square, forward, digits * TILE_BYTES, weight_bits);
+    __m128i in_order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m128i exchanged = _mm_setr_epi8(0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15);
+    __m512i turn = _mm512_broadcast_i32x4(weight_bits < 16 ? in_order : exchanged);
     for (int p = 0; p < 4 * digits; p++) /* 16 outputs, one digit */
         for (int t = 0; t < 4; t++) {    /* 16 inputs */
             const char *from = forward + p * TILE_BYTES + t * 256;
@@ -215,10 +231,11 @@ struct order {
     int64_t begin, end;
 };
 
-INLINE TARGET_AMX void amx_columns(const struct order *o, const int limbs, const int digits) {
+INLINE TARGET_AMX void amx_columns(const struct order *o, const int limbs, const int weight_bits) {
+    const int digits = digits_of(weight_bits);
     _Alignas(64) char tiles[WIDE * DIGIT_TILES * PANEL * PANEL]; /* 256 KB; threads have at least 1 MB */
     int64_t columns = o->backward ? o->inputs : o->outputs, steps = tiles_of(o->backward ? o->outputs : o->inputs);
-    int64_t square = PANEL * PANEL * digits, panel = square * tiles_of(o->inputs);
+    int64_t square = square_bytes(weight_bits), panel = square * tiles_of(o->inputs);
     int64_t along = o->backward ? panel : square, across = o->backward ? square : panel;
     int64_t height = height_of(o->count), blocks = (o->count + height - 1) / height, most = steps_of(digits);
     struct tile_config config = {.palette = 1};
@@ -236,8 +253,8 @@ INLINE TARGET_AMX void amx_columns(const struct order *o, const int limbs, const
                 for (int64_t k = 0; k < here; k++) {
                     const char *from = o->panels + (column + j) * across + (first + k) * along;
                     char *to = tiles + j * 4 * block + k * digits * TILE_BYTES;
-                    if (o->backward) backward_tiles(from, to, block, digits);
-                    else forward_tiles(from, to, block, digits);
+                    if (o->backward) backward_tiles(from, to, block, weight_bits);
+                    else forward_tiles(from, to, block, weight_bits);
                 }
             struct next_block next = {0};
             int64_t next_first = first + most < steps ? first + most : 0, next_column = column + (next_first ? 0 : WIDE);
@@ -272,14 +289,17 @@ INLINE TARGET_AMX void amx_columns(const struct order *o, const int limbs, const
     TILES_RELEASE();
 }
 
-static TARGET_AMX void amx_columns_42(const struct order *o) { amx_columns(o, 4, 2); }
-static TARGET_AMX void amx_columns_41(const struct order *o) { amx_columns(o, 4, 1); }
-static TARGET_AMX void amx_columns_32(const struct order *o) { amx_columns(o, 3, 2); }
-static TARGET_AMX void amx_columns_31(const struct order *o) { amx_columns(o, 3, 1); }
+static TARGET_AMX void amx_columns_4_8(const struct order *o) { amx_columns(o, 4, 8); }
+static TARGET_AMX void amx_columns_4_10(const struct order *o) { amx_columns(o, 4, 10); }
+static TARGET_AMX void amx_columns_4_16(const struct order *o) { amx_columns(o, 4, 16); }
+static TARGET_AMX void amx_columns_3_8(const struct order *o) { amx_columns(o, 3, 8); }
+static TARGET_AMX void amx_columns_3_10(const struct order *o) { amx_columns(o, 3, 10); }
+static TARGET_AMX void amx_columns_3_16(const struct order *o) { amx_columns(o, 3, 16); }
 
-static void amx_product(const struct order *o, int limbs, int digits) {
-    if (limbs == 4) digits == 2 ? amx_columns_42(o) : amx_columns_41(o);
-    else digits == 2 ? amx_columns_32(o) : amx_columns_31(o);
+static void amx_product(const struct order *o, int limbs, int weight_bits) {
+    if (weight_bits == 8) limbs == 4 ? amx_columns_4_8(o) : amx_columns_3_8(o);
+    else if (weight_bits == 10) limbs == 4 ? amx_columns_4_10(o) : amx_columns_3_10(o);
+    else limbs == 4 ? amx_columns_4_16(o) : amx_columns_3_16(o);
 }
 
 #endif

@@ -60,7 +60,7 @@ INLINE void restore_mode(uint64_t mode) { (void)mode; }
  * ISA_AVXVNNI and have ISA_AVX512; all others include those before them. Mirrored by `Isa` in __init__.py. */
 enum isa { ISA_PORTABLE = 0, ISA_AVX2 = 1, ISA_AVXVNNI = 2, ISA_AVX512 = 3, ISA_AMX = 4 };
 
-/* Packed weights are panels of PANEL outputs, padded to squares of PANEL x PANEL (product.h). */
+/* Packed weights are panels of PANEL outputs, padded to squares of PANEL x PANEL (packed.h). */
 enum { PANEL = 64 };
 INLINE int64_t tiles_of(int64_t width) { return (width + PANEL - 1) / PANEL; }
 

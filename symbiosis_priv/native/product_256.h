@@ -1,13 +1,8 @@
 /* The inner loop and the transposition for 256-bit registers; included once per instruction set, with DOT, NAMED and
  * TARGET defined. The end of this file undefines them. */
 
-INLINE TARGET __m256i NAMED(load)(const void *weights, int64_t vector, int weight_bytes) {
-    if (weight_bytes == 1) return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)weights + vector));
-    return _mm256_loadu_si256((const __m256i *)weights + vector);
-}
-
 /* VECTORS of 8 columns at a time: 2 * ROWS * VECTORS sums and what feeds them fill 16 registers. */
-INLINE TARGET void NAMED(block)(const struct block *b, const int rows, const int weight_bytes) {
+INLINE TARGET void NAMED(block)(const struct block *b, const int rows) {
     enum { VECTORS = 2, PER_PAIR = PANEL / 8 };
     struct ahead ahead = *b->ahead;
     for (int column = 0; column < PER_PAIR; column += VECTORS) {
@@ -16,10 +11,11 @@ INLINE TARGET void NAMED(block)(const struct block *b, const int rows, const int
             UNROLL for (int j = 0; j < VECTORS; j++) sums[i][j] = _mm256_setzero_si256();
         for (int64_t k = 0; k < b->pairs; k++) {
             const int32_t *limbs = b->limbs + 2 * k;
-            fetch_ahead(&ahead, VECTORS * 16 * weight_bytes);
+            fetch_ahead(&ahead, VECTORS * 16);
             fetch_limbs(b, 2 * rows, k);
+            const __m256i *weights = (const __m256i *)b->weights + k * PER_PAIR + column;
             __m256i w[VECTORS];
-            UNROLL for (int j = 0; j < VECTORS; j++) w[j] = NAMED(load)(b->weights, k * PER_PAIR + column + j, weight_bytes);
+            UNROLL for (int j = 0; j < VECTORS; j++) w[j] = _mm256_loadu_si256(weights + j);
             UNROLL for (int i = 0; i < 2 * rows; i++) {
                 __m256i x = _mm256_set1_epi32(limbs[i / 2 * b->width + i % 2]);
                 UNROLL for (int j = 0; j < VECTORS; j++) sums[i][j] = DOT(sums[i][j], x, w[j]);
@@ -37,28 +33,23 @@ INLINE TARGET void NAMED(block)(const struct block *b, const int rows, const int
     *b->ahead = ahead;
 }
 
-static TARGET void NAMED(block_product)(const struct block *b, int rows, int weight_bytes) {
-    if (weight_bytes == 1) {
-        if (rows == 3) NAMED(block)(b, 3, 1);
-        else if (rows == 2) NAMED(block)(b, 2, 1);
-        else NAMED(block)(b, 1, 1);
-    } else {
-        if (rows == 3) NAMED(block)(b, 3, 2);
-        else if (rows == 2) NAMED(block)(b, 2, 2);
-        else NAMED(block)(b, 1, 2);
-    }
+static TARGET void NAMED(block_product)(const struct block *b, int rows) {
+    if (rows == 3) NAMED(block)(b, 3);
+    else if (rows == 2) NAMED(block)(b, 2);
+    else NAMED(block)(b, 1);
 }
 
-static TARGET void NAMED(tile_transpose)(const void *packed, int16_t *turned, int weight_bytes, struct ahead *ahead) {
+static TARGET void NAMED(tile_transpose)(const int16_t *square, int16_t *turned, struct ahead *next) {
+    struct ahead ahead = *next;
     const __m256i swap_words =
         _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
     enum { CELLS = 4, VECTORS = TILE_PAIRS / CELLS }; /* cells of 64 bits in a vector, vectors in a line of the tile */
     for (int line = 0; line < VECTORS; line++) {
         for (int column = 0; column < VECTORS; column++) {
-            fetch_ahead(ahead, CELLS * 16 * weight_bytes);
+            fetch_ahead(&ahead, CELLS * 16);
             __m256i a[CELLS];
             for (int i = 0; i < CELLS; i++) {
-                __m256i cells = NAMED(load)(packed, (line * CELLS + i) * VECTORS + column, weight_bytes);
+                __m256i cells = _mm256_loadu_si256((const __m256i *)square + (line * CELLS + i) * VECTORS + column);
                 a[i] = _mm256_shuffle_epi8(cells, swap_words);
             }
             __m256i *out = (__m256i *)turned + column * CELLS * VECTORS + line;
@@ -70,6 +61,7 @@ static TARGET void NAMED(tile_transpose)(const void *packed, int16_t *turned, in
             }
         }
     }
+    *next = ahead;
 }
 
 #undef DOT

@@ -76,18 +76,18 @@ EXPORT int32_t ring_amx_works(void) {
         random = random * 1664525u + 1013904223u;
         rows[i] = (int32_t)(random ^ random >> 16);
     }
-    for (int test = 0; test < 8; test++) {
-        int bytes = 1 + (test & 1), backward = test >> 1 & 1, bits = test >> 2 ? 24 : 32;
+    for (int test = 0; test < 12; test++) {
+        int wide = test % 3, weight_bits = wide == 2 ? 16 : 8 + 2 * wide, backward = test / 3 & 1, bits = test >= 6 ? 24 : 32;
         int64_t width = backward ? OUTPUTS : INPUTS, columns = backward ? INPUTS : OUTPUTS, tiles = tiles_of(columns);
         for (int i = 0; i < OUTPUTS * INPUTS; i++) {
             random = random * 1664525u + 1013904223u;
-            weight[i] = (int16_t)((int32_t)random >> (bytes == 1 ? 24 : 17));
+            weight[i] = (int16_t)((int32_t)random >> (weight_bits == 16 ? 17 : 32 - weight_bits));
         }
-        ring_pack(weight, OUTPUTS, INPUTS, bytes, panels);
-        ring_split(ISA_PORTABLE, 32, bytes, rows, COUNT, width, limbs);
-        ring_product(ISA_PORTABLE, 32, backward, panels, bytes, OUTPUTS, INPUTS, limbs, COUNT, want, 0, tiles);
-        ring_split(ISA_AMX, bits, bytes, rows, COUNT, width, limbs);
-        ring_product(ISA_AMX, bits, backward, panels, bytes, OUTPUTS, INPUTS, limbs, COUNT, got, 0, tiles);
+        ring_pack(weight, OUTPUTS, INPUTS, weight_bits, panels);
+        ring_split(ISA_PORTABLE, 32, weight_bits, rows, COUNT, width, limbs);
+        ring_product(ISA_PORTABLE, 32, backward, panels, weight_bits, OUTPUTS, INPUTS, limbs, COUNT, want, 0, tiles);
+        ring_split(ISA_AMX, bits, weight_bits, rows, COUNT, width, limbs);
+        ring_product(ISA_AMX, bits, backward, panels, weight_bits, OUTPUTS, INPUTS, limbs, COUNT, got, 0, tiles);
         for (int64_t i = 0; i < COUNT * columns; i++)
             if (((uint32_t)got[i] ^ (uint32_t)want[i]) << (32 - bits)) return 0;
     }

@@ -50,7 +50,8 @@ def start(
 ) -> Iterator[Row]:
     """Time a provider's start, cold and warm, the tenant's verification keys, and reading the checkpoint.
 
-    Writes a checkpoint of the given shape (a billion weights, 2 GB) and 2 bytes per weight of cache; both are deleted.
+    Writes a checkpoint of the given shape (a billion weights, 2 GB) and up to 2 bytes per weight of cache; both are
+    deleted.
 
     Example: symbiosis-priv bench start --width 1024 --layers 8 --inner 4096
     """

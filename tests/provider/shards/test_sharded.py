@@ -77,7 +77,7 @@ def test_sharded_products_are_those_of_one_process(
     """Products of a whole model, which the ranks themselves quantise, and of the second of two layers, for which only
     that layer is packed.
 
-    The group with a whole model also loads a model that is larger than the memory of each rank (RLIMIT_DATA): 128 MiB
+    The group with a whole model also loads a model that is larger than the memory of each rank (RLIMIT_DATA): 140 MiB
     packed.
     """
     path = save_gpt2(vocab_size=61, n_positions=32, n_embd=48, n_layer=2 if layers else 1)
@@ -86,7 +86,7 @@ def test_sharded_products_are_those_of_one_process(
     wanted = [f"equal: {way} on {ranks} ranks" for way in ("columns", "gathered", "auto")] * 2
     large: tuple[object, ...] = ()
     if not layers:
-        checkpoint = save_llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_key_value_heads=4)
+        checkpoint = save_llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=7, num_key_value_heads=4)
         store = WeightStore(checkpoint, cache=tmp_path / "large", shardable=True)
         whole = sum(store.matrix(group).nbytes for group in range(len(store.manifest().groups)))
         large = checkpoint, tmp_path / "large", whole

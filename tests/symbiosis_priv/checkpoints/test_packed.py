@@ -15,7 +15,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 from symbiosis_priv.checkpoints import packed, weights
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.kernels import KERNELS, RingMatrix, choose, kernel_of
+from symbiosis_priv.kernels import KERNELS, Packed, RingMatrix, choose, kernel_of
 from tests import drawn
 
 CPU = torch.device("cpu")
@@ -116,6 +116,14 @@ def test_files_are_safetensors_and_aligned(
     assert packed.read(tmp_path, "another", layout, weight_bits=weight_bits) is None
 
 
+def test_a_file_in_an_older_form_is_not_used(tmp_path: Path) -> None:
+    """An earlier version stored weights of 10 bits as int16. Its file has the same name, and is made again."""
+    weight = torch.ones(64, 128, dtype=torch.int16)
+    older = Packed("panels", 64, 128, 10, torch.ones(1, 64, 64, 2, dtype=torch.int16))
+    packed.write(tmp_path, "d", older, packed.probe_products(weight, weight_bits=10))
+    assert packed.read(tmp_path, "d", "panels", weight_bits=10) is None
+
+
 @settings(max_examples=25)
 @given(data=st.data(), bits=drawn.weight_bits())
 def test_one_altered_weight_is_always_detected(data: DataObject, bits: int) -> None:
@@ -159,7 +167,7 @@ def test_damage_is_logged_and_repaired(llama_path: Path, cache: Path, caplog: py
     file = file_of(cache, entry.digest)
     whole = file.read_bytes()
     damaged = bytearray(whole)
-    damaged[-len(whole) // 2] ^= 4
+    damaged[-store.matrix(1).nbytes] ^= 4  # the first weight: others may be padding
     file.write_bytes(damaged)
     with caplog.at_level(logging.WARNING, logger="symbiosis_priv.checkpoints.weights"):
         assert torch.equal(served(WeightStore(llama_path, cache=cache), 1, "forward"), expected(store, 1, "forward"))

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from logging import Logger
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -126,7 +125,7 @@ def test_compiled_blocks_and_slices_cover_the_whole_product(
     count: int,
     cut: int,
 ) -> None:
-    """Whole and partial blocks, row groups of every size, weights of 1 and 2 bytes, columns in one slice and in two."""
+    """Whole and partial blocks, row groups of every size, weights of every packed width, one slice and two."""
     shape = (columns, terms) if direction == FORWARD else (terms, columns)
     weight, rows = uniform(shape, bits=bits), uniform((count, terms), bits=32, seed=terms)
     out = torch.empty((count, columns), dtype=torch.int32)
@@ -261,27 +260,21 @@ def test_a_product_is_cut_into_few_pieces_of_about_equal_size(count: int, monkey
     assert max(sizes) - min(sizes) < len(sizes)
 
 
-class Pages(NamedTuple):
-    """The memory that a matrix may hold."""
-
-    bits: int
-    bytes_per_weight: int
-
-
-@pytest.mark.parametrize("pages", [Pages(8, 1), Pages(10, 2)])
+@pytest.mark.parametrize(("bits", "in_panels", "elsewhere"), [(8, 8, 8), (10, 10, 16), (12, 16, 16)])
 @pytest.mark.parametrize("kernel", NAMES)
-def test_one_packed_copy_serves_both_directions(kernel: str, pages: Pages) -> None:
-    """2 bytes per weight, 1 at up to 8 bits, and nothing else of that size: no original, no second layout, no
+def test_one_packed_copy_serves_both_directions(kernel: str, bits: int, in_panels: int, elsewhere: int) -> None:
+    """As many bits per weight as the layout has, and nothing else of that size: no original, no second layout, no
     candidate."""
     outputs, inputs = 192, 320
     before = {id(t) for t in tensors_reached_from(kernel_modules(), outputs * inputs)}
-    matrix = RingMatrix(uniform((outputs, inputs), bits=pages.bits), weight_bits=pages.bits, kernel=kernel)
+    matrix = RingMatrix(uniform((outputs, inputs), bits=bits), weight_bits=bits, kernel=kernel)
     for count in (1, 64):
         for direction in DIRECTIONS:
             matrix.product(uniform((count, matrix.columns(direction)[0]), bits=32), direction)
     reached = tensors_reached_from([matrix, *kernel_modules()], outputs * inputs)
     held = [t for t in reached if id(t) not in before]
-    assert sum(t.nbytes for t in held) == matrix.nbytes == outputs * inputs * pages.bytes_per_weight
+    stored = in_panels if matrix.chosen(1).layout == "panels" else elsewhere
+    assert sum(t.nbytes for t in held) == matrix.nbytes == outputs * inputs * stored // 8
 
 
 def kernel_modules() -> list[object]:

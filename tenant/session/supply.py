@@ -41,6 +41,7 @@ from tenant.connections.executor_client import ExecutorClient, row_limit
 from tenant.connections.helper_client import HelperClient, RelayInstruction
 from tenant.core.masked import UNMASKED_BY_CHOICE, Gate, UnmaskedByChoice
 from tenant.core.pads import EffectSource, Pad, PadOrder, SessionSecret
+from tenant.core.parts import MOST_FEW
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.options import SessionOptions
 from tenant.preparation.prepared import Preparation
@@ -50,7 +51,8 @@ from tenant.worker import Worker
 
 log = logging.getLogger(__name__)
 
-_MIN_BLOCK_ROWS, _MIN_BLOCK_BYTES = 64, 1 << 20
+_LEAST_ROWS, _BLOCK_BYTES = 64, 1 << 20  # of a block for few rows, because a row costs helpers less in a large one
+_PRODUCTS, _MOST_ROWS = 32, 256  # that a block lasts for, if it takes no more rows than that
 # An effect whose promise failed with one of these errors will not arrive.
 _GONE = (TransportError, ProviderError, CertificateError, QuarantinedError)
 _PERMIT_S: Final = 5.0  # longest wait for a permit
@@ -213,7 +215,7 @@ class PadPool:
         self._index, self._direction = index, direction
         self._refill, self._memory, self._row_bytes = refill, memory, row_bytes
         self._max_rows = max_rows
-        self._min_block = min(_MIN_BLOCK_ROWS, _MIN_BLOCK_BYTES // row_bytes)
+        self._block_rows = _BLOCK_BYTES // row_bytes
         self._ready: deque[Pad] = deque()
         self._ahead = 0
         self._lock = threading.Lock()
@@ -259,10 +261,12 @@ class PadPool:
     def order(self, rows: int) -> None:
         """Draw pads in the background until `rows` rows are ready or being drawn, or until the memory budget is used
         up. For products of few rows, the pool draws many rows at a time, and draws again when half of them are left."""
-        rows = max(rows, self._min_block // 2)
+        several = min(_PRODUCTS * rows, _MOST_ROWS) if rows <= MOST_FEW else 0
+        few = min(max(several, _LEAST_ROWS), self._block_rows)
+        block, rows = max(rows, few), max(rows, few // 2)
         if self._ahead >= rows:
             return
-        block = min(max(rows, self._min_block), self._max_rows())
+        block = min(block, self._max_rows())
         while True:
             with self._lock:
                 if self._ahead >= rows or not self._memory.take(block * self._row_bytes):

@@ -177,6 +177,15 @@ def test_no_more_is_drawn_ahead_than_was_ordered(local: Pools) -> None:
     assert pool.ready() == 70 + 2 * 4096
 
 
+@pytest.mark.parametrize(("rows", "block"), [(1, 64), (4, 128), (8, 256), (16, 256), (17, 64), (100, 100)])
+def test_a_block_lasts_for_many_products_of_a_few_rows(rows: int, block: int, local: Pools) -> None:
+    """So helpers compute the pads of a few streams in large products."""
+    pool = local.pool(0, FORWARD)
+    pool.order(rows)
+    local.settle()
+    assert pool.ready() == block
+
+
 def test_single_rows_find_at_least_half_a_block(local: Pools) -> None:
     """So a generated token does not wait for the effects of a block that was ordered when the last one was empty."""
     pool = local.pool(0, FORWARD)

@@ -251,7 +251,7 @@ def test_a_lane_ends_when_a_second_executor_serves_the_group(
 def test_a_lane_of_halved_rows_computes_no_forward_pass(scripted: Scripted) -> None:
     """Rows of another scale would have other bits."""
     session = scripted.new_session("none")
-    facts = session.preparation.facts[0]
+    facts = narrowed(session, 32)[0]
     x, y = torch.ones(1, facts.inputs(FORWARD)), torch.empty(1, facts.outputs(FORWARD))
     rows = FloatRows(facts, FORWARD, [x], [y]).selected([0], halved=True)
     for _ in range(2):  # the first product finds the provider

@@ -36,7 +36,7 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
     tenant without a request needs no memory. The weights of the layer groups `served` are loaded."""
     device = config.executor.device
     groups = manifest.groups[served.start : served.stop]
-    bits = bits_per_weight(manifest.weight_bits, torch.device(device), kernel=config.executor.kernel)
+    bits = bits_per_weight(manifest.weight_bits, device, kernel=config.executor.kernel)
     sizes = [bits * group.inputs * group.stacked_outputs // 8 for group in groups]
     kind = f"int{bits}"
     here = ranks = config.executor.ranks  # processes that hold weights: on this machine, and in all

@@ -48,10 +48,10 @@ def kernel_of(layout: str) -> Kernel:
     return next(kernel for kernel in KERNELS.values() if kernel.layout == layout)
 
 
-def bits_per_weight(weight_bits: int, device: torch.device, *, kernel: str = "auto") -> int:
-    """The bits that a packed weight probably takes on a device. Tests no kernel, and does not ask the device."""
+def bits_per_weight(weight_bits: int, device: str, *, kernel: str = "auto") -> int:
+    """The bits that a packed weight probably takes on a device, which may not exist. Tests no kernel."""
     if kernel == "auto":
-        kernel = "native-portable" if device.type == "cpu" and vectorised() else "fp64"
+        kernel = "native-portable" if device == "cpu" and vectorised() else "fp64"
     dtype, shape = KERNELS[kernel].form(64, 64, weight_bits=weight_bits)
     return math.prod(shape) * dtype.itemsize * 8 // (64 * 64)
 

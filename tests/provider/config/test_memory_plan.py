@@ -21,7 +21,7 @@ def test_the_plan_equals_the_memory_that_is_loaded(configure: Configure, store: 
     needs = {need.what: need for need in memory_plan(configure(), manifest, store.served)}
     ring = needs["ring weights, both directions"]
     assert ring.size <= packed <= 1.5 * ring.size  # small matrices are padded to a kernel's block size
-    assert (ring.place, ring.kind) == ("cpu", f"int{bits_per_weight(10, torch.device('cpu'))}")
+    assert (ring.place, ring.kind) == ("cpu", f"int{bits_per_weight(10, 'cpu')}")
     assert needs["matrices in flight"].size == 64 * MIB
     assert "float weights" not in needs
     with_floats = configure(executor=ExecutorConfig(float_path=True, float_memory_mib=100))
@@ -41,14 +41,14 @@ def test_the_plan_counts_every_process(configure: Configure, store: WeightStore)
     assert ranks[ring] == apart[ring] == alone[ring]
     assert (apart[python], ranks[python]) == (2 * alone[python], 5 * alone[python])
     largest = max(group.inputs * group.stacked_outputs for group in store.manifest().groups)
-    assert ranks["a layer group, gathered by each rank"] == 4 * largest * bits_per_weight(10, torch.device("cpu")) // 8
+    assert ranks["a layer group, gathered by each rank"] == 4 * largest * bits_per_weight(10, "cpu") // 8
 
 
 def test_a_narrow_weight_takes_less_memory(configure: Configure, store: WeightStore) -> None:
     plans = {bits: msgspec.structs.replace(store.manifest(), weight_bits=bits) for bits in (8, 10, 12)}
     sizes = {bits: memory_plan(configure(), plan, store.served)[0].size for bits, plan in plans.items()}
     assert sizes[8] * 2 == sizes[12]
-    assert sizes[8] * bits_per_weight(10, torch.device("cpu")) == sizes[10] * 8
+    assert sizes[8] * bits_per_weight(10, "cpu") == sizes[10] * 8
 
 
 def test_a_plan_that_does_not_fit_is_refused_with_the_numbers(

@@ -161,7 +161,9 @@ class Provider:
                 from provider.operations.metrics import MetricsServer
 
                 self._metrics = MetricsServer(config.metrics.listen, self.status, hosts=config.metrics.hosts)
-        except BaseException:
+        except BaseException as error:
+            if self._member is not None and isinstance(error, Exception):  # `executor.stop` may end this process
+                log.failure("start_failed", error)
             if self._gateway is None:
                 self.executor.stop(config.limits.stop_timeout_s)
                 self.executor.close()

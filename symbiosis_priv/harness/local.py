@@ -13,6 +13,7 @@ import http.client
 import json
 import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,20 +54,23 @@ def silenced(name: str) -> Iterator[None]:
 METRICS: Final[dict[str, object]] = {"listen": "127.0.0.1:0"}  # `[metrics]` of a provider whose `status` is read
 
 _POLL_S, _STATUS_S, _TRIES = 0.02, 10.0, 100
+_FIRST_PORT, _LAST_PORT = 16384, 32767
 _REGISTRY, _OWN_CACHE = "registry", Path("cache")
 
 ProviderOptions = Mapping[str, Mapping[str, object]]
 """Tables of provider.toml, for every provider: `{"executor": {"threads": 1}, "limits": {"max_rows": 64}}`."""
 
 
-def consecutive_ports(host: str, count: int) -> int:
-    """The first of some consecutive free ports. Raises `ConfigError`: none were found."""
+def consecutive_ports(host: str, count: int = 1) -> int:
+    """The first of some consecutive free ports. It is below the ports that Linux (32,768) and macOS (49,152) give to
+    connections, so that no connection takes a port before a provider listens there, or while the provider restarts.
+    Raises `ConfigError`: none were found."""
     for _ in range(_TRIES):
-        with contextlib.ExitStack() as bound, contextlib.suppress(OSError, OverflowError):
-            first = bound.enter_context(socket.create_server((host, 0))).getsockname()[1]
-            for port in range(first + 1, first + count):
+        first = _FIRST_PORT + secrets.randbelow(_LAST_PORT - count + 2 - _FIRST_PORT)
+        with contextlib.ExitStack() as bound, contextlib.suppress(OSError):
+            for port in range(first, first + count):
                 bound.enter_context(socket.create_server((host, port)))
-            return int(first)
+            return first
     raise ConfigError(f"{host} has no {count} consecutive free ports: stop some programs that listen there")
 
 
@@ -247,7 +251,7 @@ class LocalFederation:
         service = ManagedProcess(f"provider {name!r}", self.directory, name)
         executor = self.provider_options.get("executor", {})
         every = role == "executor" and executor.get("gateways") == "all"
-        port = consecutive_ports(self.host, int(str(executor.get("ranks", 1)))) if every else 0
+        port = consecutive_ports(self.host, int(str(executor.get("ranks", 1))) if every else 1)
         provider = _Provider(name, role, self._issue(name), service, [f"{self.host}:{port}"], layers, listed)
         self._providers[name] = provider
         return provider

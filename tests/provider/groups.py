@@ -4,12 +4,12 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+from symbiosis_priv.harness.local import consecutive_ports
 from tests import warm
 
 
@@ -18,8 +18,7 @@ class Group:
 
     def __init__(self, path: Path, ranks: int, *, hosts: int = 1) -> None:
         self.log_file = path.with_name("log")
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
+        port = consecutive_ports("127.0.0.1")
         place = [] if hosts == 1 else ["--nnodes", hosts, "--master-addr", "127.0.0.1", "--master-port", port]
         self.nodes, ready = [], []
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -34,8 +33,9 @@ class Group:
         for node in self.nodes:
             assert node.stdout is not None
             for _ in range(ranks // hosts):
-                line = node.stdout.readline()
-                assert line, self.log_file.read_text()
+                if not (line := node.stdout.readline()):
+                    self.close()
+                    raise AssertionError(self.log_file.read_text())
                 ready.append(json.loads(line))
         ready.sort(key=lambda line: int(line["rank"]))
         self.metrics = ready[0].get("metrics")

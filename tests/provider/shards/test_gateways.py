@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import signal
+import socket
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.certificates.revocation import revoke
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.harness.local import consecutive_ports
 from symbiosis_priv.kernels import probe_rows
 from symbiosis_priv.network import wire
 from tests.experts import write
@@ -256,6 +258,15 @@ def test_the_group_ends_with_any_of_its_ranks(
     assert group.nodes[0].wait(60) == (-signal.SIGKILL if lost else 0)
     assert client.at_end()
     assert ("not answering: rank 1" in group.log_file.read_text()) == lost
+
+
+def test_a_rank_whose_port_is_taken_ends_the_group_and_the_log_says_why(new_group: NewGroup) -> None:
+    port = consecutive_ports("127.0.0.1", 2)
+    with (
+        socket.create_server(("127.0.0.1", port + 1)),
+        pytest.raises(AssertionError, match=f"start_failed.*127.0.0.1:{port + 1}.*in use"),
+    ):
+        new_group(2, listen=f"127.0.0.1:{port}", stop_timeout_s=0.5)
 
 
 @pytest.mark.parametrize("table", ["relay", "registry", "helper", "float"])

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from provider.shards import rank_group
 from provider.shards.sharded import ShardedOperands
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.harness.local import consecutive_ports
 from symbiosis_priv.network import wire
 from tests import warm
 from tests.experts import write
@@ -193,8 +193,7 @@ def test_two_machines_serve_one_model(
     ]
     path = tmp_path / "provider.toml"
     path.write_text('name = "alpha"\nlisten = "127.0.0.1:0"\n' + "\n".join(tables), encoding="utf-8")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = consecutive_ports("127.0.0.1")
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$GLOO_SOCKET_IFNAME" "$@"\n', encoding="utf-8")
     python.chmod(0o700)

@@ -385,3 +385,39 @@ def test_a_wait_reports_its_purpose(ends: tuple[FrameStream, FrameStream], monke
     with pytest.raises(TimeoutError, match="it does not take the request"):
         client.send_frame(b"", memoryview(LARGE * 4), deadline=time.monotonic() + 0.1)
     assert list(dict.fromkeys(told)) == ["it has not answered yet", "it does not take the request"]
+
+
+def test_frames_of_few_rows_that_follow_each_other_are_polled_for(
+    ends: tuple[FrameStream, FrameStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, server = ends
+    yields = 0
+
+    def send_while_polled() -> None:
+        nonlocal yields
+        yields += 1
+        if yields % 3 == 0:
+            send_all(client, b"frame")
+
+    def polled(*, sent: bool) -> bool:
+        """Whether the server polls for the next frame, which is `sent` before it looks."""
+        before = yields
+        if sent:
+            send_all(client, b"frame")
+        server.discard(5, deadline=soon())
+        return yields > before
+
+    monkeypatch.setattr("os.sched_yield", send_while_polled)
+    monkeypatch.setattr("symbiosis_priv.network.stream._BUSY_POLL_S", TIMEOUT_S)
+    assert not polled(sent=True)  # many rows
+    server.few_rows = True
+    assert polled(sent=False)
+    with server._busy:  # another thread polls
+        threading.Timer(0.1, lambda: send_all(client, b"frame")).start()
+        assert not polled(sent=False)
+    monkeypatch.setattr("symbiosis_priv.network.stream._BUSY_POLL_S", 0.0)
+    polled(sent=True)  # not soon
+    monkeypatch.setattr("symbiosis_priv.network.stream._BUSY_POLL_S", TIMEOUT_S)
+    threading.Timer(0.1, lambda: send_all(client, b"frame")).start()
+    assert not polled(sent=False)
+    assert polled(sent=False)  # the last one came soon

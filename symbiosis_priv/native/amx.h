@@ -10,8 +10,8 @@
  * Tiles: an instruction starts every 16 cycles, also if it adds to the same sums as the one before, and loads of other tiles
  * take no time beside it. While both threads of a core use AMX (the other one may belong to another virtual machine), the
  * number of tiles in use decides, probably because the threads share the physical tiles for renaming: an instruction starts
- * every 55 cycles with 8 tiles, every 32 with 6, and every 26 with 4. So 4 are used, in two passes over the terms of a block,
- * each with the sums of two shifts. For a thread that has the core alone, the additional loads take a tenth more time.
+ * every 55 cycles with 8 tiles, every 32 with 6, and every 26 with 4. So there is one tile for limbs and one for digits. (Two
+ * passes with the sums of two shifts each need 4 tiles, and more time for everything else.)
  *
  * Blocking: digit tiles of 256 terms (512 with one digit) x WIDE * 64 columns are made in a buffer that stays in the
  * second-level cache, once for all rows. The limbs of up to 16 rows and these terms stay in the first-level cache while all
@@ -183,47 +183,55 @@ INLINE void fetch_lines(struct next_block *n) {
     }
 }
 
-enum { UPPER, LOWER, LIMB, DIGIT, USED_TILES }; /* the tiles; the macros take literal numbers */
-
-/* The sums of shift `top` and of the shift below, over `steps` times 64 terms. The first step stores the sums of the pass
- * before, of shift `before`, each just before its tile is needed, so that no instruction waits for the last ones. */
-INLINE TARGET_AMX void multiply_pass(const uint8_t *a, const char *b, int64_t steps, int64_t height, struct finished *f,
-                                     struct next_block *next, const int limbs, const int digits, const int top, const int before) {
-    int64_t limb = height * TILE_WIDTH;
-    for (int64_t k = 0; k < steps; k++, a += limbs * limb, b += digits * TILE_BYTES) {
-        TILE_LOAD(3, b, 64);
-        TILE_LOAD(2, a + top * limb, 64);
-        if (k == 0) {
-            TILE_STORE(0, f->sums[before], 64);
-            TILE_ZERO(0);
-        }
-        TILE_DOT(0, 2, 3);
-        if (k == 0 && before > 0) TILE_STORE(1, f->sums[before - 1], 64);
-        if (top > 0) {
-            TILE_LOAD(2, a + (top - 1) * limb, 64);
-            if (k == 0) TILE_ZERO(1);
-            TILE_DOT(1, 2, 3);
-            if (digits == 2) {
-                TILE_LOAD(3, b + TILE_BYTES, 64);
-                TILE_DOT(0, 2, 3);
-                if (top > 1) {
-                    TILE_LOAD(2, a + (top - 2) * limb, 64);
-                    TILE_DOT(1, 2, 3);
-                }
-            }
-        }
-        fetch_lines(next);
-        if (top == limbs - 1) combine(f, (int)least(f->rows, f->done + TILE_ROWS / steps_of(digits)), limbs);
+/* Store the sums of the previous call, and begin with zeros. */
+#define TILE_NEXT(tile) \
+    if (k == 0) { \
+        TILE_STORE(tile, f->sums[tile], 64); \
+        TILE_ZERO(tile); \
     }
-    if (top == limbs - 1) combine(f, f->rows, limbs);
-}
 
-/* Multiplies `height` rows and 16 columns. a: limbs [step][limb][row][64]; b: tiles [step][digit]. The first pass completes
- * the previous call's sums and combines them; those of the second pass stay in their tiles until the next call. */
+enum { LIMB = 4, DIGIT, USED_TILES }; /* after the sums; the macros take literal numbers */
+
+/* Multiplies `height` rows and 16 columns over `steps` times 64 terms. a: limbs [step][limb][row][64]; b: tiles [step][digit].
+ * One operand changes between two products. The sums stay in their tiles until the next call. The first step stores those of
+ * the previous call, each just before its tile is needed, so that no instruction waits for the last ones; all steps combine
+ * them. */
 INLINE TARGET_AMX void multiply_tiles(const uint8_t *a, const char *b, int64_t steps, int64_t height, struct finished *f,
                                       struct next_block *next, const int limbs, const int digits) {
-    multiply_pass(a, b, steps, height, f, next, limbs, digits, limbs - 1, limbs - 3);
-    multiply_pass(a, b, steps, height, f, next, limbs, digits, limbs - 3, limbs - 1);
+    int64_t limb = height * TILE_WIDTH;
+    for (int64_t k = 0; k < steps; k++, a += limbs * limb, b += digits * TILE_BYTES) {
+        TILE_LOAD(5, b, 64);
+        if (limbs == 4) {
+            TILE_LOAD(4, a + 3 * limb, 64);
+            TILE_NEXT(3)
+            TILE_DOT(3, 4, 5);
+        }
+        TILE_LOAD(4, a + 2 * limb, 64);
+        TILE_NEXT(2)
+        TILE_DOT(2, 4, 5);
+        if (limbs == 4 && digits == 2) {
+            TILE_LOAD(5, b + TILE_BYTES, 64);
+            TILE_DOT(3, 4, 5);
+        }
+        TILE_LOAD(4, a + limb, 64);
+        if (digits == 2) {
+            if (limbs == 3) TILE_LOAD(5, b + TILE_BYTES, 64);
+            TILE_DOT(2, 4, 5);
+            TILE_LOAD(5, b, 64);
+        }
+        TILE_NEXT(1)
+        TILE_DOT(1, 4, 5);
+        TILE_LOAD(4, a, 64);
+        TILE_NEXT(0)
+        TILE_DOT(0, 4, 5);
+        if (digits == 2) {
+            TILE_LOAD(5, b + TILE_BYTES, 64);
+            TILE_DOT(1, 4, 5);
+        }
+        fetch_lines(next);
+        combine(f, (int)least(f->rows, f->done + TILE_ROWS / steps_of(digits)), limbs);
+    }
+    combine(f, f->rows, limbs);
 }
 
 /* What `ring_product` is asked for. */
@@ -266,7 +274,7 @@ INLINE TARGET_AMX void amx_columns(const struct order *o, const int limbs, const
             int64_t next_first = first + most < steps ? first + most : 0, next_column = column + (next_first ? 0 : WIDE);
             if (next_column < o->end) {
                 int64_t deep = least(most, steps - next_first), broad = least(WIDE, o->end - next_column);
-                int64_t passes = 2 * blocks * wide * 4 * here;
+                int64_t passes = blocks * wide * 4 * here;
                 next.at = o->panels + next_column * across + next_first * along;
                 next.left = deep * broad * square / 64;
                 next.run = next.in_run = (o->backward ? broad : deep) * square / 64;
@@ -287,8 +295,10 @@ INLINE TARGET_AMX void amx_columns(const struct order *o, const int limbs, const
                 }
         }
     }
-    TILE_STORE(0, finished.sums[limbs - 3], 64);
-    if (limbs == 4) TILE_STORE(1, finished.sums[0], 64);
+    TILE_STORE(0, finished.sums[0], 64);
+    TILE_STORE(1, finished.sums[1], 64);
+    TILE_STORE(2, finished.sums[2], 64);
+    if (limbs == 4) TILE_STORE(3, finished.sums[3], 64);
     combine(&finished, finished.rows, limbs);
     TILES_RELEASE();
 }

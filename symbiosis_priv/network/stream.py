@@ -40,6 +40,7 @@ _CHUNK_SERVER: Final = 1 << 17  # a server has many connections, and TLS keeps m
 _PARTIAL_RECORD: Final = 1 << 15  # larger than the part of an incomplete record that TLS may hold
 _GATHER_S: Final = 0.02  # the longest wait for a full read while fewer bytes have arrived
 _BUSY_POLL_S: Final = 0.002 if (os.cpu_count() or 1) > 1 else 0.0
+_YIELD_S: Final = 5e-5  # a longer yield has let another thread run
 _TIMEVAL: Final = struct.Struct("@ll")
 _RECORD: Final = 1 << 14  # the most plaintext that a TLS record carries
 _AHEAD: Final = 1 << 16  # bytes that are read ahead: one row of most models, and a few rows of small ones
@@ -232,14 +233,22 @@ class FrameStream:
             until = min(deadline, time.monotonic() + _BUSY_POLL_S)
             if self.few_rows and self._came_soon and self._busy.acquire(blocking=False):
                 try:
-                    while not self._arrival.poll(0) and time.monotonic() < until:
-                        os.sched_yield()
+                    self._poll(until)
                 finally:
                     self._busy.release()
             count = self.recv_into(self._ahead, deadline)
             self._came_soon = time.monotonic() < until
             self.arrived, self.arrived_end = self._ahead[:count], self._ahead_begin + count
         return bool(self.arrived)
+
+    def _poll(self, until: float) -> None:
+        """Wait for bytes without sleeping, unless the core has other work."""
+        now = time.monotonic()
+        while not self._arrival.poll(0):
+            os.sched_yield()
+            before, now = now, time.monotonic()
+            if now > until or now - before > _YIELD_S:
+                break
 
     def gather(self, size: int, *, deadline: float) -> bool:
         """Read ahead until `size` bytes have arrived. Returns False if they exceed the memory for that.

@@ -196,12 +196,7 @@ class LocalFederation:
                 }
                 service.launch(["registry", "serve", *(str(word) for pair in options.items() for word in pair)])
                 (self.registry_address,) = service.wait_ready(deadline)
-            everyone = list(self._providers.values())
-            if self.relay:  # helpers that relay need the executors' addresses first
-                self._run([p for p in everyone if p.role == "executor"], deadline)
-                self._run([p for p in everyone if p.role == "helper"], deadline)
-            else:
-                self._run(everyone, deadline)
+            self._run(list(self._providers.values()), deadline)
             self._write_federation()
         except BaseException:
             self.stop()

@@ -231,24 +231,26 @@ class FrameStream:
         """Wait for the first bytes of a frame. Returns False if the peer has left."""
         if not self.arrived:
             until = min(deadline, time.monotonic() + _BUSY_POLL_S)
-            if self.few_rows and self._came_soon and self._busy.acquire(blocking=False):
-                try:
-                    self._poll(until)
-                finally:
-                    self._busy.release()
+            if self.few_rows and self._came_soon:
+                self._poll(until)
             count = self.recv_into(self._ahead, deadline)
             self._came_soon = time.monotonic() < until
             self.arrived, self.arrived_end = self._ahead[:count], self._ahead_begin + count
         return bool(self.arrived)
 
     def _poll(self, until: float) -> None:
-        """Wait for bytes without sleeping, unless the core has other work."""
-        now = time.monotonic()
-        while not self._arrival.poll(0):
-            os.sched_yield()
-            before, now = now, time.monotonic()
-            if now > until or now - before > _YIELD_S:
-                break
+        """Wait for bytes without sleeping, unless another thread does so or wants the core."""
+        if not self._busy.acquire(blocking=False):
+            return
+        try:
+            now = time.monotonic()
+            while now < until and not self._arrival.poll(0):
+                os.sched_yield()
+                before, now = now, time.monotonic()
+                if now - before > _YIELD_S:
+                    break
+        finally:
+            self._busy.release()
 
     def gather(self, size: int, *, deadline: float) -> bool:
         """Read ahead until `size` bytes have arrived. Returns False if they exceed the memory for that.

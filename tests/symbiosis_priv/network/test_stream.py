@@ -391,33 +391,21 @@ def test_frames_of_few_rows_that_follow_each_other_are_polled_for(
     ends: tuple[FrameStream, FrameStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, server = ends
-    yields = 0
 
-    def send_while_polled() -> None:
-        nonlocal yields
-        yields += 1
-        if yields % 3 == 0:
-            send_all(client, b"frame")
-
-    def polled(*, sent: bool) -> bool:
-        """Whether the server polls for the next frame, which is `sent` before it looks."""
-        before = yields
-        if sent:
-            send_all(client, b"frame")
+    def yields(*, each_s: float = 0.0, within_s: float = TIMEOUT_S) -> int:
+        """How often the server polls for a frame that comes after 50 ms."""
+        waits: list[None] = []
+        monkeypatch.setattr("os.sched_yield", lambda: waits.append(time.sleep(each_s)))  # type: ignore[func-returns-value]
+        monkeypatch.setattr("symbiosis_priv.network.stream._BUSY_POLL_S", within_s)
+        threading.Timer(0.05, send_all, (client, b"frame")).start()
         server.discard(5, deadline=soon())
-        return yields > before
+        return len(waits)
 
-    monkeypatch.setattr("os.sched_yield", send_while_polled)
-    monkeypatch.setattr("symbiosis_priv.network.stream._BUSY_POLL_S", TIMEOUT_S)
-    assert not polled(sent=True)  # many rows
+    assert yields() == 0  # many rows
     server.few_rows = True
-    assert polled(sent=False)
+    assert yields() > 0
+    assert yields(each_s=0.001) == 1  # another thread wants the core
     with server._busy:  # another thread polls
-        threading.Timer(0.1, lambda: send_all(client, b"frame")).start()
-        assert not polled(sent=False)
-    monkeypatch.setattr("symbiosis_priv.network.stream._BUSY_POLL_S", 0.0)
-    polled(sent=True)  # not soon
-    monkeypatch.setattr("symbiosis_priv.network.stream._BUSY_POLL_S", TIMEOUT_S)
-    threading.Timer(0.1, lambda: send_all(client, b"frame")).start()
-    assert not polled(sent=False)
-    assert polled(sent=False)  # the last one came soon
+        assert yields() == 0
+    assert yields(within_s=0.0) == 0
+    assert yields() == 0  # the frame before did not come soon

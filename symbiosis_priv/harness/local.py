@@ -62,9 +62,8 @@ ProviderOptions = Mapping[str, Mapping[str, object]]
 
 
 def consecutive_ports(host: str, count: int = 1) -> int:
-    """The first of some consecutive free ports. It is below the ports that Linux (32,768) and macOS (49,152) give to
-    connections, so that no connection takes a port before a provider listens there, or while the provider restarts.
-    Raises `ConfigError`: none were found."""
+    """The first of some consecutive free ports, below those that Linux (from 32,768) and macOS give to connections: a
+    connection cannot take one before a provider listens there. Raises `ConfigError`: none were found."""
     for _ in range(_TRIES):
         first = _FIRST_PORT + secrets.randbelow(_LAST_PORT - count + 2 - _FIRST_PORT)
         with contextlib.ExitStack() as bound, contextlib.suppress(OSError):
@@ -196,7 +195,12 @@ class LocalFederation:
                 }
                 service.launch(["registry", "serve", *(str(word) for pair in options.items() for word in pair)])
                 (self.registry_address,) = service.wait_ready(deadline)
-            self._run(list(self._providers.values()), deadline)
+            everyone = list(self._providers.values())
+            if self.relay:  # helpers that relay need the executors' addresses first
+                self._run([p for p in everyone if p.role == "executor"], deadline)
+                self._run([p for p in everyone if p.role == "helper"], deadline)
+            else:
+                self._run(everyone, deadline)
             self._write_federation()
         except BaseException:
             self.stop()
@@ -246,7 +250,7 @@ class LocalFederation:
         service = ManagedProcess(f"provider {name!r}", self.directory, name)
         executor = self.provider_options.get("executor", {})
         every = role == "executor" and executor.get("gateways") == "all"
-        port = consecutive_ports(self.host, int(str(executor.get("ranks", 1))) if every else 1)
+        port = consecutive_ports(self.host, int(str(executor.get("ranks", 1)))) if every else 0
         provider = _Provider(name, role, self._issue(name), service, [f"{self.host}:{port}"], layers, listed)
         self._providers[name] = provider
         return provider

@@ -191,8 +191,8 @@ class FrameLoop(ABC, Generic[M]):
         if not self._stream.begin(deadline=time.monotonic() + self._limits.idle_timeout_s):
             return False
         self._slot.idle_since = math.inf
-        self._stream.few_rows = self._answer_at_once()
-        if self._stream.few_rows:
+        if self._answer_at_once():
+            self._stream.few_rows = True
             return True
         try:
             message = self._decode(self._frames.read_header())

@@ -9,8 +9,8 @@
  *
  * Tiles: an instruction starts every 16 cycles, also if it adds to the same sums as the one before, and loads of other tiles
  * take no time beside it. While both threads of a core use AMX (the other one may belong to another virtual machine), the
- * number of tiles in use decides, probably because the threads share the physical tiles for renaming: an instruction starts
- * every 55 cycles with 8 tiles, every 32 with 6, and every 26 with 4. So there is one tile for limbs and one for digits. (Two
+ * number of tiles in use decides, probably because the threads share the physical tiles for renaming: an instruction takes
+ * some 55 cycles with 8 tiles, 32 with 6, and 26 with 4. So there is one tile for limbs and one for digits. (Two
  * passes with the sums of two shifts each need 4 tiles, and more time for everything else.)
  *
  * Blocking: digit tiles of 256 terms (512 with one digit) x WIDE * 64 columns are made in a buffer that stays in the

@@ -80,7 +80,7 @@ class FrameStream:
     arrived_end = 0
     """The address after the last of them."""
     few_rows = False
-    """True while the frames carry few rows: the next one may come at once."""
+    """True while frames carry few rows and have known headers: the next one may come at once."""
     _came_soon = False  # the latest frame that was waited for
     _busy = threading.Lock()  # one thread of a process polls, and leaves the other cores to products
     _received = 0
@@ -270,6 +270,7 @@ class FrameStream:
         """Read the prefix and the header of a frame. Returns the header's bytes, valid until the next call, and the
         number of payload bytes that follow, `max_payload` at most. Raises `ProtocolError`: not a frame, or a size
         exceeds its limit. The stream cannot be used again."""
+        self.few_rows = False
         prefix = self._next(wire.PREFIX.size, deadline)
         header_size, payload_size = wire.decode_prefix(prefix, max_payload=max_payload)
         return self._next(header_size, deadline), payload_size

@@ -34,11 +34,7 @@ def serve(*, model: Model, remote: Remote, options: Serving) -> None:
             service = opened.enter_context(
                 serving.opened(model, remote.config(), name=name, adapters=adapters, options=options, clients=len(keys))
             )
-        jobs = None
-        if options.fine_tuning is not None:
-            private = options.fine_tuning
-            jobs = opened.enter_context(serving.jobs(service, model, remote.config(), folder=private))
-        server = serving.server(service, listener, keys=keys, masking=remote.masking, options=options, jobs=jobs)
+        server = serving.server(service, listener, keys=keys, masking=remote.masking, options=options)
         address = bound_address(listener)
         terminal.say(f"serving {', '.join(one.id for one in service.models())} at http://{address}/v1")
         for served, source in {name: folder, **adapters}.items():

@@ -15,7 +15,7 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.network import addresses
 from symbiosis_priv.system.files import read_text
 
-_MODULES = ("fastapi", "llguidance", "python_multipart", "sse_starlette", "uvicorn")
+_MODULES = ("fastapi", "llguidance", "sse_starlette", "uvicorn")
 _KEY_LENGTH = 16
 _BACKLOG = 128
 
@@ -45,10 +45,6 @@ class Serving:
     allow_loading: Annotated[
         Path | None,
         Option(help="Let clients load adapters from this folder (/v1/load_lora_adapter), and unload adapters."),
-    ] = None
-    fine_tuning: Annotated[
-        Path | None,
-        Option(help="Let clients fine-tune the model. Their files, and the adapters, stay in this private folder."),
     ] = None
     memory_mib: Annotated[int, Option("--memory", min=1, help="MiB of memory for keys and values.")] = 1024
     draft: Annotated[

@@ -4,21 +4,15 @@ import gc
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from pathlib import Path
 
-import msgspec
-
 import tenant.tasks.methods  # noqa: F401 - an adapter may be of one of its methods
-from symbiosis_priv.checkpoints.checkpoint import resolve
 from tenant.endpoint.api.application import create_app
 from tenant.endpoint.api.http_server import Server
 from tenant.endpoint.api.service import Service, Settings
 from tenant.endpoint.engine.continuous import EngineLimits
 from tenant.endpoint.engine.sequential import open_engine
 from tenant.endpoint.engine.speculation import open_drafter
-from tenant.endpoint.jobs.job_runner import Jobs
-from tenant.endpoint.jobs.router import FORM_BYTES, UPLOAD, jobs_router
 from tenant.endpoint.options import Serving
 from tenant.endpoint.page.router import FILES, page_router
 from tenant.masking.registry import scheme_named
@@ -82,24 +76,8 @@ def opened(
         yield service
 
 
-def jobs(service: Service, model: str | Path, remote: RemoteConfig, *, folder: Path) -> Jobs:
-    """Open the fine-tuning jobs of a private folder, which is made if it is missing. Their adapters are added to the
-    service's models. `remote`: how the processes of jobs split the model. Raises `ConfigError`: the folder is not
-    private, or another endpoint uses it."""
-    assert service.tasks is not None
-    given = {one.name: getattr(remote, one.name) for one in fields(remote) if one.name != "wiretap"}
-    plain = msgspec.to_builtins(given, enc_hook=str)  # converts paths
-    return Jobs(folder, model=resolve(model), name=service.name, remote=plain, tasks=service.tasks)
-
-
 def server(
-    service: Service,
-    listener: socket.socket,
-    *,
-    keys: tuple[str, ...],
-    masking: str,
-    options: Serving,
-    jobs: Jobs | None = None,
+    service: Service, listener: socket.socket, *, keys: tuple[str, ...], masking: str, options: Serving
 ) -> Server:
     """Return a server with the API and the page. `masking`: name of the scheme, for the page."""
     settings = Settings(
@@ -108,8 +86,6 @@ def server(
         drain_s=options.drain_s,
         adapters=options.allow_loading,
         open_paths=frozenset({"/health", "/openapi.json", *FILES}),
-        uploads={UPLOAD: jobs.files.file_limit + FORM_BYTES} if jobs else {},
     )
     page = page_router(scheme_named(masking), lambda: ledger_of(service.model), model=service.root, media=options.media)
-    routers = [page, jobs_router(jobs)] if jobs else [page]
-    return Server(create_app(service, settings, routers=routers), listener, drain_s=options.drain_s)
+    return Server(create_app(service, settings, routers=[page]), listener, drain_s=options.drain_s)

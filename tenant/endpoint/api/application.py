@@ -5,7 +5,6 @@ import hmac
 import logging
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from hashlib import sha256
 from typing import Any
 
@@ -28,8 +27,6 @@ from tenant.endpoint.api.service import Endpoint, EndpointMetrics, Service, Sett
 log = logging.getLogger(__name__)
 
 _DROPPED = 8
-_UPLOAD_S = 600.0
-_UPLOADS = 4  # uploads at a time: each takes a file in the folder for temporary files, which may be in memory
 _STATUSES = {
     400: "a field is wrong or not supported",
     401: "the key is missing or wrong",
@@ -59,7 +56,6 @@ _INSTEAD = {
     "format": "use response_format",
     "options": "send temperature, top_k and so on as fields of the body",
     "audio": "answers are texts",
-    "method.type": "use supervised or dpo; for reinforcement, use TRL's GRPOTrainer (docs/training.md)",
     "web_search_options": "the endpoint sends nothing to other servers; use tools",
 }
 """What to do in place of fields that clients of OpenAI, vLLM and Ollama send."""
@@ -82,7 +78,6 @@ class Guard:
         self._settings = settings
         self._metrics = metrics
         self._places = FairShare[str](settings.requests)  # requests in progress, by client
-        self._uploads = FairShare[str](_UPLOADS)
         self._digests = [sha256(key.encode()).digest() for key in settings.keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,22 +107,14 @@ class Guard:
                 if not client and scope["path"] not in self._settings.open_paths:
                     raise ApiError(401, "send the endpoint's key: Authorization: Bearer KEY", code="invalid_api_key")
                 scope.setdefault("state", {})["client"] = client
-                upload = self._settings.uploads.get(scope["path"]) if client and scope["method"] == "POST" else None
-                shares = {"requests of this key are in progress": self._places}
-                if upload is not None:
-                    shares["files are being uploaded"] = self._uploads
-                with ExitStack() as held:
-                    for what, places in shares.items():
-                        if not places.take(client):
-                            raise ApiError(429, f"too many {what}; try again later", code="overloaded")
-                        held.callback(places.give_back, client)
-                    if not client:
-                        receive = _no_body
-                    elif upload is not None:
-                        receive = _limited(receive, headers, upload, _UPLOAD_S, dropped=1)
-                    else:
-                        receive = await self._whole_body(headers, receive)
+                if not self._places.take(client):
+                    message = "too many requests of this key are in progress; try again later"
+                    raise ApiError(429, message, code="overloaded")
+                try:
+                    receive = await _whole_body(receive, headers, self._settings) if client else _no_body
                     await self.app(scope, receive, noted)
+                finally:
+                    self._places.give_back(client)
             except ApiError as error:
                 if not status:
                     await error.response()(scope, receive, noted)
@@ -138,51 +125,39 @@ class Guard:
         finally:
             self._metrics.answers.labels(getattr(scope.get("route"), "path", "other"), str(status)).inc()
 
-    async def _whole_body(self, headers: Headers, receive: Receive) -> Receive:
-        """Read the body. Returns a `receive` that passes it to the application."""
-        limit, body, more = self._settings.body_limit, bytearray(), True
-        limited = _limited(receive, headers, limit, self._settings.body_s, dropped=_DROPPED)
-        while more:
-            message = await limited()
-            more = message.get("more_body", False)
-            body += message.get("body", b"") if len(body) <= limit else b""  # the rest is dropped
-        given = False
 
-        async def replay() -> Message:
-            nonlocal given
-            if given:
-                return await receive()
-            given = True
-            return {"type": "http.request", "body": bytes(body), "more_body": False}
-
-        return replay
-
-
-def _limited(receive: Receive, headers: Headers, limit: int, seconds: float, *, dropped: int) -> Receive:
-    """Return a `receive` for a body of at most `limit` bytes, which must arrive in time. A body up to `dropped` times
-    as large is refused at its end only, because most clients send all first."""
+async def _whole_body(receive: Receive, headers: Headers, settings: Settings) -> Receive:
+    """Read the body, of at most `body_limit` bytes, which must arrive in time. Returns a `receive` that passes it to
+    the application. Most clients send all before they read an answer, so up to eight times as many bytes are read and
+    dropped before a body is refused."""
+    limit, seconds = settings.body_limit, settings.body_s
     too_large = ApiError(413, f"the body of the request exceeds {limit:,} bytes", code="too_large")
-    if int(headers.get("content-length", "0")) > dropped * limit:
+    if int(headers.get("content-length", "0")) > _DROPPED * limit:
         raise too_large
-    end, size, ended = asyncio.get_running_loop().time() + seconds, 0, False
-
-    async def limited() -> Message:
-        nonlocal size, ended
-        if ended:
-            return await receive()
-        try:
-            async with asyncio.timeout_at(end):
+    body, size, more = bytearray(), 0, True
+    try:
+        async with asyncio.timeout(seconds):
+            while more:
                 message = await receive()
-        except TimeoutError:
-            raise ApiError(408, f"the body of the request did not arrive in {seconds:g} s") from None
-        if message["type"] == "http.disconnect":
-            raise ApiError(499, "the client has closed the connection")
-        size, ended = size + len(message.get("body", b"")), not message.get("more_body", False)
-        if size > (limit if ended else dropped * limit):
-            raise too_large
-        return message
+                if message["type"] == "http.disconnect":
+                    raise ApiError(499, "the client has closed the connection")
+                size += len(message.get("body", b""))
+                more = message.get("more_body", False)
+                if size > (_DROPPED * limit if more else limit):
+                    raise too_large
+                body += message.get("body", b"") if size <= limit else b""
+    except TimeoutError:
+        raise ApiError(408, f"the body of the request did not arrive in {seconds:g} s") from None
+    given = False
 
-    return limited
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+    return replay
 
 
 async def _no_body() -> Message:

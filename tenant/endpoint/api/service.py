@@ -5,7 +5,7 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,7 +48,6 @@ class Settings:
         drain_s: seconds that answers may take to end when the server stops.
         adapters: folder whose adapters may be loaded at run time; None for none.
         open_paths: paths that need no key.
-        uploads: paths of larger bodies, which their routes read, with the limits in bytes.
     """
 
     keys: tuple[str, ...]
@@ -59,7 +58,6 @@ class Settings:
     drain_s: float = 30.0
     adapters: Path | None = None
     open_paths: frozenset[str] = frozenset({"/", "/health", "/openapi.json"})
-    uploads: Mapping[str, int] = field(default_factory=dict)
 
 
 class EndpointMetrics(Collector):

@@ -16,11 +16,14 @@ from tenant import RemoteConfig, rounded_model
 from tenant.model.loading import load_language_model, load_tokenizer
 from tenant.training.finetune import finetune
 from tenant.training.options import FineTuning
-from tests.tenant.endpoint.jobs.conftest import TEMPLATE
 
 datasets: Any = pytest.importorskip("datasets")
 trl: Any = pytest.importorskip("trl", reason="TRL is not installed")
 
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 TEXT = (Path(__file__).parents[3] / "docs/training.md").read_text(encoding="utf-8")
 HEAD, *RECIPES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 RECIPES += [recipe.replace("GRPO", "RLOO") for recipe in RECIPES if "GRPO" in recipe]

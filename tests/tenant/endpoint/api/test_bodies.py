@@ -6,7 +6,6 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from tenant.endpoint.api.bodies import ChatRequest, CompletionRequest, EmbeddingRequest, ResponsesRequest
-from tenant.endpoint.jobs.job import JobRequest
 
 MANY = 20_000
 FIELDS = {f"field-{number}": 0 for number in range(MANY)}
@@ -30,7 +29,6 @@ PLACES = [
     (ResponsesRequest, RESPONSE, ("include",)),
     (ResponsesRequest, RESPONSE, ("metadata",)),
     (ResponsesRequest, RESPONSE, ("tools",)),
-    (JobRequest, {"model": "tiny", "training_file": "file-1"}, ("hyperparameters",)),
 ]
 
 

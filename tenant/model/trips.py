@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 _REST = 256  # passes in four round trips after a comparison has failed, before the next try
 _ROUNDINGS = 4  # of a norm or a sum in the model's dtype, for comparisons
 _OF_SUMS = 16  # of sums over a row, which are float32's in every dtype
+_LARGEST_FACTOR = 2.0**20  # of a norm that adds 1e-12 or more to the variance
 
 
 class Beside:
@@ -171,8 +172,8 @@ class Trip(Beside):
             )
         y = own.add_(through).sub_(self._bias.to(x.device))
         o = o.to(dtype)
-        size = sum((term.abs() for term in terms), o.abs())
-        state.sent = _Sent(self, sum(terms, o), size.to(torch.float32), y)
+        size = sum((term.to(torch.float32).abs() for term in terms), o.to(torch.float32).abs())
+        state.sent = _Sent(self, sum(terms, o), size, y)
         return o.view(*x.shape[:-1], width)
 
     def finish(self, sent: "_Sent", total: Tensor, norm: nn.Module, normed: Tensor) -> bool:
@@ -186,12 +187,14 @@ class Trip(Beside):
         wide, bias = rows.to(torch.float32), self._loaded.get("bias")
         unscaled = self._before_factor(wide)
         bias = torch.zeros_like(unscaled[0]) if bias is None else bias.to(rows.device)
-        factor = ((found - bias) * unscaled).sum(-1, keepdim=True) / unscaled.square().sum(-1, keepdim=True)
+        peak = unscaled.abs().amax(-1, keepdim=True)
+        factor = _factor(found - bias, unscaled, peak)
         size = (factor * unscaled).abs_()
         if self._composed.centred:  # the mean is rounded, too
-            size = (
-                factor * self._gain.to(wide.device) * (wide.abs() + wide.abs().mean(-1, keepdim=True))
-            ).abs_() + bias.abs()
+            of_mean = (self._gain.to(wide.device) * (wide.abs() + wide.abs().mean(-1, keepdim=True))).abs_()
+            # of a row with equal entries, the norm returns its bias and roundings, which tell no factor
+            equal = peak <= _OF_SUMS * torch.finfo(torch.float32).eps * of_mean.amax(-1, keepdim=True)
+            size = factor.abs().masked_fill_(equal, _LARGEST_FACTOR) * of_mean + bias.abs()
         if not _same(found, factor * unscaled + bias, size):
             return False
         y = (sent.product * factor).add_(self._bias.to(rows.device))
@@ -279,9 +282,18 @@ class _AfterNorm:
             state.residual = self.name, total
 
 
+def _factor(scaled: Tensor, unscaled: Tensor, peak: Tensor) -> Tensor:
+    """The factor of each row, `[r, 1]`, 0 for a row of zeros. `peak` is the row's largest absolute value."""
+    peak = peak.masked_fill(peak == 0, 1)
+    unit = unscaled / peak  # squares of small and of large numbers would leave the range of float32
+    return (scaled * unit).sum(-1, keepdim=True) / unit.square().sum(-1, keepdim=True).clamp_(min=1) / peak
+
+
 def _same(found: Tensor, expected: Tensor, size: Tensor) -> bool:
     """Returns True if two tensors differ by roundings of values of this size only."""
-    bound = size.mul_(_ROUNDINGS * torch.finfo(found.dtype).eps + _OF_SUMS * torch.finfo(torch.float32).eps)
+    own, sums = torch.finfo(found.dtype), torch.finfo(torch.float32)
+    least = max(_ROUNDINGS * own.eps * own.smallest_normal, sums.smallest_normal)  # subnormal numbers have fewer digits
+    bound = size.mul_(_ROUNDINGS * own.eps + _OF_SUMS * sums.eps).add_(least)
     return bool(((found.to(torch.float32) - expected.to(torch.float32)).abs() <= bound).all())
 
 

@@ -21,10 +21,13 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
+from symbiosis_priv.checkpoints.discovery.linears import name_in
 from symbiosis_priv.errors import ConfigError, UnsupportedModelError
 from tenant import RemoteConfig, backend_of
 from tenant.masking.backend import Backend, Product
 from tenant.model.overlap import overlapped
+from tenant.model.remote_linear import RemoteLayer
+from tenant.model.trips import Trip, _Sent
 from tenant.options import MOST_ROWS
 from tenant.tasks import Tasks
 from tenant.tasks.batch import BASE
@@ -264,6 +267,68 @@ def test_a_change_anywhere_is_noticed(loaded: Callable[..., Any]) -> None:
         assert_close(*outputs)
 
     check()
+
+
+KINDS = st.sampled_from(["zeros", "equal", "nearly equal", "one", "normal", "outlier"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("path", FAMILIES | OTHERS, indirect=True)
+def test_no_row_of_a_norm_changes_the_number_of_round_trips(
+    loaded: Callable[..., Any], path: Path, dtype: torch.dtype
+) -> None:
+    model = loaded(dtype=dtype)
+    layers = [module for module in model.modules() if isinstance(module, RemoteLayer)]
+    [trip, *_] = [layer.group.trip for layer in layers if isinstance(layer.group.trip, Trip)]
+    name = name_in(model, trip.after, dict(model.named_modules()))
+    assert name is not None
+    norm = model.get_submodule(name)
+    low, high = (-8, 3) if dtype == torch.float16 else (-44, 37)
+
+    @given(
+        rows=st.lists(st.tuples(KINDS, st.integers(low, high)), min_size=1, max_size=4), seed=st.integers(0, 1 << 32)
+    )
+    def check(rows: list[tuple[str, int]], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        made = []
+        for kind, exponent in rows:
+            row = torch.randn(64, generator=generator, dtype=torch.float64)
+            match kind:
+                case "zeros":
+                    row.zero_()
+                case "equal":
+                    row[:] = row[0]
+                case "nearly equal":
+                    row = row[0] + row * 10.0 ** -(seed % 10)
+                case "one":
+                    row[1:] = 0
+                case "outlier":
+                    row[5] *= 100
+            made.append(row * 10.0**exponent)
+        total = torch.stack(made).to(dtype)
+        with torch.no_grad():
+            normed = norm(total)
+        if not normed.isfinite().all():  # an error, in two round trips and in four
+            return
+        sent = _Sent(trip, total, total.abs().float(), torch.zeros(len(rows), sum(trip._widths)))
+        assert trip.finish(sent, total, norm, normed)
+
+    check()
+
+
+@pytest.mark.parametrize("path", ["gemma", "olmo"], indirect=True)  # without biases: zeros stay zeros
+def test_a_token_whose_embedding_is_zero_shows_nothing(
+    loaded: Callable[..., Any], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two, four = loaded(), loaded(4)
+    for model in (two, four):
+        with torch.no_grad():
+            model.get_input_embeddings().weight[0] = 0
+    waits = Waits(two, monkeypatch)
+    for ids in ([[0]], [[0, 0, 5]], [[7, 0]], [[7, 8]]):
+        expected = len(backend_of(four).facts)
+        assert waits.of(partial(logits, two, torch.tensor(ids))) == (expected - COMPOSED, expected)
+        assert_close(logits(two, torch.tensor(ids)), logits(four, torch.tensor(ids)))
 
 
 def test_a_norm_that_is_trained_takes_four(loaded: Callable[..., Any]) -> None:

@@ -1,14 +1,16 @@
 """The hints of `masking = "lwe"`: products E = P W^T of a uniform matrix P with the weights, made once from the full
 checkpoint, and kept on disk beside the verification keys.
 
-P is expanded from the secret of the verification keys, and a hint is sealed under it: nothing here comes from another
-party. A hint takes gigabytes, so it is rounded to 16 bits by default, mapped into memory, and shared by processes. The
-check stays exact: with what rounding has added, delta, a hint holds `D_k = delta_k R` modulo p for each of its rows
-(`tenant.masking.lwe`). So hints belong to one R, and are deleted with it.
+P is expanded from the secret of the verification keys and the number of its draw, and a hint is sealed under them:
+nothing here comes from another party. A hint takes gigabytes, so it is rounded to 16 bits by default, mapped into
+memory, and shared by processes. The check stays exact: with what rounding has added, delta, a hint holds
+`D_k = delta_k R` modulo p for each of its rows (`tenant.masking.lwe`). So hints belong to one R, and are deleted with
+it.
 
 Files, in the folder of the preparation: `lwe-<bits>/<group>.<direction>` with the panels of E, D and a MAC, and
-`lwe-rows` with the number of rows that were masked under P, or reserved. That number survives restarts. A copy of the
-folder counts on its own: of k copies, an attacker may see k times `MOST_ROWS` rows.
+`lwe-rows` with the number of rows that were masked under P, or reserved, and the number of P's draw. Both survive
+restarts. Without this file there is no P, and the next preparation draws another. A copy of the folder counts on its
+own: of k copies, an attacker may see k times `MOST_ROWS` rows.
 """
 
 import errno
@@ -16,6 +18,7 @@ import hashlib
 import hmac
 import mmap
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -80,6 +83,7 @@ class Hints:
         self._lock = threading.Lock()
         self._mapped: dict[Place, tuple[Hint, NDArray[np.uint8]]] = {}
         self._uniform: Panels | None = None
+        self._drawn: str | None = None
         self._reserved = 0
 
     @classmethod
@@ -128,7 +132,7 @@ class Hints:
         with self._lock:
             if self._uniform is None or self._uniform.width < width:
                 # nothing rests on the key's secrecy: P could be public, but must be uniform and the tenant's own
-                key = StreamKey(derive(self._preparation.keys.secret, "lwe matrix"))
+                key = StreamKey(derive(self._preparation.keys.secret, "lwe matrix", self._draw()))
                 self._uniform = lattice.uniform(key, width)
             return self._uniform.narrowed(width)
 
@@ -138,9 +142,16 @@ class Hints:
         with self._lock:
             if rows > self._reserved:
                 wanted = max(rows, _RESERVED)
-                _count(self._preparation, wanted)
+                _count(self._preparation, self._draw(), wanted)
                 self._reserved += wanted
             self._reserved -= rows
+
+    def _draw(self) -> str:
+        """Return the number of the draw of P, which stays the same for this object."""
+        if self._drawn is None:
+            with _counter(self._preparation) as descriptor:
+                _, self._drawn = _counted(descriptor, self._folder)
+        return self._drawn
 
     def _map(self, place: Place) -> NDArray[np.uint8]:
         with _opened(self._preparation) as parent, parent.subfolder(_name(self.bits)) as folder:
@@ -162,7 +173,7 @@ class Hints:
     def _seal(self, place: Place, content: NDArray[np.uint8]) -> bytes:
         (index, direction), digest = place, hashlib.sha256(content.data).hexdigest()
         weights = self._preparation.manifest.groups[index].digest
-        what = weights, direction, str(self.bits), f"{HEIGHT}/{WEIGHT}", digest
+        what = weights, direction, str(self.bits), f"{HEIGHT}/{WEIGHT}", self._draw(), digest
         return mac(self._preparation.keys, "hint", *what)
 
     def _make(self, place: Place, matrix: RingMatrix) -> NDArray[np.uint8]:
@@ -252,7 +263,7 @@ def make_hints(
         for other in set(get_args(HintBits)) - {bits}:
             parent.delete(_name(other))
         if not (parent.path / _ROWS).exists():
-            parent.write(_ROWS, _digits(0))
+            parent.write(_ROWS, _record(0, secrets.token_hex(16)))
         with parent.subfolder(path.name, create=not path.exists()) as folder:
             missing = [place for place in places if not hints.is_intact(*place)]
             needed, free = sum(hints._bytes(place) for place in missing), shutil.disk_usage(path).free
@@ -308,31 +319,46 @@ def _opened(preparation: Preparation) -> Iterator[PrivateFolder]:
         yield folder
 
 
-def _digits(number: int) -> bytes:
-    return f"{number:020}".encode()
+def _record(rows: int, draw: str) -> bytes:
+    return f"{rows:020} {draw}".encode()
 
 
-def _count(preparation: Preparation, rows: int) -> None:
-    """Add rows to the number on disk, under a lock against other processes, before any of them is used."""
+def _counted(descriptor: int, folder: Path) -> tuple[int, str]:
+    """Read the number of rows and the draw of P."""
+    found = re.fullmatch(rb"([0-9]{20}) ([0-9a-f]{32})", os.pread(descriptor, 64, 0))
+    if found is None:
+        raise CheckpointError(f"{folder / _ROWS} is damaged. Delete {folder}, and prepare the model again")
+    return int(found[1]), found[2].decode()
+
+
+@contextmanager
+def _counter(preparation: Preparation, *, write: bool = False) -> Iterator[int]:
+    """Context manager: open the file of the number of rows."""
     with _opened(preparation) as folder:
         try:
-            descriptor = folder.open_file(_ROWS, write=True)
+            descriptor = folder.open_file(_ROWS, write=write)
         except FileNotFoundError:
-            raise CheckpointError(f"{folder.path / _ROWS} is missing, so rows cannot be counted. {_advice()}") from None
+            missing = f"{folder.path / _ROWS} is missing, so rows cannot be counted, and other hints are needed"
+            raise CheckpointError(f"{missing}. {_advice()}") from None
     try:
-        if not lock(descriptor, patience_s=_PATIENCE_S):
-            raise ConfigError(f"another process has locked {folder.path / _ROWS} for {_PATIENCE_S:g} s; stop it")
-        stored = os.pread(descriptor, 64, 0)
-        if len(stored) != len(_digits(0)) or not stored.isdigit():
-            raise CheckpointError(
-                f"{folder.path / _ROWS} is damaged. Delete {folder.path}, and prepare the model again"
-            )
-        if (total := int(stored) + rows) > MOST_ROWS:
-            raise ConfigError(
-                f"{int(stored):,} rows were masked under one matrix P, and its parameters are chosen for "
-                f"{MOST_ROWS:,}. Delete {folder.path}, and prepare the model again: that draws another P"
-            )
-        os.pwrite(descriptor, _digits(total), 0)
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _count(preparation: Preparation, draw: str, rows: int) -> None:
+    """Add rows to the number on disk, under a lock against other processes, before any of them is used."""
+    folder = _folder_of(preparation)
+    with _counter(preparation, write=True) as descriptor:
+        if not lock(descriptor, patience_s=_PATIENCE_S):
+            raise ConfigError(f"another process has locked {folder / _ROWS} for {_PATIENCE_S:g} s; stop it")
+        stored, found = _counted(descriptor, folder)
+        if found != draw:
+            raise CheckpointError(f"another matrix P was prepared in {folder} since this session began; start again")
+        if (total := stored + rows) > MOST_ROWS:
+            raise ConfigError(
+                f"{stored:,} rows were masked under one matrix P, and its parameters are chosen for "
+                f"{MOST_ROWS:,}. Delete {folder}, and prepare the model again: that draws another P"
+            )
+        os.pwrite(descriptor, _record(total, draw), 0)
+        os.fsync(descriptor)

@@ -274,35 +274,58 @@ def test_a_hint_that_does_not_belong_to_the_weights_is_found(
 # Rows under one P
 
 
+def counted(preparation: Preparation) -> tuple[Path, int, str]:
+    """The file of the number of rows, that number, and the draw of P."""
+    assert preparation.folder is not None
+    path = preparation.folder / "lwe-rows"
+    rows, draw = path.read_text().split()
+    return path, int(rows), draw
+
+
 def test_the_count_of_rows_survives_restarts(fresh: Preparation) -> None:
-    assert fresh.folder is not None
-    counted = fresh.folder / "lwe-rows"
+    path, _, draw = counted(fresh)
     Hints(fresh, 16).reserve(5)
-    assert int(counted.read_text()) == 1 << 20
+    assert counted(fresh)[1] == 1 << 20
     again = Hints(fresh, 16)
     again.reserve(1)
     again.reserve((1 << 20) - 1)  # reserved already
-    assert int(counted.read_text()) == 2 << 20
+    assert counted(fresh)[1] == 2 << 20
     again.reserve((1 << 20) + 5)
-    assert int(counted.read_text()) == (3 << 20) + 5
-    counted.write_text(f"{MOST_ROWS - (1 << 20):020}")
+    assert counted(fresh) == (path, (3 << 20) + 5, draw)
+    path.write_text(f"{MOST_ROWS - (1 << 20):020} {draw}")
     Hints(fresh, 16).reserve(1)
     with pytest.raises(ConfigError, match="1,099,511,627,776 rows"):
         Hints(fresh, 16).reserve(1)
-    for content in ("", "-1", "9" * 21, "x" * 20):
-        counted.write_text(content)
+    for content in ("", "-1", f"{5:020}", f"{'9' * 21} {draw}", f"{'x' * 20} {draw}", f"{5:020} {draw}0"):
+        path.write_text(content)
         with pytest.raises(CheckpointError, match="damaged"):
             Hints(fresh, 16).reserve(1)
-    counted.unlink()
+    path.unlink()
     with pytest.raises(CheckpointError, match="cannot be counted"):
         Hints(fresh, 16).reserve(1)
+
+
+def test_without_its_count_a_matrix_is_never_used_again(
+    fresh: Preparation, store: WeightStore, executor: ScriptedProvider, new_session: NewSession
+) -> None:
+    rows = torch.ones(1, fresh.facts[0].inputs(FORWARD), dtype=torch.int32)
+    before, open_session = Hints(fresh, 16), new_session("lwe", [executor], prepared=fresh, pool_memory=0)
+    open_session.product(GroupIndex(0), FORWARD, rows)
+    matrix = before.matrix(64).rows(0, 8)
+    counted(fresh)[0].unlink()
+    make_hints(fresh, store, bits=16)
+    assert counted(fresh)[1] == 0
+    assert not torch.equal(Hints(fresh, 16).matrix(64).rows(0, 8), matrix)
+    with pytest.raises(CheckpointError, match="another matrix P was prepared"):
+        before.reserve(1 << 20)
+    new_session("lwe", [executor], prepared=fresh).product(GroupIndex(0), FORWARD, rows)
 
 
 def test_a_session_stops_at_the_last_row(
     fresh: Preparation, executor: ScriptedProvider, new_session: NewSession
 ) -> None:
-    assert fresh.folder is not None
-    (fresh.folder / "lwe-rows").write_text(f"{MOST_ROWS:020}")
+    path, _, draw = counted(fresh)
+    path.write_text(f"{MOST_ROWS:020} {draw}")
     session = new_session("lwe", [executor], prepared=fresh)
     with pytest.raises(ConfigError, match="prepare the model again"):
         session.product(GroupIndex(0), FORWARD, torch.ones(1, 64, dtype=torch.int32))

@@ -234,6 +234,11 @@ def test_a_pad_used_twice_is_an_error(monkeypatch: Patch) -> None:
         mask(zeros(3), [whole])
     mask(zeros(3), [first, second])
     assert torch.equal(again, zeros(3))
+    added = pad_of(3)  # compiled code has added the masks
+    mask(zeros(3), [added], added=True)
+    for other in (True, False):
+        with pytest.raises(BurntRowError, match="twice"):
+            mask(zeros(3), [added], added=other)
     monkeypatch.setattr(Pad, "_use", lambda self: None)  # planted: uses are not counted
     assert torch.equal(mask(zeros(3), [pad]).masked_words, mask(zeros(3), [pad]).masked_words)
 
@@ -295,6 +300,27 @@ def test_the_gate_lets_no_company_see_rows_and_seeds(gate_of: Callable[[str], tu
         with pytest.raises(RoleConflictError):
             gate.check(executor, None)
         gate.check(executor, mask(zeros(2), [pad_of(2)]))
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("pads", [1, 3], ids=["a pad of three shares", "three pads"])
+def test_the_gate_looks_at_every_holder(
+    gate_of: Callable[[str], tuple[Gate, Peer, Peer]], new_provider: NewProvider, place: int, pads: int
+) -> None:
+    """One of three holders is of the executor's company: the first one or a later one, of one pad or of another one."""
+    gate, executor, own = gate_of("AA")
+    holders = [new_provider().peer("helper", operator=operator) for operator in ("E", "F")]
+
+    def masked_under(holders: list[Peer]) -> MaskedRows:
+        parts = [pad_of(1, holder=holder) for holder in holders]
+        together = [Pad(1, tuple(share for pad in parts for share in pad.shares))]
+        return mask(zeros(pads), parts if pads > 1 else together)
+
+    gate.check(executor, masked_under([*holders, holders[0]]))
+    with pytest.raises(RoleConflictError):
+        gate.check(executor, masked_under([*holders[:place], own, *holders[place:]]))
+    with pytest.raises(RoleConflictError):
+        gate.check_relay(executor, [*holders[:place], own, *holders[place:]])
 
 
 def test_routing_cannot_overrule_the_gate(scripted: Scripted, monkeypatch: Patch) -> None:

@@ -264,9 +264,9 @@ def test_rule_2_counters_cannot_be_stored(monkeypatch: Patch) -> None:
 
 def masks_repeat(session: Session, executor: ScriptedProvider) -> bool:
     """Returns True if a mask row is used twice, over requests of many sizes with an empty and a full pool."""
-    xq = ring_rows(session.preparation, count=80)
+    xq = ring_rows(session.preparation, count=4096)
     executor.heard.clear()
-    for count in (3, 80, 1, 64, 65, 2, 80):
+    for count in (3, 80, 1, 64, 65, 2, 80, 513, 1, 4096, 3, 4096, 2, 600, 600):
         session.product(QKV, FORWARD, xq[:count])
     return repeats(masks_of(executor.executed, xq)) > 0
 
@@ -542,6 +542,25 @@ def test_rule_6_no_row_is_returned_before_all_rows_have_passed(
     monkeypatch.setattr(passes, "decode", lambda *args, **kwargs: [decode(*args, **kwargs), []][1])
     session.routes.quarantined.parties.clear()
     assert group.output(x, 0).shape == (4, 64)
+
+
+@pytest.mark.parametrize("masking", ["none", "local", "pad"])
+@pytest.mark.parametrize("ring_bits", [32, 24])
+def test_rule_6_rows_of_zeros_of_a_bucket_are_checked(scripted: Scripted, masking: str, ring_bits: int) -> None:
+    """Otherwise a provider could learn how many rows a bucket hides: it spoils one, and sees if it is caught."""
+    for row in range(8):
+        liar = scripted.new_provider()
+
+        def spoil_one(heard: Heard, reply: wire.Result, answer: Tensor, row: int = row) -> tuple[wire.Result, Tensor]:
+            answer[row, -1] += 1
+            return reply, answer
+
+        liar.behaviour = spoil_one
+        helpers = [scripted.new_provider()] if masking == "pad" else []
+        session = scripted.new_session(masking, [liar], helpers, row_bucket=8, ring_bits=ring_bits)
+        with pytest.raises(errors.VerificationError):
+            session.product(OUT, FORWARD, torch.ones(3, 64, dtype=torch.int32))
+        assert [heard.request.rows for heard in liar.executed] == [8]
 
 
 def heard_after_an_abort(session: Session, provider: ScriptedProvider) -> int:

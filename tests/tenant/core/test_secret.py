@@ -5,10 +5,13 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from unittest import mock
 
 import pytest
+from hypothesis import given, strategies as st
 
 from symbiosis_priv.errors import BurntRowError
+from symbiosis_priv.limits import MAX_ROWS
 from tenant.core.pads import SessionSecret
 from tests.warm import run
 
@@ -38,6 +41,31 @@ def test_burnt_ranges_never_overlap_under_threads() -> None:
     ranges = sorted(zip(firsts, sizes, strict=True))
     assert all(a + int(rows) == b for (a, rows), (b, _) in pairwise(ranges))
     assert secret.burn(group_name="g", direction="forward", rows=0) == sum(map(int, sizes))
+
+
+@given(sizes=st.lists(st.integers(0, MAX_ROWS) | st.integers(0, 1 << 12), min_size=1, max_size=30))
+def test_no_index_is_burnt_twice_by_draws_of_any_size(sizes: list[int]) -> None:
+    """Other groups and directions count on their own."""
+    secret = SessionSecret()
+    places = [("g", "forward"), ("g", "backward"), ("h", "forward")]
+    drawn: dict[tuple[str, str], list[range]] = {place: [] for place in places}
+    for number, rows in enumerate(sizes):
+        name, direction = place = places[number % 3 if number % 2 else 0]
+        first = secret.burn(group_name=name, direction=direction, rows=rows)
+        drawn[place].append(range(first, first + rows))
+    for spans in drawn.values():
+        assert all(one.stop <= other.start for one, other in pairwise(spans))
+
+
+@given(token=st.binary(min_size=32, max_size=32), bit=st.integers(0, 255))
+def test_every_bit_of_a_random_token_of_256_bits_decides_the_seeds(token: bytes, bit: int) -> None:
+    other = (int.from_bytes(token) ^ 1 << bit).to_bytes(32)
+
+    def seed_from(given: bytes) -> bytes:
+        with mock.patch("secrets.token_bytes", lambda size=32: given[:size]):
+            return SessionSecret().seed_for("helper", "key")
+
+    assert seed_from(token) == seed_from(token) != seed_from(other)
 
 
 def test_a_counter_never_decreases() -> None:

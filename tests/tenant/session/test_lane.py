@@ -306,3 +306,30 @@ def test_a_lane_writes_results_of_the_right_shape_and_one_format(
     assert bool(own.places(FloatRows(facts, FORWARD, [x], [first, second]))) == (not more)
     mixed = [out.to(dtype) for out, dtype in zip((first, second), dtypes, strict=True)]
     assert not own.places(FloatRows(facts, FORWARD, [x], mixed))
+
+
+@pytest.mark.parametrize("masking", ["none", "pad"])
+def test_every_answer_of_a_long_run_is_checked(masking: str, scripted: Scripted) -> None:
+    """The lie comes at the first, the second, ... the thirtieth single row of a session."""
+    for honest_rows in range(30):
+        liar, helpers = scripted.new_provider(), [scripted.new_provider()] if masking == "pad" else []
+        session = scripted.new_session(masking, [liar], helpers)
+        lie = replace(ONE_ROW, fault="a wrong answer")
+        found = run(session, liar, [*[ONE_ROW] * honest_rows, lie], 32)
+        assert found[-1] is VerificationError, honest_rows
+        assert not any(isinstance(one, type) for one in found[:-1])
+        session.close()
+        for provider in (liar, *helpers):
+            provider.close()
+
+
+def test_no_mask_is_used_twice_in_a_long_run_of_few_rows(
+    executor: ScriptedProvider, new_session: NewSession, session: Session
+) -> None:
+    zeros, facts = torch.zeros(MOST_FEW, 64), narrowed(session, 32)[0]
+    for count in [1] * 40 + [2, 1, 3, 1, MOST_FEW] * 8 + [1] * 10:
+        out = torch.empty(count, facts.outputs(FORWARD))
+        session.multiply(GroupIndex(0), FORWARD, FloatRows(facts, FORWARD, [zeros[:count]], [out]))
+    sent = [row.numpy().tobytes() for one in executor.executed for row in one.rows]
+    assert len(sent) == 50 + 8 * (7 + MOST_FEW)
+    assert len(set(sent)) == len(sent)

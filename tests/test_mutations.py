@@ -1,0 +1,46 @@
+"""Every entry of `mutations.toml` still fits one line, and names tests that exist. `tests.mutations` runs them."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.mutations import ROOT, Mutation, mutated, mutations, pattern
+from tests.test_documentation import TESTS
+
+MUTATIONS = mutations()
+CORNERS = ("symbiosis_priv/", "provider/", "tenant/")
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_an_entry_fits_one_line_and_names_tests_that_exist(mutation: Mutation) -> None:
+    path, text = mutated(mutation, ROOT)
+    assert text != path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        ast.parse(text)
+    assert mutation.file.startswith(CORNERS)
+    assert mutation.noticed_by
+    for test in mutation.noticed_by:
+        file, _, name = test.partition("::")
+        assert file in TESTS, test
+        assert not name or name.partition("[")[0] in TESTS[file], test
+
+
+def test_names_are_unique() -> None:
+    assert {name for name, count in Counter(m.name for m in MUTATIONS).items() if count > 1} == set()
+
+
+def test_code_is_found_however_it_is_laid_out() -> None:
+    wanted = pattern("call(first, [one, two])")
+    assert wanted.search("x = call(\n    first,\n    [one, two],\n)")
+    assert not wanted.search("recall(first, [one, two])")
+    assert not wanted.search("call(first, [one, twofold])")
+
+
+def test_a_line_that_is_gone_or_there_twice_is_named(tmp_path: Path) -> None:
+    mutation = Mutation("a name", "a promise", "code.py", "x = 1", "x = 2", ("a test",))
+    for text, times in (("y = 1", "no line"), ("x = 1\nx  =  1", "2 lines")):
+        (tmp_path / "code.py").write_text(text)
+        with pytest.raises(LookupError, match=f"mutation 'a name' fits {times} of code.py: x = 1"):
+            mutated(mutation, tmp_path)

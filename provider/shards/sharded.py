@@ -209,6 +209,8 @@ class ShardedOperands(Operands):
     def __init__(self, store: WeightStore, *, sharding: str = "auto") -> None:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._device = torch.device(store.device)
+        if self._device.type == "cuda" and self._device.index is None:  # other threads have another current device
+            self._device = torch.device("cuda", torch.cuda.current_device())
         self._fixed = None if sharding == "auto" else Mode[sharding.upper()]
         self._entries = store.manifest().groups
         self._sequence = 0
@@ -315,6 +317,8 @@ class ShardedOperands(Operands):
     def follow(self, keeper: RowKeeper | None = None) -> None:
         """Take part in products until rank 0 closes; for every rank but rank 0. `keeper` has the rows of this rank.
         Raises `RankLostError`: a rank did not take part, or the plan of rank 0 is not the next plan."""
+        if self._device.type == "cuda":  # the current device belongs to a thread
+            torch.cuda.set_device(self._device)
         while True:
             message = torch.empty(_HEAD + 2 * self._world, dtype=torch.int64, device="cpu")
             with self._ending_on_error("the next plan"):
@@ -457,7 +461,7 @@ class ShardedOperands(Operands):
                 dist.send(product, root)
             return
         results[root].copy_(product)
-        arriving = [(rank, chunk, chunk.to(self._device)) for rank, chunk in enumerate(results) if rank != root]
+        arriving = [(rank, chunk, self._buffer_for(chunk)) for rank, chunk in enumerate(results) if rank != root]
         _wait([dist.irecv(there, rank) for rank, _, there in arriving if there.numel()])
         for _, here, there in arriving:
             if here is not there:
@@ -474,6 +478,9 @@ class ShardedOperands(Operands):
     def _by_root(plan: _Plan, product: Tensor) -> list[tuple[int, Tensor]]:
         """The results for each rank that has rows."""
         return list(zip(plan.roots, product.split([plan.rows[root] for root in plan.roots]), strict=True))
+
+    def _buffer_for(self, chunk: Tensor) -> Tensor:
+        return chunk if self._device.type == "cpu" else torch.empty_like(chunk, device=self._device)
 
     def _matrix(self, rows: int, width: int) -> Tensor:
         return torch.empty((rows, width), dtype=torch.int32, device=self._device)

@@ -26,7 +26,7 @@ from symbiosis_priv.system.files import write_atomically
 
 _ALIGNMENT = 64  # bytes: the size of a cache line and of the widest vector
 _LENGTH = struct.Struct("<Q")  # version of the header
-_VERSION = 1  # version of the files and of every layout
+_VERSION = 2  # version of the files and of every layout
 _DTYPES = {torch.int8: "I8", torch.int16: "I16", torch.int32: "I32"}
 
 Products = dict[Direction, Tensor]  # products of the probe row: two int32 `[columns]`

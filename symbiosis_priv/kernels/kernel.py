@@ -320,11 +320,11 @@ class DigitKernel(Kernel):
     """Base of kernels on int8 digits: a plane of low digits and, beyond 8 weight bits, a plane of high digits."""
 
     layout = "digits"
-    granule = _MULTIPLE
+    shard_granule = granule = _MULTIPLE
 
     def form(self, outputs: int, inputs: int, *, weight_bits: int) -> tuple[torch.dtype, tuple[int, ...]]:
         digits = 1 if weight_bits <= 8 else 2
-        return torch.int8, (digits, outputs + -outputs % _MULTIPLE, inputs + -inputs % _MULTIPLE)
+        return torch.int8, (-(-outputs // _MULTIPLE), _MULTIPLE, digits, inputs + -inputs % _MULTIPLE)
 
     def pack(self, weight: Tensor, *, weight_bits: int) -> Packed:
         outputs, inputs = weight.shape
@@ -333,11 +333,13 @@ class DigitKernel(Kernel):
             low = ((weight + 0x80) & 0xFF) - 0x80
             digits = [low, (weight - low) >> 8]
         padding = (0, -inputs % _MULTIPLE, 0, -outputs % _MULTIPLE)
-        data = torch.stack([pad(digit.to(torch.int8), padding) for digit in digits])
-        return Packed(self.layout, outputs, inputs, weight_bits, data)
+        data = torch.stack([pad(digit.to(torch.int8), padding) for digit in digits], dim=1)
+        return Packed(self.layout, outputs, inputs, weight_bits, data.unflatten(0, (-1, _MULTIPLE)))
 
-    def cut(self, packed: Packed, start: int, stop: int) -> Packed:
-        return replace(packed, outputs=stop - start, data=packed.data[:, start:stop])
+
+def _planes(packed: Packed) -> Tensor:
+    """The digits as int8 `[digits, o, d]`: a view, in which both planes of an output lie side by side."""
+    return packed.data.flatten(0, 1).transpose(0, 1)
 
 
 class LimbKernel(DigitKernel):
@@ -356,7 +358,8 @@ class LimbKernel(DigitKernel):
     def product(
         self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor, *, ring_bits: RingBits = 32
     ) -> None:
-        count, width = rows.shape[0], packed.data.shape[2 if direction == FORWARD else 1]
+        planes = _planes(packed)
+        count, width = rows.shape[0], planes.shape[2 if direction == FORWARD else 1]
         padded = max(_LEAST_ROWS, count + -count % _MULTIPLE)
         x = pad(rows, (0, width - rows.shape[1], 0, padded - count))
         x.add_(BALANCE).bitwise_xor_(BALANCE)
@@ -365,21 +368,21 @@ class LimbKernel(DigitKernel):
         for limb in limbs:
             limb.copy_(x)  # the lowest byte of the row
             x >>= 8
-        for columns, matrices in self._steps(packed, direction):
+        for columns, matrices in self._steps(planes, packed.outputs, direction):
             target = out[:, columns].zero_()
             for j, matrix in enumerate(matrices):
                 products = torch._int_mm(limbs[: held - j].flatten(0, 1), matrix).view(held - j, padded, -1)
                 for i, product in enumerate(products):
                     target.add_(product[:count, : target.shape[1]], alpha=1 << 8 * (i + j))
 
-    def _steps(self, packed: Packed, direction: Direction) -> Iterator[tuple[slice, list[Tensor]]]:
+    def _steps(self, planes: Tensor, used: int, direction: Direction) -> Iterator[tuple[slice, list[Tensor]]]:
         """Divide a product by its output columns. Yields the slice of columns of each step, and each plane's digits for
         them, stored column by column."""
         if direction == FORWARD:
-            yield slice(0, packed.outputs), [w.t() for w in packed.data]
+            yield slice(0, used), [w.t() for w in planes]
             return
-        _, outputs, inputs = packed.data.shape
+        _, outputs, inputs = planes.shape
         step = max(1, _TURNED_AT_A_TIME // outputs // _MULTIPLE) * _MULTIPLE
         for start in range(0, inputs, step):
             columns = slice(start, start + step)
-            yield columns, [w[:, columns].t().contiguous().t() for w in packed.data]
+            yield columns, [w[:, columns].t().contiguous().t() for w in planes]

@@ -114,6 +114,8 @@ class TritonKernel(DigitKernel):
         first candidate."""
         device = packed.data.device
         for direction, most in itertools.product(DIRECTIONS, TILES):
+            if _key(packed, direction, most) in self._fastest:  # another matrix of this shape
+                continue
             width, columns = packed.columns(direction)
             rows = torch.zeros((min(most, _TIMED_ROWS), width), dtype=torch.int32, device=device)
             out = rows.new_empty((len(rows), columns))
@@ -149,7 +151,7 @@ def _multiply(tile: Tile, packed: Packed, rows: Tensor, direction: Direction, ou
 
     device = packed.data.device
     (count, width), columns = rows.shape, out.shape[1]
-    digits = len(packed.data)
+    digits = packed.data.shape[2]
     terms = tile.depth // digits
     launch = plan(tile, count, width, columns, terms=terms, processors=_processors(device))
     if launch.grid[2] > 1:
@@ -167,7 +169,8 @@ def _multiply(tile: Tile, packed: Packed, rows: Tensor, direction: Direction, ou
             width,
             columns,
             limbs.stride(1),
-            *packed.data.stride()[:2],
+            packed.data.stride(2),
+            packed.data.stride(1),
             launch.share,
             FORWARD=direction == FORWARD,
             DIGITS=digits,

@@ -30,6 +30,7 @@ from provider.shards.sharded import ShardedOperands
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.harness.local import consecutive_ports
+from symbiosis_priv.kernels import KERNELS
 from symbiosis_priv.network import wire
 from tests import warm
 from tests.experts import write
@@ -40,6 +41,9 @@ from tests.waiting import until
 SCRIPT = Path(__file__).with_name("sharded_products.py")
 TWO_NODES = Path(__file__).parents[3] / "examples/deploy/two-nodes.sh"
 WIDTH = 64  # layer groups of the tiny Llama
+needs_interpreter = pytest.mark.skipif(
+    not KERNELS["triton"].supports(torch.device("cpu")), reason="needs Triton's interpreter"
+)
 Configure = Callable[..., ProviderConfig]
 Connect = Callable[..., Any]
 Requests = tuple[Callable[..., wire.Execute], Callable[..., wire.Effect]]
@@ -63,7 +67,9 @@ def run_group(ranks: int, folder: Path, *arguments: object) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "weight_bits", "kernel", "layers"), [(2, 10, "auto", ""), (4, 8, "int32", "1")], ids=str
+    ("ranks", "weight_bits", "kernel", "layers"),
+    [(2, 10, "auto", ""), (4, 8, "int32", "1"), pytest.param(2, 10, "triton", "1", marks=needs_interpreter)],
+    ids=str,
 )
 def test_sharded_products_are_those_of_one_process(
     save_gpt2: Callable[..., Path],
@@ -83,7 +89,8 @@ def test_sharded_products_are_those_of_one_process(
     path = save_gpt2(vocab_size=61, n_positions=32, n_embd=48, n_layer=2 if layers else 1)
     # three experts: with two or four ranks, one expert's matrix lies on several ranks
     experts = write("Mixtral", tmp_path / "experts", num_local_experts=3, intermediate_size=96, num_hidden_layers=1)
-    wanted = [f"equal: {way} on {ranks} ranks" for way in ("columns", "gathered", "auto")] * 2
+    ways = ("columns", "gathered") if kernel == "triton" else ("columns", "gathered", "auto")
+    wanted = [f"equal: {way} on {ranks} ranks" for way in ways] * 2
     large: tuple[object, ...] = ()
     if not layers:
         checkpoint = save_llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=7, num_key_value_heads=4)

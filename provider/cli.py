@@ -15,6 +15,7 @@ import msgspec
 import typer
 from rich.table import Table
 
+from symbiosis_priv.checkpoints.layers import RoundTrips, Scope
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError, one_line
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_SECONDS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
@@ -28,9 +29,7 @@ Config = Annotated[Path, typer.Option("--config", "-c", help="provider.toml")]
 WeightBits = Annotated[
     int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="With MODEL: bits of a quantised weight.")
 ]
-TwoRoundTrips = Annotated[
-    bool, typer.Option("--two-round-trips", help="With MODEL: also serve composed groups (round_trips = 2).")
-]
+Trips = Annotated[RoundTrips, typer.Option(help="With MODEL: 2 also serves composed groups (round_trips = 2).")]
 TiedHead = Annotated[bool, typer.Option("--tied-head", help="With MODEL: also serve the product of a tied LM head.")]
 NoExperts = Annotated[bool, typer.Option("--no-experts", help="With MODEL: do not serve the experts of a mixture.")]
 OptionalConfig = Annotated[Path | None, typer.Option("--config", "-c", help="provider.toml of the provider.")]
@@ -85,12 +84,11 @@ def manifest(
     weight_bits: WeightBits = DEFAULT_WEIGHT_BITS,
     tied_head: TiedHead = False,
     no_experts: NoExperts = False,
-    two_round_trips: TwoRoundTrips = False,
+    round_trips: Trips = 4,
 ) -> None:
     """Print the digest to pin in federation.toml. The layer groups are listed on stderr."""
     from provider.config.provider_toml import load
     from symbiosis_priv.checkpoints.checkpoint import resolve
-    from symbiosis_priv.checkpoints.layers import Scope
 
     if (model is None) == (config is None):
         raise ConfigError("name the model: a checkpoint folder, or --config provider.toml")
@@ -103,7 +101,7 @@ def manifest(
     if settings is not None:
         store = open_store(unplaced(settings))
     else:
-        scope = Scope(tied_head=tied_head, experts=not no_experts, round_trips=2 if two_round_trips else 4)
+        scope = Scope(tied_head=tied_head, experts=not no_experts, round_trips=round_trips)
         store = WeightStore(folder, weight_bits=weight_bits, scope=scope)
     with terminal.progress_bar("quantising") as progress:
         found = store.manifest(progress=progress)

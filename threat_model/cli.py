@@ -123,7 +123,7 @@ def verify(
 
     Status 1 if a provider breaks a property, does not answer in time, or could not be tested at all. The provider is
     named with the property and the smallest request found. Only random test data is sent, never yours. A federation
-    file says how its providers serve the model; with --address, the options --weight-bits to --two-round-trips do.
+    file says how its providers serve the model; with --address, the options --weight-bits to --round-trips do.
     """
     if federation is not None and single.address is not None:
         raise ConfigError("--federation and --address exclude each other: the file names the addresses")

@@ -413,7 +413,8 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if not _TENANT.fullmatch(tenant):
                 raise ValueError(
                     f"[tenants.{tenant!a}] names no tenant: write the name in its certificate, or "
-                    f'"NAME@sha256:0123456789abcdef" with the 16 or all 64 digits of its authority'
+                    f'"NAME@sha256:0123456789abcdef" with 16 or all 64 digits of the key fingerprint '
+                    "of its authority (`symbiosis-priv keys show`)"
                 )
         if self.model.layers == AUTO and not (self.registry.announce and self.registry.capacity_layers):
             raise ValueError('layers = "auto" needs announce and capacity_layers under [registry]')

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Final, Self
+from typing import Self
 
 import msgspec
 from cryptography import x509
@@ -21,8 +21,6 @@ from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.network.tls import TenantIdentity, server_context, tenant_identity
 from symbiosis_priv.network.wire import ErrorCode
 
-_SHOWN: Final = len("sha256:") + 16  # characters of a fingerprint in a log
-
 
 class HelperIdentity(msgspec.Struct, frozen=True):
     """A helper whose blocks the operator accepts."""
@@ -30,7 +28,7 @@ class HelperIdentity(msgspec.Struct, frozen=True):
     fingerprint: str
 
     def __str__(self) -> str:
-        return f"helper@{self.fingerprint[:_SHOWN]}"
+        return f"helper@{self.fingerprint[: reading.SHOWN]}"
 
 
 Party = TenantIdentity | HelperIdentity

@@ -253,12 +253,12 @@ _MAKE = "make one with `symbiosis-priv keys request`"
 
 @dataclass(frozen=True)
 class SigningRequest:
-    """A request with a valid signature. `keys request` shows the same fingerprint to the owner of the key."""
+    """A request with a valid signature. `keys request` shows the same key fingerprint to the owner of the key."""
 
     kind: reading.Kind
     name: str
     public_key: LeafKey
-    fingerprint: str
+    key_fingerprint: str
 
 
 def create_request(directory: Path, *, name: str, kind: reading.Kind = reading.Kind.TENANT) -> Path:
@@ -337,7 +337,7 @@ def sign_request(
             raise CertificateError(
                 f"{path} has the name {request.name}, another case of it, or another kind: choose another name"
             )
-        if reading.key_fingerprint(found) != request.fingerprint and not renew:
+        if reading.key_fingerprint(found) != request.key_fingerprint and not renew:
             raise CertificateError(
                 f"{path} already gives the name {request.name} to another key: if {request.name} has made a new key, "
                 f"confirm its fingerprint and pass --renew; if not, it needs another name"

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from cryptography import x509
+from rich.markup import escape
+from rich.table import Table
 
 from symbiosis_priv.certificates import issuing, reading, revocation
 from symbiosis_priv.certificates.naming import NEXT, PREVIOUS
@@ -17,7 +20,7 @@ app = typer.Typer(no_args_is_help=True, help="Create, request, sign, rotate, rev
 
 Directory = Annotated[Path, typer.Option("--directory", "-d", help="Folder of the files.")]
 Name = Annotated[str, typer.Option("--name", "-n", help="Base name of the files, and the name in the certificate.")]
-Authority = Annotated[str, typer.Option("--authority", "-a", help="Name of the signing authority.")]
+Authority = Annotated[str, typer.Option(help="Name of the signing authority.")]
 Days = Annotated[int, typer.Option("--days", min=1, max=issuing.MAX_DAYS, help="Lifetime in days.")]
 Hosts = Annotated[
     list[str] | None, typer.Option("--host", help="DNS name or IP address; repeatable. Default: localhost.")
@@ -37,7 +40,7 @@ def authority(*, name: Name = "authority", directory: Directory = KEYS, days: Da
     identity, revoked = issuing.create_authority(directory, name=name, days=days), directory / _REVOKED
     revocation.create_list(revoked)
     _report(identity)
-    terminal.say(f"  revoked      {revoked} (`symbiosis-priv keys revoke` adds entries)")
+    terminal.say(f"  revoked          {revoked} (`symbiosis-priv keys revoke` adds entries)")
     _set("An authority for tenants: in provider.toml", "tls", tenant_authority=identity.certificate, revoked=revoked)
     _next("Send the certificate and the list, never the key, to the operators of your tenants' helpers.")
     _next(
@@ -104,11 +107,13 @@ def request(
     path = issuing.create_request(directory, name=name, kind=Kind.PROVIDER if provider else Kind.TENANT)
     terminal.say(f"{path}", style="bold green")
     key = reading.pair(directory, name).key
-    terminal.say(f"  name         {name}\n  key          {key} (secret, mode 0600; it never leaves this machine)")
-    terminal.say(f"  fingerprint  {issuing.load_request(path).fingerprint}")
+    terminal.say(
+        f"  name             {name}\n  key              {key} (secret, mode 0600; it never leaves this machine)"
+    )
+    terminal.say(f"  key fingerprint  {issuing.load_request(path).key_fingerprint}")
     signer = "the owner of the federation's authority" if provider else "the executor's operator"
     vouched = " --authority federation --operator 'YOUR COMPANY' --host YOUR.HOST" if provider else ""
-    _next(f"Send {path} to {signer}, and this fingerprint by another channel. The signer runs:")
+    _next(f"Send {path} to {signer}, and the key fingerprint by another channel. The signer runs:")
     terminal.say(f"symbiosis-priv keys sign {path.name}{vouched}")
     _next(f"Put the {name}.pem that you receive into {directory}.")
 
@@ -117,8 +122,8 @@ def request(
 def sign(
     request: Annotated[Path, typer.Argument(help="The NAME.csr of a tenant or of a provider.")],
     *,
-    fingerprint: Annotated[
-        str | None, typer.Option(help="The key's fingerprint, received by another channel. Any other key is refused.")
+    key_fingerprint: Annotated[
+        str | None, typer.Option(help="The key fingerprint, received by another channel. Any other key is refused.")
     ] = None,
     operator: Operator = None,
     host: Annotated[
@@ -136,8 +141,10 @@ def sign(
             f"{shlex.quote(request.stem)}` and sends it to you"
         )
     wanted = issuing.load_request(request)
-    if fingerprint not in (None, wanted.fingerprint):
-        raise CertificateError(f"{request} is for the key {wanted.fingerprint}, not {fingerprint}: do not sign it")
+    if key_fingerprint not in (None, wanted.key_fingerprint):
+        raise CertificateError(
+            f"{request} is for the key {wanted.key_fingerprint}, not {key_fingerprint}: do not sign it"
+        )
     path = issuing.sign_request(
         wanted,
         authority=_identity(directory, authority),
@@ -147,15 +154,14 @@ def sign(
         days=days,
         renew=renew,
     )
-    _print_certificate(path)
-    terminal.say(f"  of the key   {wanted.fingerprint}")
+    _print_certificates(path)
     if renew:
         _next(
             f"The old key stays valid until its certificate expires, or until you run `symbiosis-priv keys revoke "
             f"--name {wanted.name}.previous`."
         )
-    if fingerprint is None:
-        _next(f"Has {wanted.name} told you this key's fingerprint by another channel? If not, ask before you go on.")
+    if key_fingerprint is None:
+        _next(f"Has {wanted.name} told you this key fingerprint by another channel? If not, ask before you go on.")
     _next(f"Send {path} back. Keep a copy: it is the record that the name is taken.")
 
 
@@ -241,22 +247,23 @@ def revoke(
 @app.command()
 def show(
     files: Annotated[
-        list[Path] | None, typer.Argument(help="Files to show. Default: the files in --directory.")
+        list[Path] | None, typer.Argument(help="Files or folders to show. Default: the folder --directory.")
     ] = None,
     *,
     name: Annotated[str | None, typer.Option("--name", "-n", help="Show only this certificate.")] = None,
     directory: Directory = KEYS,
 ) -> None:
-    """Show certificates: kind, hosts, lifetime and the fingerprint to compare by another channel."""
+    """Show certificates: kind, hosts, lifetime and fingerprints. Of a folder, a list.
+
+    Compare the fingerprint of a certificate by another channel. The key fingerprint stays when a certificate is renewed
+    with the same key: logs and quotas name an authority by the first 16 digits of it.
+    """
     named = [] if name is None else [_existing(directory, name).certificate]
-    paths = [*(files or []), *named] or sorted(directory.glob("*.pem"))
-    if not paths:
-        raise CertificateError(
-            f"no certificates in {directory}: create some with `symbiosis-priv keys authority` or "
-            f"`symbiosis-priv keys provider`"
-        )
-    for path in paths:
-        _print_certificate(path)
+    for path in [*(files or []), *named] or [directory]:
+        if path.is_dir() or (path == directory and not path.exists()):
+            _print_folder(path)
+        else:
+            _print_certificates(path)
 
 
 def _identity(directory: Path, name: str) -> Identity:
@@ -274,27 +281,62 @@ def _existing(directory: Path, name: str) -> Identity:
 
 
 def _report(identity: Identity) -> None:
-    _print_certificate(identity.certificate)
-    terminal.say(f"  key          {identity.key} (secret, mode 0600)")
+    _print_certificates(identity.certificate)
+    terminal.say(f"  key              {identity.key} (secret, mode 0600)")
 
 
-def _print_certificate(path: Path) -> None:
-    certificate = reading.load_certificates(path)[0]
-    kind = "authority" if reading.is_authority(certificate) else reading.kind_of(certificate) or "other"
-    until, identity = certificate.not_valid_after_utc, Identity(path, path.with_suffix(".key"))
-    days = (until - reading.now()).days
-    left = f"{days} days left"
-    if days < 0:
-        how = reading.how_to_renew(identity) if identity.key.exists() else "ask its owner for the next one"
-        if kind == "authority":
-            how = "make another with `symbiosis-priv keys authority`, and list both until all certificates are new"
-        left = f"EXPIRED: {how}"
-    terminal.say(f"{path}", style="bold green" if days >= 0 else "bold red")
-    terminal.say(f"  kind         {kind}\n  subject      {one_line(certificate.subject.rfc4514_string())}")
-    if hosts := reading.hosts_of(certificate):
-        terminal.say(f"  hosts        {one_line(', '.join(hosts))}")
-    terminal.say(f"  not after    {until:%Y-%m-%d %H:%M} UTC ({left})")
-    terminal.say(f"  fingerprint  {reading.fingerprint(certificate)}")
+def _print_certificates(path: Path) -> None:
+    for certificate in reading.load_certificates(path):
+        kind, until, identity = (
+            _kind(certificate),
+            certificate.not_valid_after_utc,
+            Identity(path, path.with_suffix(".key")),
+        )
+        days = (until - reading.now()).days
+        left = f"{days} days left"
+        if days < 0:
+            how = reading.how_to_renew(identity) if identity.key.exists() else "ask its owner for the next one"
+            if kind == "authority":
+                how = "make another with `symbiosis-priv keys authority`, and list both until all certificates are new"
+            left = f"EXPIRED: {how}"
+        terminal.say(f"{path}", style="bold green" if days >= 0 else "bold red")
+        terminal.say(f"  kind             {kind}\n  subject          {one_line(certificate.subject.rfc4514_string())}")
+        if hosts := reading.hosts_of(certificate):
+            terminal.say(f"  hosts            {one_line(', '.join(hosts))}")
+        terminal.say(f"  not after        {until:%Y-%m-%d %H:%M} UTC ({left})")
+        terminal.say(f"  fingerprint      {reading.fingerprint(certificate)}")
+        terminal.say(f"  key fingerprint  {reading.key_fingerprint(certificate)}")
+
+
+def _print_folder(folder: Path) -> None:
+    """List the certificates and requests of a folder, with the digits of fingerprints that logs show. Raises
+    `CertificateError` if there are none."""
+    paths = sorted(path for ending in ("pem", "csr") for path in folder.glob(f"*.{ending}"))
+    if not paths:
+        raise CertificateError(
+            f"no certificates in {folder}: create some with `symbiosis-priv keys authority` or "
+            f"`symbiosis-priv keys provider`"
+        )
+    listed = Table("file", "kind", "not after, UTC", "fingerprint", "key fingerprint")
+    for path in paths:
+        name = escape(one_line(path.name))
+        try:
+            if path.suffix == ".csr":
+                listed.add_row(name, "request", "", "", issuing.load_request(path).key_fingerprint[: reading.SHOWN])
+                continue
+            for certificate in reading.load_certificates(path):
+                until = certificate.not_valid_after_utc
+                digits = (of(certificate)[: reading.SHOWN] for of in (reading.fingerprint, reading.key_fingerprint))
+                style = "" if until >= reading.now() else "bold red"
+                listed.add_row(name, _kind(certificate), f"{until:%Y-%m-%d %H:%M}", *digits, style=style)
+        except CertificateError:
+            listed.add_row(name, "unreadable")
+    terminal.console().print(listed)
+    terminal.say(f"All digits: symbiosis-priv keys show {shlex.quote(str(folder / 'FILE'))}")
+
+
+def _kind(certificate: x509.Certificate) -> str:
+    return "authority" if reading.is_authority(certificate) else reading.kind_of(certificate) or "other"
 
 
 def _next(what: str, paste: str = "") -> None:

@@ -34,6 +34,8 @@ federation's authority has issued."""
 
 log = logging.getLogger(__name__)
 _warned: set[str] = set()
+SHOWN: Final = len("sha256:") + 16
+"""Characters of a fingerprint in logs, quotas and lists."""
 _SOON: Final = timedelta(days=14)
 _ECDSA: Final = ec.ECDSA(hashes.SHA256())
 _BEGIN = re.compile(rb"-----BEGIN (?:X509 )?CERTIFICATE-----")

@@ -50,7 +50,6 @@ _NOT_YET_VALID: Final = 9
 _EXPIRED: Final = 10
 _OTHER_HOST: Final = (62, 64)  # host, address
 _UNKNOWN: Final = (2, 7, 18, 19, 20, 21)  # no issuer, bad signature, self-signed, no chain
-_SHOWN: Final = len("sha256:") + 16  # characters of a fingerprint in a log
 
 
 class TenantIdentity(msgspec.Struct, frozen=True):  # hashing a Struct takes a quarter of the time of a dataclass
@@ -63,7 +62,7 @@ class TenantIdentity(msgspec.Struct, frozen=True):  # hashing a Struct takes a q
     authority: str
 
     def __str__(self) -> str:
-        return f"{self.name}@{self.authority[:_SHOWN]}"
+        return f"{self.name}@{self.authority[: reading.SHOWN]}"
 
 
 def server_context(

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
-from symbiosis_priv.checkpoints.layers import Scope
+from symbiosis_priv.checkpoints.layers import RoundTrips, Scope
 from symbiosis_priv.checkpoints.vetting import form_of, read_json
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
@@ -43,12 +43,9 @@ def check(
     tied_head: Annotated[
         bool, typer.Option("--tied-head", help="Offload the product of an LM head that is tied to the embeddings.")
     ] = False,
-    two_round_trips: Annotated[
-        bool,
-        typer.Option(
-            "--two-round-trips", help="Also show two round trips per block (round_trips = 2), and their quality."
-        ),
-    ] = False,
+    round_trips: Annotated[
+        RoundTrips, typer.Option(help="2 also shows two round trips per block (round_trips = 2), and their quality.")
+    ] = 4,
     federation: Annotated[
         Path | None,
         typer.Option("--federation", "-f", help="federation.toml, for the traffic of its ring, relay and round trips."),
@@ -88,13 +85,12 @@ def check(
         from tenant.options import MOST_ROWS
         from tenant.training import quantisation_error
 
-    two_round_trips |= pinned is not None and pinned.scope.round_trips == 2
-    terminal.console().print(
-        _division_table(folder, tied_head=tied_head, two_round_trips=two_round_trips, federation=pinned)
-    )
+    if pinned is not None and pinned.scope.round_trips == 2:
+        round_trips = 2
+    terminal.console().print(_division_table(folder, tied_head=tied_head, round_trips=round_trips, federation=pinned))
     if masking is not None and session_scheme(masking).keeps_hints:
         bits = weight_bits if pinned is None else pinned.weight_bits
-        scope = Scope(tied_head=tied_head, round_trips=2 if two_round_trips else 4)
+        scope = Scope(tied_head=tied_head, round_trips=round_trips)
         _show_hints(folder, scope, bits=checked_hint_bits(hint_bits), weight_bits=bits)
     if text is None and inputs is None:
         return
@@ -109,7 +105,7 @@ def check(
         compare = quantisation_error.compare if is_language_model(kind) else compare
     rings: list[tuple[str, RingBits]] = [(f"ring, {weight_bits} bits", DEFAULT_RING_BITS), ("ring_bits = 24", 24)]
     remotes = {label: simulate(ring_bits=ring_bits) for label, ring_bits in rings}
-    if two_round_trips and compare is quantisation_error.compare:
+    if round_trips == 2 and compare is quantisation_error.compare:
         remotes[_TWO] = simulate(round_trips=2)
     splits = {label: load(remote=remote) for label, remote in remotes.items()}
     reference = load()
@@ -149,7 +145,7 @@ _PLACES = (("1 Gbit/s, a GPU", 1e9, 1e12), ("1 Gbit/s, a CPU", 1e9, 2e10), ("100
 """Bits per second of a network, and multiply-adds per second of an executor with one row: those of its memory."""
 
 
-def _division_table(folder: Path, *, tied_head: bool, two_round_trips: bool, federation: Federation | None) -> Table:
+def _division_table(folder: Path, *, tied_head: bool, round_trips: RoundTrips, federation: Federation | None) -> Table:
     from symbiosis_priv.checkpoints.discovery.skeleton import build, discover, load_config
     from symbiosis_priv.checkpoints.layers import GroupSpec
     from symbiosis_priv.checkpoints.manifest import GroupEntry, price_of_composing
@@ -172,7 +168,7 @@ def _division_table(folder: Path, *, tied_head: bool, two_round_trips: bool, fed
     table.add_row("round trips of a token", f"{token.turns:,}", "")
     table.add_row("sent and received for a token", f"{(token.up + token.down) / 1e6:,.3f} MB", "")
     table.add_row("effects from each helper (pad)", f"{token.effects / 1e6:,.3f} MB", "")
-    if two_round_trips:
+    if round_trips == 2:
         composed = discover(folder, Scope(tied_head=tied_head, round_trips=2)).groups
         entries = [GroupEntry(digest="", **vars(group)) for group in composed]
         two = of_token(entries, replace(transport, round_trips=2))

@@ -70,14 +70,13 @@ class Served:
     no_experts: Annotated[
         bool, typer.Option("--no-experts", help="The providers do not serve the experts of a mixture.")
     ] = False
-    two_round_trips: Annotated[
-        bool, typer.Option("--two-round-trips", help="The providers serve composed groups (round_trips = 2).")
-    ] = False
+    round_trips: Annotated[
+        RoundTrips, typer.Option(help="2 if the providers serve composed groups (round_trips = 2).")
+    ] = 4
 
     @property
     def scope(self) -> Scope:
-        trips: RoundTrips = 2 if self.two_round_trips else 4
-        return Scope(tied_head=self.tied_head, experts=not self.no_experts, round_trips=trips)
+        return Scope(tied_head=self.tied_head, experts=not self.no_experts, round_trips=self.round_trips)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +105,8 @@ class Remote:
     ] = False
 
     round_trips: Annotated[
-        int | None,
-        typer.Option(help="Round trips of a block while tokens are decoded: 2 or 4. The federation's if left out."),
+        RoundTrips | None,
+        typer.Option(help="Round trips of a block while tokens are decoded. The federation's if left out."),
     ] = None
 
     def check(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from symbiosis_priv import cli, errors
@@ -303,3 +304,19 @@ def test_a_provider_imports_no_transformers_and_torchs_threads_do_not_spin() -> 
     0.02 s."""
     clean = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     subprocess.run([sys.executable, "-c", PROVIDER], check=True, timeout=120, env=clean)
+
+
+def test_a_letter_stands_for_one_option_in_all_commands() -> None:
+    """`-a` was an authority in one command, and an adapter in another one."""
+    meanings: dict[str, set[str]] = {}
+
+    def walk(command: Any) -> None:
+        for option in command.params:
+            for letter in (name for name in option.opts if len(name) == len("-a")):
+                meanings.setdefault(letter, set()).add(option.opts[0])
+        for name in getattr(command, "commands", {}):
+            walk(command.resolve_command(typer.Context(command), [name])[1])
+
+    walk(get_command(cli.app))
+    assert "-f" in meanings
+    assert {letter: names for letter, names in meanings.items() if len(names) > 1} == {}

@@ -24,7 +24,7 @@ from symbiosis_priv.certificates import issuing, keys_cli, pem, reading, revocat
 from symbiosis_priv.certificates.keys_cli import app
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
-from symbiosis_priv.network.tls import client_context, server_context
+from symbiosis_priv.network.tls import TenantIdentity, client_context, server_context
 from symbiosis_priv.system.files import write_atomically
 
 GOOD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
@@ -339,7 +339,7 @@ def test_other_certificates_have_no_kind(tmp_path: Path, capsys: pytest.CaptureF
     path.write_bytes(stranger.public_bytes(serialization.Encoding.PEM))
     assert reading.kind_of(stranger) is None
     keys_cli.show([path])
-    assert "kind         other" in capsys.readouterr().out
+    assert "kind             other" in capsys.readouterr().out
 
 
 # Warnings
@@ -424,11 +424,44 @@ def test_keys_commands(tmp_path: Path) -> None:
         assert f"{name}.pem" in keys("rotate", "--name", name)
     assert reading.fingerprint(tmp_path / "keys/gpu.previous.pem") == old
     assert reading.fingerprint(tmp_path / "keys/gpu.pem") == upcoming
-    shown = keys("show")
-    for path in (tmp_path / "keys").glob("*.pem"):
-        assert reading.fingerprint(path) in shown
-    assert keys("show", "--name", "gpu").count("sha256:") == 1
+    assert keys("show", "--name", "gpu").count("sha256:") == 2
     assert keys("show", str(tmp_path / "keys" / "gpu.pem")).endswith(keys("show", "--name", "gpu").partition("\n")[2])
+
+
+def test_a_folder_is_listed_and_an_authority_is_named_as_in_logs_and_quotas(tmp_path: Path) -> None:
+    authority = issuing.create_authority(tmp_path)
+    issuing.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
+    request = issuing.load_request(issuing.create_request(tmp_path, name="bob"))
+    both = authority.certificate.read_bytes() + issuing.create_authority(tmp_path, name="next").certificate.read_bytes()
+    (tmp_path / "both.pem").write_bytes(both)
+    (tmp_path / "damaged.pem").write_bytes(both[:100])
+
+    def shown(*words: str | Path) -> str:
+        result = CliRunner().invoke(app, ["show", *map(str, words)], env={"COLUMNS": "140"}, catch_exceptions=False)
+        return str(result.output)
+
+    listed = shown(tmp_path)
+    assert listed == shown("--directory", tmp_path)
+    rows = {
+        cells[0]: cells[1:] for line in listed.splitlines() if len(cells := re.findall(r"[^│┃\s][^│┃]*\b", line)) > 1
+    }
+    assert {name: cells[0] for name, cells in rows.items() if name != "file"} == {
+        "alice.pem": "tenant",
+        "authority.pem": "authority",
+        "next.pem": "authority",
+        "both.pem": "authority",
+        "bob.csr": "request",
+        "damaged.pem": "unreadable",
+    }
+    found = reading.load_certificates(authority.certificate)[0]
+    logged = str(TenantIdentity("alice", reading.key_fingerprint(found))).removeprefix("alice@")
+    until = f"{found.not_valid_after_utc:%Y-%m-%d %H:%M}"
+    assert rows["authority.pem"] == ["authority", until, reading.fingerprint(found)[: len(logged)], logged]
+    assert rows["bob.csr"] == ["request", request.key_fingerprint[: len(logged)]]
+    assert listed.count(logged) == 2  # in both.pem too, which has two rows
+    whole = shown(authority.certificate)
+    assert re.findall(" fingerprint +(.*)", whole) == [reading.fingerprint(found), reading.key_fingerprint(found)]
+    assert shown(tmp_path / "both.pem").count("key fingerprint") == 2
 
 
 def test_names_in_a_certificate_cannot_control_the_terminal(tmp_path: Path) -> None:

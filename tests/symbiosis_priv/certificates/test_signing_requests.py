@@ -172,7 +172,7 @@ def test_a_name_belongs_to_its_key_unless_it_is_renewed(tmp_path: Path, authorit
     assert record.read_bytes() == before
     sign(authority, first)  # the same key again: a renewal
     sign(authority, other, renew=True)
-    assert reading.key_fingerprint(reading.load_certificates(record)[0]) == issuing.load_request(other).fingerprint
+    assert reading.key_fingerprint(reading.load_certificates(record)[0]) == issuing.load_request(other).key_fingerprint
     assert (record.parent / "alice.previous.pem").exists()
 
 
@@ -194,10 +194,10 @@ def test_no_request_replaces_another_tenants_certificate(
 
 def test_a_request_keeps_an_existing_key_but_never_a_providers_key(tmp_path: Path) -> None:
     path = issuing.create_request(tmp_path, name="alice")
-    key, fingerprint = (tmp_path / "alice.key").read_bytes(), issuing.load_request(path).fingerprint
+    key, fingerprint = (tmp_path / "alice.key").read_bytes(), issuing.load_request(path).key_fingerprint
     issuing.create_request(tmp_path, name="alice")
     assert (tmp_path / "alice.key").read_bytes() == key
-    assert issuing.load_request(path).fingerprint == fingerprint
+    assert issuing.load_request(path).key_fingerprint == fingerprint
     issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="alpha")
     with pytest.raises(CertificateError, match=r"alpha\.pem is not the certificate of a tenant alpha"):
         issuing.create_request(tmp_path, name="alpha")
@@ -218,10 +218,12 @@ def test_request_and_sign_show_both_sides_the_same_fingerprint(tmp_path: Path, a
     operator, tenant = authority.certificate.parent, tmp_path / "tenant"
     (said,) = re.findall("sha256:[0-9a-f]{64}", run("request", "--name", "alice", "--directory", tenant))
     with pytest.raises(CertificateError, match="do not sign it"):
-        run("sign", tenant / "alice.csr", "--directory", operator, "--fingerprint", "sha256:00")
+        run("sign", tenant / "alice.csr", "--directory", operator, "--key-fingerprint", "sha256:00")
     assert not (operator / "alice.pem").exists()
     assert said in run("sign", tenant / "alice.csr", "--directory", operator)
-    assert "another channel" not in run("sign", tenant / "alice.csr", "--directory", operator, "--fingerprint", said)
+    signed = run("sign", tenant / "alice.csr", "--directory", operator, "--key-fingerprint", said)
+    assert "another channel" not in signed
+    assert re.findall("key fingerprint +(.*)", signed) == [said]
     assert {path.name for path in tenant.iterdir()} == {"alice.csr", "alice.key"}
 
 

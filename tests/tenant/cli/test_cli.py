@@ -308,14 +308,15 @@ def test_check_shows_the_split_without_reading_weights(model: Path, tmp_path: Pa
 
 def test_check_shows_two_round_trips_beside_four(model: Path, tmp_path: Path, text: Path) -> None:
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
-    shown = tenant("check", "--model", str(tmp_path), "--two-round-trips")
+    shown = tenant("check", "--model", str(tmp_path), "--round-trips", "2")
     four, two = map(int, re.findall(r"round trips of a token +. +(\d+)", shown))
     blocks = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     assert four - two == 2 * blocks - 1
     assert re.search(r"pays from a round trip of \(1 Gbit/s, a GPU\) +. +[\d.e-]+ ms", shown)
     measured = tenant(
         *("check", "--model", str(model), "--text", str(text), "--sequence-length", "32", "--blocks", "2"),
-        "--two-round-trips",
+        "--round-trips",
+        "2",
     )
     assert "round_trips" in measured  # a column of the table of qualities
 

@@ -21,17 +21,20 @@ _FIELDS = "symbiosis_priv_fields"
 
 
 class JsonLines(logging.Formatter):
-    """Renders a record as one line of JSON. Other libraries' messages become its `event`."""
+    """Renders a record as one line of JSON. A message of other code is a field, because an `event` is a word: the
+    record's attribute `event`, or "message"."""
 
     def format(self, record: logging.LogRecord) -> str:
+        event, fields = record.getMessage(), getattr(record, _FIELDS, None)
+        if fields is None:
+            event, fields = getattr(record, "event", "message"), {"message": event}
         line: dict[str, Field] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "event": record.getMessage(),
+            "event": event,
         }
-        line |= getattr(record, _FIELDS, {})
-        return json.dumps(line)
+        return json.dumps(line | fields)
 
 
 def setup(level: str) -> None:
@@ -41,6 +44,12 @@ def setup(level: str) -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     for package in ("provider", "symbiosis_priv"):
         logging.getLogger(package).setLevel(level.upper())
+
+
+def announce(event: str, **fields: Field) -> None:
+    """Print an event to stdout as a line of the log, for programs that wait for it."""
+    record = logging.makeLogRecord({"name": "provider", "levelname": "INFO", "msg": event, _FIELDS: fields})
+    print(JsonLines().format(record), flush=True)
 
 
 class EventLog:

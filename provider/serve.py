@@ -1,13 +1,13 @@
 """Starts and stops a whole provider: model, executor, gateway, announcements and metrics."""
 
 import gc
-import json
 import os
 import resource
 import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -35,6 +35,7 @@ from symbiosis_priv.checkpoints.layers import LayerRange, whole_layers
 from symbiosis_priv.checkpoints.manifest import Manifest, price_of_composing
 from symbiosis_priv.checkpoints.weights import Progress
 from symbiosis_priv.errors import ConfigError, RankLostError
+from symbiosis_priv.network.addresses import listen
 from symbiosis_priv.system.files import write_atomically
 from symbiosis_priv.system.pacing import Periodic
 from symbiosis_priv.system.processes import when_stdin_closes
@@ -121,13 +122,14 @@ class Provider:
         gateways = []
         if self._accounts is not None:
             gateways = [self._gateway_status(), *(found for _, found in sorted(self._accounts.gateways.items()))]
-        return take_status(self._gateway, self.executor, self._announcer, self._reloader, gateways)
+        return take_status(self._gateway, self.executor, self._announcer, self._reloader, gateways, self._reloaded)
 
     def start(self) -> Self:
         """Quantise the model if necessary, start the executor, and listen. Raises `ConfigError`: the address is in use,
         or the executor does not start; `CertificateError`: a certificate, a key or the revocation list cannot be used;
         `CheckpointError`, `UnsupportedModelError`: the model cannot be read or served."""
         self._reloader = Reloader(self._watched_files, self._reload)  # later changes are reloaded
+        _require_free(self.config)
         config = self.config = placed(self.config, progress=self._progress)
         helpers, member = config.relay.helpers, self._member
         self._credentials = credentials = Credentials.load(config.tls, helpers=helpers, before=self._credentials)
@@ -339,13 +341,13 @@ def serve(
         if not stop.is_set():
             if ready_file is not None:
                 write_atomically(ready_file, "\n".join(provider.addresses()).encode())
-            ready = {"event": "listening", "address": provider.address, "model_digest": provider.model_digest}
+            ready = {"address": provider.address, "model_digest": provider.model_digest}
             if lines is not None:
                 ready["rank"] = str(dist.get_rank())
             if provider.metrics_address is not None:
                 ready["metrics"] = provider.metrics_address
             on_ready()
-            print(json.dumps(ready), flush=True)
+            logs.announce("listening", **ready)
             if stop_with_stdin:
                 when_stdin_closes(on_signal)
             while not stop.is_set():
@@ -355,6 +357,17 @@ def serve(
                     provider.move()
     finally:
         provider.stop()
+
+
+def _require_free(config: ProviderConfig) -> None:
+    """Raises `ConfigError` if an address is in use or cannot be used: now, and not after minutes of quantising."""
+    with ExitStack() as both:
+        both.enter_context(listen(config.listen))
+        if config.metrics.listen is not None:
+            try:
+                both.enter_context(listen(config.metrics.listen))
+            except ConfigError as error:
+                raise ConfigError(f"[metrics] {error}") from error
 
 
 def _allow_descriptors(config: ProviderConfig) -> None:

@@ -1,5 +1,6 @@
 """Reloads files when they have changed, or on request."""
 
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -11,15 +12,22 @@ log = logs.EventLog(__name__)
 
 class Reloader:
     """Calls `reload` in its own thread: after one of `files()` has changed and then stayed unchanged between two
-    checks, or on `request`. A missing file counts as changed when it exists again. `reload` reads the files, all or
-    nothing; its exceptions are logged, and set `succeeded` to False."""
+    checks, on `request`, and after `at_least_every_s`, so that the log warns of certificates that expire soon. A
+    missing file counts as changed when it exists again. `reload` reads the files, all or nothing; its exceptions are
+    logged, and set `succeeded` to False."""
 
     def __init__(
-        self, files: Callable[[], Iterable[Path]], reload: Callable[[], None], *, interval_s: float = 0.5
+        self,
+        files: Callable[[], Iterable[Path]],
+        reload: Callable[[], None],
+        *,
+        interval_s: float = 0.5,
+        at_least_every_s: float = 86_400.0,
     ) -> None:
         self._files = files
         self._reload = reload
         self._requested = False
+        self._at_least_every_s, self._last_reload = at_least_every_s, time.monotonic()
         self.succeeded = True  # true if the last reload succeeded, so that the settings in use are those of the files
         self._seen = self._last = self._stamps()
         self.periodic = Periodic(self._check, every_s=interval_s, name="reload")
@@ -31,9 +39,10 @@ class Reloader:
 
     def _check(self) -> None:
         requested, self._requested = self._requested, False
+        requested |= time.monotonic() - self._last_reload > self._at_least_every_s
         found = self._stamps()
         if requested or self._last == found != self._seen:  # otherwise a file may be half written
-            self._seen = found
+            self._seen, self._last_reload = found, time.monotonic()
             try:
                 self._reload()
             except Exception as error:  # after any error the next change must still be noticed

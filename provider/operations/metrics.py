@@ -73,6 +73,13 @@ class _Collector:
     def collect(self) -> Iterator[Metric]:
         status = self._status
         yield _gauge("ready", "1 if requests are accepted and the executor answers", status.ready)
+        yield _gauge("build_info", "1, with the version", {status.version: 1}, "version")
+        yield _gauge(
+            "certificate_expiry_timestamp_seconds",
+            "when the next certificate of a file expires; 0 if the file cannot be read",
+            status.certificates,
+            "file",
+        )
         yield _gauge("uptime_seconds", "seconds since the start", status.uptime_s)
         yield _gauge("last_reload_successful", "0 if changed files were refused: older settings apply", status.reloaded)
         yield _gauge("usage_unwritten_seconds", "time for which usage could not be written", status.usage_unwritten_s)

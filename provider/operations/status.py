@@ -7,6 +7,7 @@ import msgspec
 
 from provider.announce.announcer import Announcer
 from provider.config.reload import Reloader
+from provider.config.schema import ProviderConfig
 from provider.executor.client import ExecutorHandle, ExecutorRequester
 from provider.executor.queues import ExecutorReport
 from provider.gateway.gateway import Gateway
@@ -16,6 +17,9 @@ from provider.refusal import Refusal
 from provider.relay.blocks import BlockCounts
 from provider.relay.links import LinkCounts
 from provider.shards.line import GatewayStatus
+from symbiosis_priv import __version__
+from symbiosis_priv.certificates.reading import expiry
+from symbiosis_priv.errors import CertificateError
 
 _ASK_S = 1.0
 
@@ -28,8 +32,20 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     counts: UsageCounts
 
 
+def _expiry(config: ProviderConfig) -> dict[str, float]:
+    tls, relay, registry = config.tls, config.relay, config.registry
+    files = [tls.certificate, tls.tenant_authority, *relay.helpers, *(target.certificate for target in relay.to)]
+    found = {}
+    for path in [*files, *([registry.authority] if registry.announce and registry.authority else [])]:
+        found[str(path)] = 0.0
+        with suppress(CertificateError):
+            found[str(path)] = expiry(path).timestamp()
+    return found
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     provider: str
+    version: str = ""
     model_digest: str
     uptime_s: float
     ready: bool  # it accepts requests and its executor answers
@@ -46,6 +62,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     registries: dict[str, bool] = {}  # True if the registry accepted the last announcement
     relay_to: list[LinkCounts] = []
     blocks: BlockCounts = BlockCounts()
+    certificates: dict[str, float] = {}  # Unix time at which each file's next one expires; 0: it cannot be read
+    groups: list[str] = []  # names of the layer groups that are served
     reloaded: bool = True  # certificates, revocations and quotas; if not, the older settings are in use
     usage_unwritten_s: float = 0.0  # seconds since usage was last written to disk, if writing fails
     gateways: list[GatewayStatus] = []  # of all ranks, rank 0's first; empty if only rank 0 has one
@@ -57,12 +75,14 @@ def take_status(
     announcer: Announcer | None,
     reloader: Reloader,
     gateways: list[GatewayStatus],
+    config: ProviderConfig,
 ) -> Status:
     state, report = gateway.state, None
     with suppress(Refusal), ExecutorRequester(executor) as client:
         report = client.report(deadline=time.monotonic() + _ASK_S)
     return Status(
         provider=state.config.name,
+        version=__version__,
         model_digest=state.digest,
         uptime_s=time.monotonic() - state.started,
         ready=report is not None and not state.stopping.is_set() and state.can_bill,
@@ -83,6 +103,8 @@ def take_status(
         usage_unwritten_s=state.usage.unwritten_s,
         relay_to=state.links.counts(),
         blocks=state.blocks.counts(),
+        certificates=_expiry(config),
+        groups=[group.name for group in state.manifest.groups[state.served.start : state.served.stop]],
         reloaded=reloader.succeeded,
         gateways=gateways,
     )

@@ -15,6 +15,7 @@ from rich.text import Text
 from provider.executor.queues import Histogram
 from provider.gateway.usage import UsageCounts
 from provider.operations.status import Status
+from symbiosis_priv.certificates.reading import SOON
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError, one_line
 from symbiosis_priv.network.addresses import parse_address
@@ -89,7 +90,8 @@ def render(now: Status, before: Status | None, seconds: float) -> RenderableType
         top = max([*rows, 1.0])
         for group in sorted(range(len(rows)), key=lambda g: -rows[g])[:_BUSIEST]:
             bar = "█" * round(20 * rows[group] / top)
-            busiest.add_row(str(report.first_group + group), f"{rows[group]:,.0f}", bar)
+            name = now.groups[group] if group < len(now.groups) else str(report.first_group + group)
+            busiest.add_row(escape(one_line(name)), f"{rows[group]:,.0f}", bar)
         parts.append(Columns([queue, busiest], padding=(0, 4)))
     return Group(*parts)
 
@@ -123,8 +125,18 @@ def _headline(status: Status) -> Text:
             )
             for link in status.relay_to
         ),
+        _expiry(status),
         "" if status.reloaded else ("  changed files refused: see the log", "bold red"),
     )
+
+
+def _expiry(status: Status) -> tuple[str, str] | str:
+    if not status.certificates:
+        return ""
+    file, until = min(status.certificates.items(), key=lambda item: item[1])
+    left_s = until - time.time()
+    text = f"expires in {left_s / 86_400:,.0f} days" if left_s > 0 else "has expired" if until else "cannot be read"
+    return f"  {one_line(file)} {text}", "bold red" if left_s < SOON.total_seconds() else ""
 
 
 def _tenants(now: Status, before: Status | None, seconds: float) -> Table:

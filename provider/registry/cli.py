@@ -1,6 +1,5 @@
 """`symbiosis-priv registry`: serve, show."""
 
-import json
 import signal
 import threading
 import time
@@ -53,7 +52,7 @@ def serve(
     with RegistryServer(config) as server:
         if ready_file is not None:
             write_atomically(ready_file, server.address.encode())
-        print(json.dumps({"event": "listening", "address": server.address}), flush=True)
+        logs.announce("listening", address=server.address)
         if stop_with_stdin:
             when_stdin_closes(stop.set)
         stop.wait()

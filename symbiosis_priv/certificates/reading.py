@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 _warned: set[str] = set()
 SHOWN: Final = len("sha256:") + 16
 """Characters of a fingerprint in logs, quotas and lists."""
-_SOON: Final = timedelta(days=14)
+SOON: Final = timedelta(days=14)
+"""Certificates that expire within this time are warned about."""
 _ECDSA: Final = ec.ECDSA(hashes.SHA256())
 _BEGIN = re.compile(rb"-----BEGIN (?:X509 )?CERTIFICATE-----")
 _Extension = TypeVar("_Extension", bound=x509.ExtensionType)
@@ -281,19 +282,25 @@ def is_signed(key: PublicKeyTypes, message: bytes, signature: bytes) -> bool:
 def warn_of_exposed_key(key: Path) -> None:
     """Logs a warning, once, if other users of this machine may read or write a key file."""
     if os.name == "posix" and key.exists() and (mode := stat.S_IMODE(key.stat().st_mode)) & 0o077:
-        _warn_once(f"{key} is open to other users of this machine (mode {mode:03o}): chmod 600 {key}")
+        _warn_once("key_exposed", f"{key} is open to other users of this machine (mode {mode:03o}): chmod 600 {key}")
+
+
+def expiry(path: Path) -> datetime:
+    """When the next certificate of a file expires. When the last one has expired, if none is left."""
+    ends = [certificate.not_valid_after_utc for certificate in load_certificates(path)]
+    return min((end for end in ends if end > now()), default=max(ends))
 
 
 def warn_of_expiry(path: Path, *, fix: Callable[[], str]) -> None:
-    """Logs a warning, once a day, for every certificate of a file that expires within 14 days."""
-    for certificate in load_certificates(path):
-        until = certificate.not_valid_after_utc
-        left = until - now()
-        if timedelta() <= left < _SOON:
-            _warn_once(f"{path} expires in {left.days} days, on {until:%Y-%m-%d %H:%M} UTC: {fix()}")
+    """Logs a warning, once a day, if a certificate of a file expires within 14 days, or if all have expired."""
+    until = expiry(path)
+    left = until - now()
+    if left < SOON:
+        when = f"expires in {left.days} days, on" if left.days >= 0 else f"expired {-left.days} days ago, on"
+        _warn_once("certificate_expires", f"{path} {when} {until:%Y-%m-%d %H:%M} UTC: {fix()}")
 
 
-def _warn_once(text: str) -> None:
+def _warn_once(event: str, text: str) -> None:
     if text not in _warned:
         _warned.add(text)
-        log.warning("%s", text)
+        log.warning("%s", text, extra={"event": event})

@@ -99,7 +99,7 @@ def is_own(family: socket.AddressFamily, address: tuple[Any, ...]) -> bool:
     return False
 
 
-def listen(address: str, *, backlog: int) -> socket.socket:
+def listen(address: str, *, backlog: int | None = None) -> socket.socket:
     """Open a listening socket at `host:port`. Raises `ConfigError`."""
     host, port = parse_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -54,6 +54,7 @@ class Trust:
                 f"{authority} holds no CA certificate: the operator of the federation makes one with `symbiosis-priv "
                 f"keys authority --name federation`, and gives its certificate to all members"
             )
+        reading.warn_of_expiry(authority, fix=lambda: "add the one that follows it, from the owner of this authority")
         return cls(found, load_revoked(revoked, known=known))
 
     def check(self, certificate: x509.Certificate, *, at: datetime) -> None:

@@ -122,6 +122,13 @@ def test_the_services_of_compose_run_and_have_the_figures_of_the_dashboard(tiny:
                 process.stdout.close()
     dashboard = json.loads((DEPLOY / "monitoring/dashboard.json").read_text(encoding="utf-8"))
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    monitoring = DEPLOY / "monitoring"
+    (rules,) = yaml.safe_load((monitoring / "prometheus.yml").read_text(encoding="utf-8"))["rule_files"]
+    assert f"./monitoring/{rules}:/etc/prometheus/{rules}:ro" in COMPOSE["services"]["prometheus"]["volumes"]
+    (group,) = yaml.safe_load((monitoring / rules).read_text(encoding="utf-8"))["groups"]
+    alerts = {rule["alert"]: rule["expr"] for rule in group["rules"]}
+    assert set(alerts) == {"ProviderNotReady", "ReloadFailed", "UsageUnwritten", "CertificateExpires"}
+    queries += alerts.values()
     asked = {name for query in queries for name in re.findall(r"symbiosis_provider_\w+", query)}
     assert len(asked) > 20
     for name in asked:  # a family without values yet has its description only

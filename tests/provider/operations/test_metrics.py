@@ -7,7 +7,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -25,6 +27,9 @@ from provider.operations.metrics import MetricsServer, is_public
 from provider.operations.status import Status
 from provider.refusal import Refusal
 from provider.serve import Provider
+from symbiosis_priv import __version__
+from symbiosis_priv.certificates import reading
+from symbiosis_priv.certificates.reading import load_certificates
 from symbiosis_priv.errors import ConfigError, ConnectionLostError, ProtocolError
 from symbiosis_priv.network.addresses import parse_address
 from tests.provider.clients import effect, execute
@@ -73,7 +78,12 @@ def test_the_operators_address(configure: Configure, connect: Connect) -> None:
         assert samples["symbiosis_provider_ready",] == 1
         names = {label for family in text_string_to_metric_families(text) for s in family.samples for label in s.labels}
         # names and places, never content
-        assert names == {"tenant", "role", "stage", "reason", "outcome", "group", "le"}
+        assert names == {"tenant", "role", "stage", "reason", "outcome", "group", "le", "version", "file"}
+        assert samples["symbiosis_provider_build_info", __version__] == 1
+        for file in (config.tls.certificate, config.tls.tenant_authority):
+            (found,) = load_certificates(file)
+            expiry = samples["symbiosis_provider_certificate_expiry_timestamp_seconds", str(file)]
+            assert expiry == found.not_valid_after_utc.timestamp()
         assert "SECR" not in text
         assert str(0x53454352) not in text
 
@@ -87,6 +97,8 @@ def test_the_operators_address(configure: Configure, connect: Connect) -> None:
         shown = captured.get()
         assert alice in shown
         assert "2.0" in shown  # requests a second
+        assert re.search(rf"{re.escape(str(config.tls.certificate))} expires in \d+ days", re.sub(r"\s+", " ", shown))
+        assert re.search(rf"│ {re.escape(now.groups[0])} +│ 10 +│", shown), shown  # rows a second of a layer group
         result = CliRunner().invoke(app, ["top", "--address", address, "--once"])
         assert result.exit_code == 0, result.output
 
@@ -115,10 +127,52 @@ def test_a_public_metrics_address_is_warned_about() -> None:
     assert not any(map(is_public, ["127.0.0.1", "10.1.2.3", "192.168.0.1", "::1", "fd00::1", "metrics.internal"]))
 
 
-def test_a_taken_address_is_named(configure: Configure, provider: Provider) -> None:
-    taken = configure(metrics=MetricsConfig(listen=provider.address))
-    with pytest.raises(ConfigError, match="metrics"):
-        Provider(taken).start()
+def test_a_taken_address_is_named_before_the_model_is_read(
+    configure: Configure, provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quantising a large model takes minutes."""
+    monkeypatch.setattr("provider.serve.open_store", lambda _: pytest.fail("the model was read"))
+    free, taken = "127.0.0.1:0", provider.address
+    for listen, metrics, named in ((free, taken, r"^\[metrics\] listen = "), (taken, free, "^listen = ")):
+        config = msgspec.structs.replace(configure(metrics=MetricsConfig(listen=metrics)), listen=listen)
+        with pytest.raises(ConfigError, match=named):
+            Provider(config).start()
+
+
+@pytest.mark.parametrize(
+    ("days", "shown"),
+    [((400, 20), "b.pem expires in 20 days"), ((5, 9), "a.pem expires in 5 days"), ((-1, 9), "a.pem has expired")],
+)
+def test_top_shows_the_first_certificate_to_expire(provider: Provider, days: tuple[int, int], shown: str) -> None:
+    until = [time.time() + 86_400 * (each + 0.1) for each in days]
+    status = msgspec.structs.replace(provider.status(), certificates=dict(zip(("a.pem", "b.pem"), until, strict=True)))
+    console = Console(width=1000, force_terminal=True, color_system="standard")
+    with console.capture() as captured:
+        console.print(top.render(status, None, 0.0))
+    styled = captured.get()
+    assert shown in styled
+    assert ("\x1b[1;31m  " + shown in styled) == (min(days) < 14)
+
+
+def test_certificates_are_looked_at_daily(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They were looked at when the provider started: after a year it refused all tenants without a word."""
+
+    def warnings() -> list[str]:
+        records = (record for record in caplog.records if getattr(record, "event", None) == "certificate_expires")
+        return [record.getMessage() for record in records]
+
+    config = configure()
+    (found,) = load_certificates(config.tls.certificate)
+    with Provider(config) as provider:
+        assert warnings() == []
+        monkeypatch.setattr(reading, "now", lambda: found.not_valid_after_utc - timedelta(days=9, hours=1))
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 86_401)
+        monkeypatch.setattr("provider.config.reload.time", later)
+        until(warnings)
+        assert provider.status().reloaded
+    assert all(f"{config.tls.certificate} expires in 9 days" in each and "keys rotate" in each for each in warnings())
 
 
 def test_top_says_what_is_missing(tmp_path: Path) -> None:

@@ -399,6 +399,16 @@ def test_certificates_that_expire_soon_are_warned_about_once(
     assert any("keys rotate --name alice" in fix for fix in fixes)
     assert any("next_certificate" in fix for fix in fixes)
     assert any("keys authority" in fix for fix in fixes)
+    end = reading.expiry(authority.certificate)
+    newer = issuing.create_authority(tmp_path, name="newer").certificate.read_bytes()
+    both = tmp_path / "both.pem"
+    both.write_bytes(newer + authority.certificate.read_bytes())
+    assert reading.expiry(both) == end  # the tenants of the first one to expire are the first to be refused
+    later = end + timedelta(days=1, hours=1)
+    assert reading.expiry(both) > later
+    reading.warn_of_expiry(authority.certificate, fix=lambda: "make another")
+    (message,) = warned()
+    assert "authority.pem expired 2 days ago" in message
 
 
 # The command line

@@ -47,32 +47,32 @@ class Prober:
         self._connected = False
         self._errors: dict[KnownProvider, SymbiosisError] = {}
         # referenced during a probe only, because executors from registries come and go
-        self._workers: dict[KnownProvider, Worker] = {}
+        self._probes: dict[KnownProvider, tuple[Worker, Future[None]]] = {}
 
     @property
     def workers(self) -> Sequence[Worker]:
         with self._lock:
-            return tuple(self._workers.values())
+            return tuple(worker for worker, _ in self._probes.values())
 
     def connect(self) -> None:
-        """Connect to the needed providers, once per session. Several threads may wait in this method. Raises
-        `UncoveredError`: no executor serves some layers; `SymbiosisError`: a needed provider is away, or is another
-        one."""
-        if self._connected:  # every product calls this
-            return None
-        with self._lock:
-            mine = self._connecting is None or self._connecting.done()
-            connecting = self._connecting = Future() if self._connecting is None or mine else self._connecting
-        if not mine:
-            return connecting.result()
-        try:
-            self._connect()
-        except BaseException as error:
-            connecting.set_exception(error)
-            raise
-        self._connected = True
-        connecting.set_result(None)
-        return None
+        """Connect to the needed providers, once per session. Several threads may wait in this method; if the thread
+        that connects is interrupted, another one goes on. Raises `UncoveredError`: no executor serves some layers;
+        `SymbiosisError`: a needed provider is away, or is another one."""
+        while not self._connected:  # every product calls this
+            with self._lock:
+                mine = self._connecting is None or self._connecting.done()
+                connecting = self._connecting = Future() if self._connecting is None or mine else self._connecting
+            if not mine:
+                if isinstance(error := connecting.exception(), Exception):
+                    raise error
+                continue
+            try:
+                self._connect()
+            except BaseException as error:
+                connecting.set_exception(error)
+                raise
+            self._connected = True
+            connecting.set_result(None)
 
     def reconnect(self, urgent: Collection[KnownProvider] = ()) -> None:
         """Reconnect in the background to providers whose pause is over; see `Routes.to_probe`."""
@@ -86,9 +86,9 @@ class Prober:
             return self._retry(provider, lambda: not self._enough())
 
         waiting = {
-            probe
+            self._probe(provider, until_enough)
             for provider in (*self._routes.executors, *self._routes.helpers)
-            if provider.peer not in self._routes.quarantined and (probe := self._probe(provider, until_enough))
+            if provider.peer not in self._routes.quarantined
         }
         grace_over: float | None = None
         while waiting:
@@ -129,12 +129,13 @@ class Prober:
             f"check` shows the layers of each executor."
         )
 
-    def _probe(self, provider: KnownProvider, probe: Probe) -> Future[None] | None:
+    def _probe(self, provider: KnownProvider, probe: Probe) -> Future[None]:
+        """Probe a provider in the background, unless a probe of it is running. Returns that probe's end."""
         with self._lock:
-            if provider in self._workers:
-                return None
-            worker = self._workers[provider] = Worker(f"probe-{provider.peer.name}")
-        return worker.submit(self._run, provider, probe)
+            if provider not in self._probes:
+                worker = Worker(f"probe-{provider.peer.name}")
+                self._probes[provider] = worker, worker.submit(self._run, provider, probe)
+            return self._probes[provider][1]
 
     def _run(self, provider: KnownProvider, probe: Probe) -> None:
         try:
@@ -149,7 +150,7 @@ class Prober:
             self._routes.connected(provider, welcome)
         finally:
             with self._lock:
-                self._workers.pop(provider).stop()
+                self._probes.pop(provider)[0].stop()
 
 
 def check_expected(federation: Federation, manifest: Manifest) -> None:

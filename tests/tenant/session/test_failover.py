@@ -5,11 +5,12 @@ import dataclasses
 import functools
 import itertools
 import logging
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from tenant.connections.executor_client import MOST_CHANNELS
 from tenant.routing.known_provider import State, Tolerance
 from tenant.session.session import Session
 from tests.tenant.conftest import Identities, NewProvider, NewSession, Scripted
-from tests.tenant.scripted import Behaviour, Heard, ScriptedProvider, frame, honest, is_right, together
+from tests.tenant.scripted import TIMEOUT_S, Behaviour, Heard, ScriptedProvider, frame, honest, is_right, together
 from tests.waiting import until
 
 QKV, OUT, MLP, DOWN = map(GroupIndex, range(4))
@@ -450,6 +451,33 @@ def test_unserved_layers_are_an_error_before_anything_is_sent(scripted: Scripted
     with pytest.raises(errors.UncoveredError, match="no executor serves layers 1"):
         is_right(other, QKV, FORWARD, 1, 0)
     assert low.executed == helper.effects == []
+
+
+def test_an_interrupt_while_a_session_opens_ends_the_interrupted_call_alone(scripted: Scripted) -> None:
+    session, (asked, go_on) = scripted.new_session("pad"), (threading.Event(), threading.Event())
+
+    def refusal(_: wire.Hello) -> None:
+        asked.set()
+        assert go_on.wait(TIMEOUT_S)
+
+    def interrupt() -> None:
+        assert asked.wait(TIMEOUT_S)
+        others.extend(pool.submit(is_right, session, QKV, FORWARD, 1, seed) for seed in range(3))
+        signal.pthread_kill(main, signal.SIGINT)
+
+    scripted.executor.refusal, main = refusal, threading.get_ident()
+    others: list[Future[bool]] = []
+    with ThreadPoolExecutor(4) as pool:
+        interrupted = pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            is_right(session, QKV, FORWARD, 1, 0)
+        interrupted.result(TIMEOUT_S)
+        others.append(pool.submit(is_right, session, QKV, FORWARD, 1, 4))
+        prober: Any = session.runtime.prober
+        until(lambda: others[-1].done() or not prober._connecting.done())  # it waits, too
+        go_on.set()
+        assert [other.exception(TIMEOUT_S) for other in others] == [None] * 4
+        assert all(other.result() for other in others)
 
 
 # Coming and going

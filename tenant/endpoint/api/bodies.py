@@ -43,6 +43,7 @@ def _check_together(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 _FIELDS = 1024
 _ONE_BY_ONE = 1 << 16
+_PARTS = 1024  # of a message
 BOUNDED = BeforeValidator(_check_field_count)
 FAIL_FAST = Field(fail_fast=True)
 INTEGER = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
@@ -177,7 +178,7 @@ class ToolCall(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[Part], FAIL_FAST] | None = None
+    content: str | Annotated[list[Part], Field(max_length=_PARTS), FAIL_FAST] | None = None
     name: str | None = None
     refusal: None = None
     tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=128), FAIL_FAST] | None = None
@@ -273,7 +274,7 @@ class InputItem(Strict):
 class InputMessage(InputItem):
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[InputPart], FAIL_FAST]
+    content: str | Annotated[list[InputPart], Field(max_length=_PARTS), FAIL_FAST]
 
 
 class InputCall(InputItem):

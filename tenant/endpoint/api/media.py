@@ -2,15 +2,18 @@
 
 They come with the request and are decoded on this machine: nothing is fetched. Sizes are read from headers and checked
 before anything is decoded, because a small file can describe a huge picture. Pillow and a processor of transformers
-read them; no file format is guessed, and no other decoder is tried.
+read them; no file format is guessed, and no other decoder is tried. What a processor makes of a picture or sound
+depends on its size, so a blank one of each size is processed first, and multiplied by the number of that size.
 """
 
 import base64
 import binascii
 import io
 import wave
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,7 +27,9 @@ _PIXELS = 1 << 24  # of all pictures of a request: 48 MiB as bytes, 192 MiB as f
 _RATIO = 32  # of width and height: a processor that scales the shorter side up makes a huge picture of a thin one
 _SECONDS = 600.0  # of all sounds of a request
 _PARTS = 64
-_BYTES = 1 << 30  # of the processor's tensors
+_BYTES = 1 << 29  # of the processor's tensors; Idefics3's takes 2.4 times as much while it makes them
+_REPEATED = {"JPEG": (b"\xff\xda",), "PNG": (b"iCCP", b"iTXt", b"zTXt")}  # scans; compressed profiles and texts
+_REPEATS = 32  # of a picture: each scan takes time for all pixels, and each profile a mebibyte; encoders write 10 scans
 
 
 @dataclass
@@ -49,6 +54,7 @@ class Processor:
         self._rate = getattr(extractor, "sampling_rate", None)
         self._longest = getattr(extractor, "n_samples", None)  # Whisper's cuts a longer sound off, without an error
         self._pictures = getattr(processor, "image_processor", None) is not None
+        self._cost = lru_cache(1024)(self._blank_cost)
 
     def template_part(self, part: TextPart | ImagePart | AudioPart, media: Media, *, param: str) -> dict[str, str]:
         """Return a part of a message for chat templates, and add a picture or sound to `media`. Raises `ApiError` if
@@ -71,12 +77,42 @@ class Processor:
         media.sounds.append(sound)
         return {"type": "audio"}
 
-    def inputs(self, text: str, media: Media) -> tuple[list[int], Mapping[str, Any]]:
+    def inputs(self, text: str, media: Media, *, context: int) -> tuple[list[int], Mapping[str, Any]]:
         """Return the token ids of a rendered chat with places for `media`, and the other tensors of the forward pass.
-        Raises `ConfigError` if text and media do not fit together."""
+        Raises `ConfigError` if text and media do not fit together, or have more than `context` tokens."""
+        for kind, given in (("image", media.pictures), ("audio", media.sounds)):
+            place = getattr(self._processor, f"{kind}_token", None)
+            if place is not None and text.count(place) > len(given):  # each place becomes many tokens
+                raise ConfigError(f"{place} stands for a picture or sound; leave it out of texts")
+        sizes = Counter[Any](picture.size for picture in media.pictures) + Counter(map(len, media.sounds))
+        costs = [(number, *self._cost(size)) for size, number in sizes.items()]
+        tokens, size = (sum(number * cost[which] for number, *cost in costs) for which in (0, 1))
+        if tokens > context:
+            raise ConfigError(f"pictures and sounds take {tokens:,} tokens, and this model's context is {context:,}")
+        if size > _BYTES:
+            raise ConfigError(
+                f"the model's processor makes {size >> 20:,} MiB of these pictures and sounds, and a request may have "
+                f"{_BYTES >> 20:,}; send less"
+            )
+        return self._processed(text, media.pictures, media.sounds)
+
+    def _blank_cost(self, size: tuple[int, int] | int) -> tuple[int, int]:
+        """Return the number of tokens and bytes that the processor makes of a picture (width, height) or a sound
+        (samples)."""
+        if isinstance(size, int):
+            ids, made = self._processed(self._processor.audio_token, [], [np.zeros(size, np.float32)])
+        else:
+            from PIL import Image
+
+            ids, made = self._processed(self._processor.image_token, [Image.new("RGB", size)], [])
+        return len(ids), sum(one.nbytes for one in made.values())
+
+    def _processed(
+        self, text: str, pictures: Sequence[Any], sounds: Sequence[Any]
+    ) -> tuple[list[int], Mapping[str, Any]]:
         given: dict[str, Any] = {"text": [text], "return_tensors": "pt", "add_special_tokens": False}
-        given |= {"images": media.pictures} if media.pictures else {}
-        given |= {"audio": media.sounds, "sampling_rate": self._rate} if media.sounds else {}
+        given |= {"images": pictures} if pictures else {}
+        given |= {"audio": sounds, "sampling_rate": self._rate} if sounds else {}
         try:
             found = dict(self._processor(**given))
             ids, mask = found.pop("input_ids"), found.pop("attention_mask")
@@ -85,8 +121,8 @@ class Processor:
                 f"the model's processor refuses this chat ({one_line(str(error))[:200]}); send as many pictures and "
                 f"sounds as its chat template has places for"
             ) from error
-        if len(ids) != 1 or not bool(mask.all()) or sum(one.nbytes for one in found.values()) > _BYTES:
-            raise ConfigError("the model's processor makes more of this chat than one request; send less")
+        if len(ids) != 1 or not bool(mask.all()):
+            raise ConfigError("the model's processor makes several sequences of this chat, or pads it")
         return ids[0].tolist(), found
 
 
@@ -109,8 +145,12 @@ def _picture(url: str, media: Media, *, param: str) -> Any:
         raise ApiError(400, f"send data:TYPE;base64,... with a TYPE of {', '.join(_FORMATS)}", param=param)
     from PIL import Image, UnidentifiedImageError
 
+    file, form = _decoded(data, param=param), _FORMATS[kind]
+    if sum(map(file.count, _REPEATED.get(form, ()))) > _REPEATS:
+        what = "scans" if form == "JPEG" else "colour profiles and texts"
+        raise ApiError(400, f"this picture has more than {_REPEATS} {what}; save it again without them", param=param)
     try:
-        with Image.open(io.BytesIO(_decoded(data, param=param)), formats=[_FORMATS[kind]]) as picture:
+        with Image.open(io.BytesIO(file), formats=[form]) as picture:
             width, height = picture.size  # of the header
             media.pixels += width * height
             if media.pixels > _PIXELS:
@@ -144,7 +184,7 @@ def _sound(data: str, media: Media, *, rate: int, param: str) -> np.ndarray[Any,
             if media.seconds > _SECONDS:
                 raise ApiError(400, f"at most {_SECONDS:g} s of sound are read; send less", param=param)
             read = np.frombuffer(file.readframes(frames), dtype="<i2")
-    except (wave.Error, EOFError, ValueError) as error:
+    except (wave.Error, EOFError, RuntimeError, ValueError) as error:  # RuntimeError: a chunk ends after the file
         raise ApiError(400, "this is no WAV file (RIFF, PCM)", param=param) from error
     if not read.size or read.size % channels:
         raise ApiError(400, "this sound is empty or cut off", param=param)
@@ -155,9 +195,14 @@ def _sound(data: str, media: Media, *, rate: int, param: str) -> np.ndarray[Any,
 def check_kept(messages: Sequence[Mapping[str, Any]], rendered: str) -> None:
     """Raise `ConfigError` if a chat template has left out a text of a user. Templates of models of pictures differ in
     whether they take a message as a text or as a list of parts, and leave out the other one without an error."""
-    texts = [part.get("text", "") for one in messages if one["role"] == "user" for part in one["content"]]
-    if any(text.strip() not in rendered for text in texts):
-        raise ConfigError("this model's chat template leaves out texts of parts, so it cannot be used with --media")
+    end = 0
+    for text in (part.get("text", "") for one in messages if one["role"] == "user" for part in one["content"]):
+        wanted = text.strip()
+        # each text is looked for from the end of the one before: searches from the beginning take quadratic time
+        if (begin := rendered.find(wanted, end)) >= 0:
+            end = begin + len(wanted)
+        elif wanted not in rendered:
+            raise ConfigError("this model's chat template leaves out texts of parts, so it cannot be used with --media")
 
 
 def texts_of(parts: Sequence[TextPart | ImagePart | AudioPart], *, param: str) -> str:

@@ -5,12 +5,11 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import anyio
-import anyio.to_thread
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client import Counter as Count
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -143,7 +142,7 @@ class Service:
         self.vocabulary = Vocabulary(tokenizer, size=config.vocab_size, ends=self.ends)
         self._defaults = {key: getattr(model.generation_config, key, None) for key in ("temperature", "top_p", "top_k")}
         self._longest_token = max(map(len, tokenizer.get_vocab()))  # characters
-        self._tokenizing = anyio.CapacityLimiter(1)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="endpoint-texts")
         self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by client
         self.users: Counter[str | None] = Counter()  # running requests of each adapter
         if tasks is not None and name in tasks:
@@ -188,14 +187,19 @@ class Service:
 
     async def encode(self, text: str, *, param: str, client: str, special: bool = True) -> list[int]:
         """Return the token ids of a text, with the tokenizer's special tokens if `special` is True."""
-        if len(text) > self.context * self._longest_token:
-            raise self.too_long(len(text), "characters", param=param)
+        self.check_length(text, param=param)
         return await self.in_thread(client, lambda: [*self.tokenizer(text, add_special_tokens=special)["input_ids"]])
 
+    def check_length(self, text: str, *, param: str) -> None:
+        """Raise `ApiError` for a text that has too many tokens whatever they are."""
+        if len(text) > self.context * self._longest_token:
+            raise self.too_long(len(text), "characters", param=param)
+
     async def in_thread(self, client: str, work: Callable[[], T]) -> T:
-        """Run `work`, which uses the tokenizer, in a thread. One call runs at a time, and clients take turns."""
+        """Run `work` in the only thread for texts and media, where clients take turns. Work that has begun keeps the
+        thread until its end, also if its client has left; work that waits then is dropped."""
         async with self._turns[client]:  # at most one call of each client is in the queue
-            return await anyio.to_thread.run_sync(work, limiter=self._tokenizing)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def prompts(self, given: str | Sequence[Any], *, param: str, client: str) -> list[list[int]]:
         """Return the token ids of each text. `given` is one text or several, as strings or token ids. Raises

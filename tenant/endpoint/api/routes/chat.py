@@ -184,15 +184,17 @@ async def _prompt(
     options |= {"chat_template": template, "tools": tools, "add_generation_prompt": True}
 
     def render() -> str:
-        return render_chat(messages, service.tokenizer, **options)
+        text = render_chat(messages, service.tokenizer, **options)
+        service.check_length(text, param="messages")  # before work whose time depends on it
+        if service.processor is not None:
+            check_kept(messages, text)
+        return text
 
     inputs: Mapping[str, Any] = {}
     try:
         text = await service.in_thread(client, render)
-        if service.processor is not None:
-            check_kept(messages, text)
         if media and service.processor is not None:
-            process = partial(service.processor.inputs, text, media)
+            process = partial(service.processor.inputs, text, media, context=service.context)
             prompt, inputs = await service.in_thread(client, process)
     except ConfigError as error:
         raise ApiError(400, str(error), param="messages") from error

@@ -33,7 +33,7 @@ _MOST = 128  # choices of all prompts
 async def completions(body: CompletionRequest, http: Request) -> Any:
     """Continue one text or several."""
     endpoint = endpoint_of(http)
-    prepared = await _Prepared.of(body, endpoint.service, endpoint.client(http))
+    prepared = await while_connected(http, _Prepared.of(body, endpoint.service, endpoint.client(http)))
     return await respond(prepared, http, streamed=body.stream)
 
 
@@ -149,7 +149,7 @@ async def embeddings(body: EmbeddingRequest, http: Request) -> answers.Embedding
     endpoint = endpoint_of(http)
     service = endpoint.service
     adapter = service.adapter(body.model)
-    prompts = await service.prompts(body.input, param="input", client=endpoint.client(http))
+    prompts = await while_connected(http, service.prompts(body.input, param="input", client=endpoint.client(http)))
     requests = [
         engine.EngineRequest(
             id=answers.new_id("embd"),

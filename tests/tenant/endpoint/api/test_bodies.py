@@ -67,3 +67,10 @@ def test_many_token_ids_are_checked_at_once() -> None:
     for wrong in (5.0, True, -1):
         with pytest.raises(ValidationError):
             CompletionRequest.model_validate({"model": "tiny", "prompt": [*ids, wrong]})
+
+
+def test_a_message_has_a_limited_number_of_parts() -> None:
+    part, other = {"type": "text", "text": ""}, {"type": "input_text", "text": ""}
+    for body, name, one in ((ChatRequest, "messages", part), (ResponsesRequest, "input", other)):
+        for count, wrong in ((1024, 0), (1025, 1)):
+            assert bool(errors(body, {"model": "tiny", name: [{"role": "user", "content": [one] * count}]})) == wrong

@@ -1,12 +1,14 @@
 """Pictures and sounds in chats: real architectures in miniature, and files that lie about their size."""
 
 import base64
+import contextlib
 import importlib.util
 import io
 import json
 import re
 import socket
 import struct
+import threading
 import wave
 import zlib
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+import torch
 import transformers
 from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -239,6 +242,23 @@ def test_what_the_model_does_not_take_is_refused(case: Any) -> None:
             client.responses.create(model="tiny", input=messages, max_output_tokens=1)
         assert again.value.param == "input"
         assert (refused.value.param or "").startswith("messages.0.content.1")
+    too_long: Any = [{"role": "user", "content": [part, {"type": "text", "text": "x" * 100_000}]}]
+    with pytest.raises(openai.BadRequestError, match="characters"):  # before anything is processed
+        client.chat.completions.create(model="tiny", messages=too_long, max_tokens=1)
+
+
+def test_texts_are_looked_for_outside_the_event_loop(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, part, _, client, _ = case
+    threads = set[str]()
+
+    def check(*given: Any) -> None:
+        threads.add(threading.current_thread().name)
+        media.check_kept(*given)
+
+    monkeypatch.setattr("tenant.endpoint.api.routes.chat.check_kept", check)
+    messages: Any = [{"role": "user", "content": [part, {"type": "text", "text": "what is it?"}]}]
+    client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+    assert {name.rpartition("_")[0] for name in threads} == {"endpoint-texts"}
 
 
 def refused(decode: Any, *given: Any, **more: Any) -> str:
@@ -247,12 +267,13 @@ def refused(decode: Any, *given: Any, **more: Any) -> str:
     return str(error.value)
 
 
+def chunk(kind: bytes, data: bytes) -> bytes:
+    """A chunk of a PNG."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
 def bomb(width: int, height: int) -> bytes:
     """A PNG of one row whose header says more."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(9))) + chunk(b"IEND", b"")
 
@@ -298,6 +319,109 @@ def test_sounds_are_measured_before_they_are_read() -> None:
     assert "empty" in refused(media._sound, data(wav(NOISE[:0])), rate=RATE)
     for wrong in (b"", b"RIFF", wav(NOISE)[:30], png()):
         assert "no WAV file" in refused(media._sound, data(wrong), rate=RATE)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_damaged_sound_is_refused(data: st.DataObject) -> None:
+    file = bytearray(wav(NOISE[:20]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        begin, end = sorted(data.draw(st.tuples(st.integers(0, 48), st.integers(0, 48))))
+        file[begin:end] = data.draw(st.binary(max_size=8))
+    with contextlib.suppress(ApiError):
+        media._sound(base64.b64encode(file).decode(), media.Media(), rate=RATE, param="x")
+
+
+def test_a_sound_whose_chunks_end_after_the_file_is_refused() -> None:
+    file = wav(NOISE[:20]).replace(b"WAVE", b"WAVEjunk" + struct.pack("<I", 1000))
+    assert "no WAV file" in refused(media._sound, base64.b64encode(file).decode(), rate=RATE)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "iCCP", "iTXt", "zTXt"])
+def test_what_makes_a_small_picture_slow_is_counted(kind: str) -> None:
+    """A scan of 34 bytes takes time for all pixels, and a kilobyte of a compressed profile becomes a mebibyte."""
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(file, "JPEG" if kind == "JPEG" else "PNG", progressive=True)
+    plain, form = file.getvalue(), "image/jpeg" if kind == "JPEG" else "image/png"
+    begin, end = (plain.rindex(b"\xff\xda"), len(plain) - 2) if kind == "JPEG" else (33, 33)
+    repeated = plain[begin:end] or chunk(kind.encode(), b"a\0\0" + zlib.compress(bytes(1 << 10)))
+    assert media._picture(picture_part(plain, form)["image_url"]["url"], media.Media(), param="x").size == (64, 64)
+    slow = plain[:begin] + repeated * 1000 + plain[end:]
+    assert "more than 32" in refused(media._picture, picture_part(slow, form)["image_url"]["url"])
+
+
+class Enlarging:
+    """A processor that makes a mebibyte and 10 tokens of each picture and each sound, however small."""
+
+    image_token, audio_token, image_processor = "<image>", "<sound>", True
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, *, text: list[str], images: Any = (), audio: Any = (), **_: Any) -> dict[str, torch.Tensor]:
+        self.seen += len(images) + len(audio)
+        ids = torch.zeros((1, len(text[0]) + 10 * (len(images) + len(audio))), dtype=torch.long)
+        values = torch.zeros((len(images) + len(audio), 1 << 20), dtype=torch.uint8)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "values": values}
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(1, 3), max_size=64), st.lists(st.integers(1, 3), max_size=10), st.integers(0, 80))
+def test_what_a_processor_makes_is_limited_before_it_is_made(
+    sides: list[int], sounds: list[int], mebibytes: int
+) -> None:
+    given = media.Media([Image.new("RGB", (side, 1)) for side in sides], [np.zeros(length) for length in sounds])
+    enlarging, many = Enlarging(), len(sides) + len(sounds)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(media, "_BYTES", mebibytes << 20)
+        if many <= mebibytes:
+            _, found = media.Processor(enlarging).inputs("", given, context=10_000)
+            assert len(found["values"]) == many
+            return
+        with pytest.raises(ConfigError, match="send less"):
+            media.Processor(enlarging).inputs("", given, context=10_000)
+    assert enlarging.seen == len(set(sides)) + len(set(sounds))  # one of each size
+
+
+def test_pictures_that_exceed_the_context_are_not_processed() -> None:
+    enlarging = Enlarging()
+    given = media.Media([Image.new("RGB", (1, 1))] * 60)
+    with pytest.raises(ConfigError, match="this model's context is 500"):
+        media.Processor(enlarging).inputs("", given, context=500)
+    assert enlarging.seen == 1
+
+
+@pytest.mark.parametrize("place", ["<image>", "<sound>"])
+def test_a_text_has_no_places_for_pictures_or_sounds(place: str) -> None:
+    """Each place becomes thousands of tokens, and a body of 8 MiB has room for a million places."""
+    enlarging = Enlarging()
+    given = media.Media([Image.new("RGB", (1, 1))], [np.zeros(1)])
+    with pytest.raises(ConfigError, match="leave it out of texts"):
+        media.Processor(enlarging).inputs(place * 2, given, context=500)
+    assert enlarging.seen == 0
+
+
+class Counted(str):
+    """A text that counts the characters that searches pass."""
+
+    passed = 0
+
+    def find(self, wanted: str, begin: int = 0) -> int:  # type: ignore[override]
+        found = super().find(wanted, begin)
+        self.passed += (len(self) if found < 0 else found + len(wanted)) - begin
+        return found
+
+    def __contains__(self, wanted: object) -> bool:
+        self.passed += len(self)
+        return super().__contains__(wanted)  # type: ignore[operator]
+
+
+def test_looking_for_the_texts_of_a_chat_reads_it_once() -> None:
+    texts = [f" {number % 7} " for number in range(1000)]
+    said: Any = [{"role": "user", "content": [{"type": "text", "text": text} for text in texts]}]
+    rendered = Counted("[user]" + "".join(texts) + "[assistant]")
+    media.check_kept(said, rendered)
+    assert rendered.passed <= len(rendered)
 
 
 def test_a_template_that_leaves_out_a_text_is_refused() -> None:

@@ -1,6 +1,7 @@
 """The engine's events in the event loop."""
 
 import asyncio
+import threading
 from collections import Counter
 
 import pytest
@@ -113,3 +114,31 @@ def test_clients_take_turns_with_the_tokenizer(served: Served) -> None:
 
     asyncio.run(run())
     assert order.index("b") <= 2
+
+
+def test_work_of_a_client_that_has_left_keeps_the_thread(served: Served) -> None:
+    """Otherwise clients that leave at once would have any number of threads at work."""
+    begun, go_on, order = threading.Event(), threading.Event(), list[str]()
+
+    def long() -> None:
+        begun.set()
+        assert go_on.wait(60)
+        order.append("long")
+
+    async def run() -> None:
+        async def work(name: str) -> None:
+            await served.service.in_thread("a", lambda: order.append(name))
+
+        left = asyncio.ensure_future(served.service.in_thread("a", long))
+        await asyncio.to_thread(begun.wait, 60)
+        left.cancel()
+        waiting = asyncio.ensure_future(work("dropped"))
+        next_one = asyncio.ensure_future(served.service.in_thread("b", lambda: order.append("next")))
+        await asyncio.wait({next_one}, timeout=0.1)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        go_on.set()
+        await next_one
+
+    asyncio.run(run())
+    assert order == ["long", "next"]

@@ -2,7 +2,7 @@
 
 If the suite never found a fault, its verdict "hidden" would prove nothing. Most faults are planted into a recording:
 the rows of a real run are masked again in a wrong way, as an executor would have received them. `reused_pads`,
-`bare_effects`, `twin_helpers` and `blind_to_companies` break the real tenant while it runs.
+`bare_effects`, `twin_keystreams`, `twin_helpers` and `blind_to_companies` break the real tenant while it runs.
 """
 
 import secrets
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand, random_key
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand, mask_key, random_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.federation.parties import Parties
@@ -109,6 +109,8 @@ def plant(lab: Lab, ring: Recording, floats: Recording, step: Callable[[str], No
     both("reused pad rows", "rule 3", Differencing, live(reused_pads(), PAD))
     step("planted faults: helpers that relay bare effects")
     both("relayed effects are bare", "relay", RelayedAnswers, live(bare_effects(), PAD_RELAY))
+    step("planted faults: blocks under the keystream of the masks")
+    both("relayed effects are under the masks' keystream", "relay", RelayedAnswers, live(twin_keystreams(), PAD_RELAY))
     step("planted faults: a tenant whose helper is of its executor's company")
     recording = live(blind_to_companies(), PAD, lab.one_company)
     both("executor and helper of one company", "rule 8", Collusion, recording)
@@ -142,6 +144,13 @@ def bare_effects() -> Iterator[None]:
         return request.encoding.pack(np.frombuffer(effect, dtype="<i4").reshape(request.rows, outputs))
 
     with mock.patch("provider.gateway.connection.make_block", bare), mock.patch.object(Pad, "open_relayed"):
+        yield
+
+
+@contextmanager
+def twin_keystreams() -> Iterator[None]:
+    """Inside this block, tenants and helpers of this process hide relayed effects with the keystream of the masks."""
+    with mock.patch("provider.relay.links.relay_key", mask_key), mock.patch("tenant.core.pads.relay_key", mask_key):
         yield
 
 

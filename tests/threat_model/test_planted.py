@@ -46,6 +46,8 @@ def planted(quick: Suite, fault: str) -> Outcome:
         ("reused pad rows, backward", 1.0),
         ("relayed effects are bare, forward", 0.2),  # products with fewer outputs than inputs leave rows open
         ("relayed effects are bare, backward", 0.2),
+        ("relayed effects are under the masks' keystream, forward", 0.2),  # in square matrices
+        ("relayed effects are under the masks' keystream, backward", 0.2),
         ("executor and helper of one company, forward", 1.0),
         ("executor and helper of one company, backward", 1.0),
     ],

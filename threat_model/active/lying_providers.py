@@ -36,7 +36,8 @@ from symbiosis_priv.network import wire
 from tenant.core.blame import BlameKeys
 from tenant.core.parts import UncheckedProduct
 from tenant.demo.run import Tamper
-from tenant.masking.backend import RingRows
+from tenant.masking.backend import RingBackend, RingRows
+from tenant.masking.registry import session_scheme
 from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
@@ -50,6 +51,7 @@ Lie = Callable[[Tensor], None]
 """Changes an answer int32 `[r, o]` in place."""
 
 _ROWS = 3
+_WARM = 3  # single rows after which a session repeats what it has prepared
 _PLAUSIBLE = 1 << 29
 _PATIENCE_S: Final = 60.0  # a busy executor misses a block, and then nothing is relayed for some seconds
 _GATEWAY: Final = "provider.gateway.connection"
@@ -134,6 +136,8 @@ def attack_actively(lab: Lab, *, repeats: int, rng: torch.Generator) -> ActiveRe
                 liar = Tamper(role, lies[trial % len(lies)])
                 caught += _session(lab, preparation, liar, DIRECTIONS[trial % 2], rng)[0]
             detections.append(Detection(kind, caught, repeats, valuation))
+        late = [_lie_while_decoding(lab, preparation, honest, rng) for honest in range(2 * repeats)]
+        detections.append(Detection("one wrong answer while single rows are decoded", sum(late), len(late)))
         for what, refused in (
             ("hostile folder", attack_folders(lab)),
             ("lying registry", attack_registry(lab.federation)),
@@ -214,6 +218,31 @@ def _session(
         except (VerificationError, QuarantinedError):
             return True, truth
     return False, truth
+
+
+def _lie_while_decoding(lab: Lab, preparation: Preparation, honest: int, rng: torch.Generator) -> bool:
+    """Multiply single rows, as generation does, of which the last one gets a wrong answer, after `_WARM` and `honest`
+    right ones. Returns True if the session accepts the right answers, and aborts at the wrong one."""
+    answers = 0
+
+    def lie_once(answer: Tensor) -> None:
+        nonlocal answers
+        answers += 1
+        if answers > _WARM + honest:
+            place = int(torch.randint(answer.numel(), (), generator=rng))
+            answer.view(-1)[place] += 1
+
+    facts = session_scheme("pad").facts(preparation)
+    options = SessionOptions(masking="pad", deadline_s=20, wiretap=Tamper("executor", lie_once))
+    with closing(RingBackend(facts, Session(lab.federation, preparation, options=options))) as backend:
+        row = torch.randn((1, facts[0].inputs(FORWARD)), generator=rng)
+        for _ in range(_WARM + honest):
+            backend.linear(0, FORWARD, row)
+        try:
+            backend.linear(0, FORWARD, row)
+        except VerificationError:
+            return True
+    return False
 
 
 def _leak(lab: Lab, preparation: Preparation, name: str, trials: int, rng: torch.Generator) -> AbortLeak:

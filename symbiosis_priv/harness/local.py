@@ -143,7 +143,7 @@ class LocalFederation:
     def status(self, name: str) -> dict[str, Any]:
         """The `/status` of a provider that was started with `{"metrics": METRICS}`. Raises `ConnectionLostError`: the
         provider does not answer."""
-        ready = [json.loads(line) for line in self.logs(name).splitlines() if '"event": "listening"' in line][-1]
+        ready = [json.loads(line) for line in self.logs(name).split("\n") if '"event": "listening"' in line][-1]
         connection = http.client.HTTPConnection(*parse_address(ready["metrics"]), timeout=_STATUS_S)
         try:
             with contextlib.closing(connection):

@@ -288,7 +288,7 @@ def _machine(device: torch.device) -> str:
     processor = platform.processor() or platform.machine()
     cpus = Path("/proc/cpuinfo")
     if cpus.is_file():
-        lines = cpus.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = cpus.read_text(encoding="utf-8", errors="replace").split("\n")
         processor = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), processor)
     if device.type == "cuda":
         processor += " " + torch.cuda.get_device_name(device)

@@ -150,7 +150,7 @@ def peak_mib(pids: Iterable[int]) -> float:
     kib = 0
     for pid in descendants(pids):
         with contextlib.suppress(OSError):
-            lines = (_PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = (_PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace").split("\n")
             kib += sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
     return kib / 1024
 

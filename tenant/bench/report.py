@@ -109,7 +109,7 @@ def this_run(benchmark: str, rows: Sequence[Row], goals: Sequence[Goal] = ()) ->
 
 def this_machine() -> Machine:
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].split("\n")
     except OSError:  # not Linux
         lines = []
     facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -104,7 +104,7 @@ class Serving:
         """Return the keys in the key file, or a new key without a file."""
         if self.api_key_file is None:
             return (f"sk-{secrets.token_urlsafe(32)}",)
-        keys = tuple(line.strip() for line in read_text(self.api_key_file).splitlines() if line.strip())
+        keys = tuple(line.strip() for line in read_text(self.api_key_file).split("\n") if line.strip())
         if not keys or not all(key.isascii() and len(key) >= _KEY_LENGTH and len(key.split()) == 1 for key in keys):
             raise ConfigError(
                 f"{self.api_key_file}: write one key per line, at least {_KEY_LENGTH} characters without spaces"

@@ -187,7 +187,9 @@ async def respond(prepared: Prepared, http: HttpRequest, *, streamed: bool | Non
     async def events() -> AsyncIterator[ServerSentEvent]:
         try:
             async for chunk in prepared.chunks(running):
-                yield ServerSentEvent(chunk.model_dump_json(by_alias=True), event=getattr(chunk, "type", None))
+                # ASCII, because many clients divide lines as Python does, also at U+2028
+                data = chunk.model_dump_json(by_alias=True, ensure_ascii=True)
+                yield ServerSentEvent(data, event=getattr(chunk, "type", None))
             yield ServerSentEvent("[DONE]")
         except ApiError as error:
             yield ServerSentEvent(json.dumps(error.body()))

@@ -26,6 +26,7 @@ from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.http_server import CONNECTIONS
 from tenant.endpoint.api.media import Processor
 from tenant.endpoint.api.vocabulary import Vocabulary
+from tenant.endpoint.engine.answer import TextStream
 from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Pooling, Sampling
 from tenant.tasks import Tasks
 
@@ -189,6 +190,14 @@ class Service:
         """Return the token ids of a text, with the tokenizer's special tokens if `special` is True."""
         self.check_length(text, param=param)
         return await self.in_thread(client, lambda: [*self.tokenizer(text, add_special_tokens=special)["input_ids"]])
+
+    def decode(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
+        """Return the text of tokens without special tokens, and the place of each token in the text."""
+        stream, text, places = TextStream(self.tokenizer), list[str](), list[int]()
+        for token in tokens:
+            places.append(stream.place)
+            text.append(stream.add(token))
+        return "".join([*text, stream.end()]), places
 
     def check_length(self, text: str, *, param: str) -> None:
         """Raise `ApiError` for a text that has too many tokens whatever they are."""

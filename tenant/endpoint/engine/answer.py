@@ -67,7 +67,8 @@ class GeneratedAnswer:
             if token in self.request.stop_tokens:
                 self._end = "stop"
             else:
-                self._sink(Token(id=token, text=self._text.add(token), logprob=logprob))
+                place = self._text.place
+                self._sink(Token(id=token, text=self._text.add(token), logprob=logprob, place=place))
                 if self._text.stopped or self._sampler.finished:
                     self._end = "stop"
                 elif self.new_tokens >= self.request.max_tokens:
@@ -215,13 +216,16 @@ def token_logprob(logits: Tensor, token: int, *, top: int) -> TokenLogprob:
 class TextStream:
     """Decodes one token after another, and looks for the stop texts.
 
-    The returned texts together are the text of all tokens up to a stop text; special tokens have no text. This works
-    with every tokenizer of transformers. `tokenizers.DecodeStream` raises an exception for bytes that are not text,
-    which a model may generate.
+    The returned texts together are the text of all tokens up to a stop text. Special tokens are left out of it; stop
+    texts are looked for in the text with them. This works with every tokenizer of transformers.
+    `tokenizers.DecodeStream` raises an exception for bytes that are not text, which a model may generate.
 
     Args:
         prompt: the tokens before the answer.
         stop: texts that end the answer and are not part of it.
+
+    Attributes:
+        place: number of characters of the text before the next token, without a character that the token may continue.
     """
 
     def __init__(
@@ -233,13 +237,17 @@ class TextStream:
         self._returned = self._decoded(self._before).rstrip(_UNKNOWN)
         self._pending: list[int] = []
         self._stop = [text for text in stop if text]
-        self._held = ""
+        self._held: list[tuple[str, bool]] = []  # texts, and whether they are part of the answer
+        self._certain = self.place = 0
         self.stopped = False
 
     def add(self, token: int) -> str:
         """Add a token. Returns the text that has become certain: complete characters that do not begin a stop text."""
         self._pending.append(token)
-        return self._passed(self._new())
+        special = ""
+        if self._stop and not self._decoded([token]):
+            special = str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        return self._passed(self._new(), special)
 
     def end(self) -> str:
         """Return the rest of the text: incomplete characters, and the beginning of a stop text. Empty after a stop."""
@@ -248,8 +256,11 @@ class TextStream:
     def _new(self, *, last: bool = False) -> str:
         text = self._decoded(self._before + self._pending)
         new = text[len(self._returned) :]
-        if not last and len(self._pending) < _PENDING and (not new or text.endswith(_UNKNOWN)):
+        incomplete = not last and len(self._pending) < _PENDING and (not new or text.endswith(_UNKNOWN))
+        self.place = self._certain + len(new.rstrip(_UNKNOWN) if incomplete else new)
+        if incomplete:
             return ""
+        self._certain = self.place
         self._before, self._pending = self._pending, []
         self._returned = self._decoded(self._before)
         return new
@@ -257,15 +268,21 @@ class TextStream:
     def _decoded(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def _passed(self, text: str, *, last: bool = False) -> str:
-        text = self._held + text
-        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
-        certain = len(text) - (0 if last else max((overlap_length(text, stop) for stop in self._stop), default=0))
-        self._held = text[certain:]
-        return text[:certain]
+    def _passed(self, text: str, special: str = "", *, last: bool = False) -> str:
+        """Add text and a special token's. Returns the text of the answer that is certain now."""
+        self._held += [(text, True), (special, False)]
+        searched = "".join(held for held, _ in self._held)
+        found = [at for stop in self._stop if (at := searched.find(stop)) >= 0]
+        self.stopped = bool(found)
+        overlap = 0 if last else max((overlap_length(searched, stop) for stop in self._stop), default=0)
+        certain = min(found, default=len(searched) - overlap)
+        passed, rest = "", []
+        for held, shown in self._held:
+            passed += held[:certain] if shown else ""
+            rest.append((held[certain:], shown))
+            certain = max(certain - len(held), 0)
+        self._held = [one for one in rest if one[0] and not self.stopped]
+        return passed
 
 
 def overlap_length(text: str, stop: str) -> int:

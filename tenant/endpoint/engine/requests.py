@@ -149,11 +149,13 @@ class Started:
 @dataclass(frozen=True, kw_only=True)
 class Token:
     """One new token. `text`: text that has become certain with this token. May be empty, because a character may need
-    several tokens and a stop text may have begun. `logprob`: the log probability, if requested."""
+    several tokens and a stop text may have begun. `logprob`: the log probability, if requested. `place`: number of the
+    answer's characters before the token."""
 
     id: int
     text: str
     logprob: TokenLogprob | None = None
+    place: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

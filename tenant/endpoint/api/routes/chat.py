@@ -15,7 +15,7 @@ from tenant.endpoint.api import answers
 from tenant.endpoint.api.bodies import ChatRequest, JsonRoute, Message, NamedTool, StreamOptions, TextPart
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.media import Media, Processor, check_kept, texts_of
-from tenant.endpoint.api.routes.tools import ToolText, calling, closed, tagged
+from tenant.endpoint.api.routes.tools import ToolText, arguments_of, calling, closed, tagged
 from tenant.endpoint.api.running import (
     DOCUMENTED,
     Running,
@@ -249,9 +249,11 @@ def _message(message: Message, place: int, processor: Processor | None, media: M
         found["tool_calls"] = [call.model_dump() for call in message.tool_calls]
         for call in found["tool_calls"]:
             try:
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+                call["function"]["arguments"] = arguments_of(call["function"]["arguments"])
             except (ValueError, RecursionError) as error:
-                raise ApiError(400, "arguments is not JSON", param=f"messages.{place}.tool_calls") from error
+                raise ApiError(
+                    400, "arguments is no JSON of an object", param=f"messages.{place}.tool_calls"
+                ) from error
     found |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
     return found
 

@@ -3,6 +3,7 @@
 import base64
 import time
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,12 +42,18 @@ class _Prepared:
     """A request whose fields have been checked, and its answers."""
 
     def __init__(
-        self, body: CompletionRequest, service: Service, *, texts: Sequence[str], requests: list[engine.EngineRequest]
+        self,
+        body: CompletionRequest,
+        service: Service,
+        *,
+        texts: Sequence[str],
+        places: Sequence[Sequence[int]],
+        requests: list[engine.EngineRequest],
     ) -> None:
         self.requests = requests
         self._body = body
         self._service = service
-        self._texts = texts
+        self._texts, self._places = texts, places
         self._head: dict[str, Any] = {"id": answers.new_id("cmpl"), "created": int(time.time()), "model": body.model}
 
     @classmethod
@@ -64,20 +71,19 @@ class _Prepared:
                 body, prompt, client=client, limit=body.max_tokens, default=_NEW_TOKENS, **logprobs
             )
             requests += several(request, n)
-        texts = [""] * len(requests)
+        texts, places = [""] * len(requests), list[list[int]]()
         if body.echo:
-            texts = [str(service.tokenizer.decode(list(one.prompt), skip_special_tokens=True)) for one in requests]
-        return cls(body, service, texts=texts, requests=requests)
+            decoded = [await service.in_thread(client, partial(service.decode, prompt)) for prompt in prompts]
+            texts, places = map(list, zip(*(one for one in decoded for _ in range(n)), strict=True))
+        return cls(body, service, texts=texts, places=places, requests=requests)
 
     async def chunks(self, running: Running) -> AsyncIterator[answers.Completion]:
         """Yield the chunks of a stream."""
         options = self._body.stream_options or StreamOptions()
-        offsets = [0] * len(self.requests)
         dones: dict[int, engine.Done] = {}
 
         def chunk(index: int, text: str, tokens: list[Any], done: engine.Done | None = None) -> answers.Completion:
-            logprobs = self._logprobs(tokens, offsets[index]) if tokens else None
-            offsets[index] += sum(len(self._service.vocabulary.text_of(token)) for token, _ in tokens)
+            logprobs = self._logprobs(tokens) if tokens else None
             choice = answers.TextChoice(
                 index=index, text=text, logprobs=logprobs, finish_reason=None if done is None else finish_reason(done)
             )
@@ -86,10 +92,12 @@ class _Prepared:
 
         async for index, event in running:
             if isinstance(event, engine.Started) and self._body.echo:
-                of_prompt = list(zip(self.requests[index].prompt, event.prompt_logprobs, strict=False))
+                prompt = self.requests[index].prompt
+                of_prompt = list(zip(prompt, event.prompt_logprobs, self._places[index], strict=False))
                 yield chunk(index, self._texts[index], of_prompt)
             elif isinstance(event, engine.Token) and (event.text or event.logprob is not None):
-                yield chunk(index, event.text, [(event.id, event.logprob)] if event.logprob else [])
+                place = len(self._texts[index]) + event.place
+                yield chunk(index, event.text, [(event.id, event.logprob, place)] if event.logprob else [])
             elif isinstance(event, engine.Done):
                 dones[index] = event
                 yield chunk(index, event.text, [], event)
@@ -100,7 +108,7 @@ class _Prepared:
     async def whole(self, running: Running) -> answers.Completion:
         """Return the answer as one object: its chunks put together."""
         choices = [
-            answers.TextChoice(index=i, text="", logprobs=self._logprobs([], 0), finish_reason=None)
+            answers.TextChoice(index=i, text="", logprobs=self._logprobs([]), finish_reason=None)
             for i in range(len(self.requests))
         ]
         texts: list[list[str]] = [[] for _ in choices]
@@ -116,18 +124,14 @@ class _Prepared:
             choice.text = "".join(text)
         return answers.Completion(**self._head, choices=choices, usage=used)
 
-    def _logprobs(
-        self, tokens: Sequence[tuple[int, engine.TokenLogprob | None]], offset: int
-    ) -> answers.TextLogprobs | None:
+    def _logprobs(self, tokens: Sequence[tuple[int, engine.TokenLogprob | None, int]]) -> answers.TextLogprobs | None:
+        """Return the log probabilities of tokens with their places in the text."""
         if self._body.logprobs is None:
             return None
         text_of = self._service.vocabulary.text_of
-        texts = [text_of(token) for token, _ in tokens]
-        offsets = [offset]
-        for text in texts:
-            offsets.append(offsets[-1] + len(text))
+        texts = [text_of(token) for token, _, _ in tokens]
         tops: list[dict[str, float] | None] = []
-        for text, (_, found) in zip(texts, tokens, strict=True):
+        for text, (_, found, _) in zip(texts, tokens, strict=True):
             if found is None:
                 tops.append(None)
                 continue
@@ -137,9 +141,9 @@ class _Prepared:
             tops.append(top)
         return answers.TextLogprobs(
             tokens=texts,
-            token_logprobs=[None if found is None else finite(found.logprob) for _, found in tokens],
+            token_logprobs=[None if found is None else finite(found.logprob) for _, found, _ in tokens],
             top_logprobs=tops,
-            text_offset=offsets[:-1],
+            text_offset=[place for *_, place in tokens],
         )
 
 

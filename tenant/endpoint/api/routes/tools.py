@@ -108,14 +108,22 @@ class ToolText:
                 for one in found if isinstance(found, list) else [found]:
                     if one["name"] not in self._names:
                         raise KeyError(one["name"])
-                    given = one["arguments"] if "arguments" in one else one["parameters"]
+                    given = arguments_of(one["arguments"] if "arguments" in one else one["parameters"])
                     # `json.loads` reads 1e999 as inf
-                    arguments = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
-                    function = FunctionCall(name=one["name"], arguments=arguments)
+                    function = FunctionCall(name=one["name"], arguments=json.dumps(given, allow_nan=False))
                     calls.append(CalledTool(id=new_id("call"), function=function))
         except (ValueError, TypeError, KeyError, RecursionError):
             calls = []
         return ("", calls) if calls else (self._held, [])
+
+
+def arguments_of(given: Any) -> dict[str, Any]:
+    """Return the arguments of a call: an object, or JSON of one. Models also write "" and null for none. Raises
+    `ValueError` for other values."""
+    found = json.loads(given.strip() or "{}") if isinstance(given, str) else given
+    if not isinstance(found, dict | None):
+        raise ValueError
+    return found or {}
 
 
 def _between_tags(text: str) -> Iterator[str]:

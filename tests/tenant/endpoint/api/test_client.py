@@ -16,6 +16,7 @@ import torch
 from tenant import RemoteConfig
 from tenant.model.loading import load_adapter, load_language_model
 from tests.tenant.endpoint.api.conftest import Served
+from tests.tenant.endpoint.api.test_guard import ask
 
 HELLO: Any = [{"role": "user", "content": "Hello there"}]
 SCHEMA = {
@@ -107,6 +108,39 @@ def test_echo_and_log_probabilities_of_the_prompt(client: Any, tokenizer: Any) -
     assert client.completions.create(**(asked | {"max_tokens": 0})).choices[0].text == "Hello there"
 
 
+def test_a_stop_text_may_be_a_special_token(client: Any, tokenizer: Any) -> None:
+    end = tokenizer.eos_token
+    asked: Any = {"model": "tiny", "max_tokens": 4, "stop": end, "extra_body": {"ignore_eos": True}}
+    asked["logit_bias"] = {str(tokenizer.eos_token_id): 100}
+    text = client.completions.create(prompt="Hello", **asked)
+    chat = client.chat.completions.create(messages=HELLO, **asked)
+    assert [(one.choices[0].finish_reason, one.usage.completion_tokens) for one in (text, chat)] == [("stop", 1)] * 2
+
+
+def test_offsets_of_tokens_are_places_in_the_returned_text(client: Any, tokenizer: Any) -> None:
+    """Of each byte of a character, and of special tokens, which the text does not have."""
+    prompt = [tokenizer.bos_token_id, *tokenizer.encode("a\u20ac", add_special_tokens=False), tokenizer.eos_token_id]
+    (biased,) = tokenizer.encode("z", add_special_tokens=False)
+    asked: Any = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0, "logprobs": 0, "echo": True}
+    choice = client.completions.create(**asked, logit_bias={str(biased): 100}).choices[0]
+    assert choice.text == "a\u20aczz"
+    bytes_of_euro = len(prompt) - 3
+    assert choice.logprobs.text_offset == [0, 0, *[1] * bytes_of_euro, 2, 2, 3]
+    for token, place in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
+        assert "\ufffd" in token or token.startswith("<") or choice.text[place:].startswith(token)
+
+
+def test_the_lines_of_a_stream_are_those_of_every_client(served: Served) -> None:
+    """Python's `splitlines`, which clients on httpx use, divides lines at other characters than the standard does."""
+    text = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg"
+    body = {"model": "tiny", "prompt": text, "max_tokens": 0, "echo": True, "stream": True}
+    _, sent = ask(served, "POST", "/v1/completions", body)
+    lines = sent.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == text
+    assert all(line.startswith("data: ") for line in lines if line)
+
+
 def test_json_answers_follow_their_schema(client: Any) -> None:
     asked: Any = {"model": "lora", "messages": HELLO, "max_tokens": 60, "temperature": 1}
     form = {"type": "json_schema", "json_schema": {"name": "number", "schema": SCHEMA, "strict": True}}
@@ -140,6 +174,19 @@ def test_a_tool_can_be_forced(client: Any) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "number", "schema": SCHEMA}}
     with pytest.raises(openai.BadRequestError, match="exclude each other"):
         client.chat.completions.create(**asked, tool_choice="required", response_format=form)
+
+
+@pytest.mark.parametrize("arguments", ["", "{}", "null", '{"city": "Bern"}', "[]", "5", '"x"', "{"])
+def test_calls_of_earlier_answers_have_an_object_or_nothing_as_arguments(client: Any, arguments: str) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages: Any = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "call_1", "content": "rain"})
+    if arguments in ("[]", "5", '"x"', "{"):
+        with pytest.raises(openai.BadRequestError, match="no JSON of an object") as refused:
+            client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+        assert refused.value.param == "messages.1.tool_calls"
+    else:
+        assert client.chat.completions.create(model="tiny", messages=messages, max_tokens=1).choices
 
 
 def test_responses_are_chats(client: Any) -> None:

@@ -1,5 +1,6 @@
 """Calls of tools in the text of an answer."""
 
+import json
 import time
 from typing import Any
 
@@ -9,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from symbiosis_priv.errors import ConfigError
 from tenant.endpoint.api.bodies import Function
-from tenant.endpoint.api.routes.tools import ToolText, calling, closed, tagged
+from tenant.endpoint.api.routes.tools import ToolText, arguments_of, calling, closed, tagged
 
 CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
 
@@ -46,6 +47,28 @@ def test_calls_are_found_wherever_pieces_end(cuts: list[int]) -> None:
     ):
         for in_tags in (True, False):
             assert read(text, in_tags=in_tags, cuts=cuts) == (text, [])
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+VALUES = st.recursive(LEAVES, lambda one: st.lists(one) | st.dictionaries(st.text(), one), max_leaves=5)
+
+
+@given(VALUES | st.dictionaries(st.text(), VALUES), st.booleans(), st.sampled_from(["arguments", "parameters"]))
+def test_the_arguments_of_a_call_are_json_of_an_object(value: Any, encoded: bool, key: str) -> None:
+    """What an answer has is taken in the next turn: clients parse the arguments, and templates write an object."""
+    text = json.dumps({"name": "weather", key: json.dumps(value) if encoded or isinstance(value, str) else value})
+    content, calls = read(f"<tool_call>{text}</tool_call>", in_tags=True, cuts=[])
+    if value is None or isinstance(value, dict):
+        ((_, arguments),) = calls
+        assert json.loads(arguments) == arguments_of(arguments) == (value or {})
+    else:
+        assert (content, calls) == (f"<tool_call>{text}</tool_call>", [])
+
+
+@pytest.mark.parametrize("nothing", ["", " ", "null", "{}"])
+def test_a_call_without_arguments_has_an_empty_object(nothing: str) -> None:
+    text = json.dumps({"name": "weather", "arguments": nothing})
+    assert read(text, in_tags=False, cuts=[]) == ("", [("weather", "{}")])
 
 
 def test_white_space_in_a_call_takes_linear_time() -> None:

@@ -1,6 +1,7 @@
 """How tokens are chosen."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, strategies as st
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from symbiosis_priv.errors import NonFiniteError
+from tenant.endpoint.api.vocabulary import Vocabulary
 from tenant.endpoint.engine.answer import Sampler, TextStream, token_logprob
 from tenant.endpoint.engine.requests import Sampling
 
@@ -188,3 +190,26 @@ def test_the_beginning_of_a_stop_text_is_held_back(tokenizer: Any) -> None:
     tokens = [token for char in "x END OF" for token in tokenizer.encode(char, add_special_tokens=False)]
     assert "".join(stream.add(token) for token in tokens) == "x "
     assert stream.end() == "END OF"
+
+
+@given(st.lists(words | st.sampled_from(["<|end|>", "<|pad|>"]), max_size=8), st.data())
+def test_a_stop_text_may_have_special_tokens(tokenizer: Any, parts: list[str], data: st.DataObject) -> None:
+    """They are no part of the answer, and end it all the same."""
+    written, shown = "".join(parts), "".join(re.sub(r"<.*>", lambda one: "-" * len(one[0]), part) for part in parts)
+    begin, end = sorted(data.draw(st.tuples(*[st.integers(0, len(written))] * 2)))
+    stop = written[begin:end] or "never"
+    stream = TextStream(tokenizer, stop=[stop])
+    found = "".join(pieces(stream, tokenizer.encode(written, add_special_tokens=False)))
+    assert stream.stopped == (stop in written)
+    assert found == shown[: len(written.partition(stop)[0])].replace("-", "")
+
+
+@given(st.text(), st.text())
+def test_the_place_of_a_token_is_that_of_its_first_byte(tokenizer: Any, prompt: str, text: str) -> None:
+    before, tokens = (tokenizer.encode(one, add_special_tokens=False) for one in (prompt, text))
+    stream, written = TextStream(tokenizer, prompt=before), b""
+    vocabulary = Vocabulary(tokenizer, size=320, ends=())
+    for token in tokens:
+        assert stream.place == len(written.decode(errors="ignore"))
+        stream.add(token)
+        written += vocabulary.bytes_of(token) or b""

@@ -39,6 +39,12 @@ def spread(grid: np.ndarray, rows: int, columns: int, block: tuple[int, int]) ->
     return np.repeat(np.repeat(grid, block[0], 0)[:rows], block[1], 1)[:, :columns]
 
 
+def near_the_ends(low: int, high: int, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """Integers from `low` to `high`, half of them among the two lowest and the two highest."""
+    drawn = rng.integers(low, high, size=shape, endpoint=True)
+    return np.where(rng.random(shape) < 0.5, rng.choice([low, low + 1, high - 1, high], shape), drawn)
+
+
 def scales(shape: tuple[int, ...], rng: np.random.Generator, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.exp(rng.normal(size=shape) - 4)).to(dtype)
 
@@ -59,24 +65,32 @@ def floats(ending: str, block: tuple[int, int] | None, dtype: torch.dtype) -> Pa
     return pack
 
 
-def integers(bits: int, *, group: int | None = GROUP, zeros: bool = False, ordered: bool = False) -> Packer:
+def integers(
+    bits: int,
+    *,
+    group: int | None = GROUP,
+    zeros: bool = False,
+    ordered: bool = False,
+    early: bool = False,
+) -> Packer:
     """compressed-tensors: int8 as it is (without a group), or packed integers, with zero points or groups of columns in
-    any order."""
+    any order. Its early versions did not pack zero points. Groups in order are stored as -1."""
 
     def pack(rows: int, columns: int, rng: np.random.Generator) -> Packed:
         low, high = -(1 << bits - 1), (1 << bits - 1) - 1
-        values = rng.integers(low, high, size=(rows, columns), endpoint=True)
+        values = near_the_ends(low, high, (rows, columns), rng)
         width = group or columns
         grid = scales((rows, columns // width), rng, torch.bfloat16)
         which = np.arange(columns) // width
         found = {".weight_scale": grid}
         if ordered:
             which = rng.permutation(which)
-            found[".weight_g_idx"] = torch.from_numpy(which).to(torch.int32)
+        if ordered or early:
+            found[".weight_g_idx"] = torch.from_numpy(np.full(columns, -1) if early else which).to(torch.int32)
         wide = grid.to(torch.float64).numpy()[:, which]
         zero = np.zeros_like(grid.float().numpy(), dtype=np.int64)
         if zeros:
-            zero = rng.integers(low, high, size=zero.shape, endpoint=True)
+            zero = near_the_ends(low, high, zero.shape, rng)
         if group is None:
             found[".weight"] = torch.from_numpy(values).to(torch.int8)
             if zeros:
@@ -84,25 +98,40 @@ def integers(bits: int, *, group: int | None = GROUP, zeros: bool = False, order
         else:
             found[".weight_packed"] = words(values - low, bits)
             found[".weight_shape"] = torch.tensor([rows, columns])
-            if zeros:
+            if early:
+                found[".weight_zero_point"] = torch.from_numpy(zero).to(torch.int8)
+            elif zeros:
                 found[".weight_zero_point"] = words((zero - low).T, bits).T.contiguous()
         return found, torch.from_numpy((values - zero[:, which]) * wide)
 
     return pack
 
 
-def gptq(bits: int, *, ordered: bool = False, plus_one: int = 1) -> Packer:
+def gptq(*bits: int, ordered: bool = False, zeros: str = "gptqmodel", second: bool = False) -> Packer:
+    """GPTQ, in one of several widths. `zeros`: how zero points are packed in the first format. AutoGPTQ subtracts one
+    from each and ORs the results, so that a 0 overwrites what is above it in its word; GPTQModel subtracts one from all
+    fields of a packed word at once; `middle` are those of a symmetric checkpoint."""
+
     def pack(rows: int, columns: int, rng: np.random.Generator) -> Packed:
-        groups = columns // GROUP
-        values = rng.integers(0, 1 << bits, size=(columns, rows))
-        zero = rng.integers(1, 1 << bits, size=(groups, rows))
+        groups, width = columns // GROUP, int(rng.choice(bits))
+        values = near_the_ends(0, (1 << width) - 1, (columns, rows), rng)
+        zero = near_the_ends(0, (1 << width) - 1, (groups, rows), rng)
+        if zeros == "middle":
+            zero[:] = 1 << width - 1
         grid = scales((groups, rows), rng, torch.float16)
         which = np.arange(columns) // GROUP
         if ordered:
             which = rng.permutation(which)
+        packed = words(zero, width)
+        if zeros == "autogptq":
+            fields = (zero - 1).astype(np.uint32).reshape(groups, -1, 32 // width)  # -1 fills a word
+            shifts = np.arange(0, 32, width, dtype=np.uint32)
+            packed = torch.from_numpy(np.bitwise_or.reduce(fields << shifts, axis=-1).view(np.int32).copy())
+        elif not second:
+            packed = packed - {4: 0x11111111, 8: 0x01010101}[width]
         found = {
-            ".qweight": words(values.T, bits).T.contiguous(),
-            ".qzeros": words(zero - plus_one, bits),
+            ".qweight": words(values.T, width).T.contiguous(),
+            ".qzeros": packed,
             ".scales": grid,
             ".g_idx": torch.from_numpy(which).to(torch.int32),
         }
@@ -115,8 +144,8 @@ def gptq(bits: int, *, ordered: bool = False, plus_one: int = 1) -> Packer:
 def awq(rows: int, columns: int, rng: np.random.Generator) -> Packed:
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     groups = columns // GROUP
-    values = rng.integers(0, 16, size=(columns, rows))
-    zero = rng.integers(0, 16, size=(groups, rows))
+    values = near_the_ends(0, 15, (columns, rows), rng)
+    zero = near_the_ends(0, 15, (groups, rows), rng)
     grid = scales((groups, rows), rng, torch.float16)
     which = np.arange(columns) // GROUP
     found = {".qweight": words(values, 4, order), ".qzeros": words(zero, 4, order), ".scales": grid}
@@ -167,6 +196,7 @@ def compressed(kind: str, **weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups, "ignore": ["lm_head"]}
 
 
+GPTQMODEL = {"meta": {"quantizer": ["optimum:1.24.0", "gptqmodel:2.2.0"]}, "sym": False}
 FORMS: dict[str, tuple[dict[str, Any], Packer]] = {
     "fp8 blocks": (
         {"quant_method": "fp8", "weight_block_size": [20, 24], "activation_scheme": "dynamic"},
@@ -221,12 +251,21 @@ FORMS: dict[str, tuple[dict[str, Any], Packer]] = {
         integers(4, zeros=True, ordered=True),
     ),
     "compressed 8 bits": (compressed("pack-quantized", num_bits=8, type="int"), integers(8, zeros=True)),
-    "gptq 4 bits": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, gptq(4)),
-    "gptq 4 bits, ordered": ({"quant_method": "gptq", "bits": 4, "desc_act": True}, gptq(4, ordered=True)),
-    "gptq 8 bits": ({"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq"}, gptq(8)),
+    "compressed 4 bits, early": (
+        compressed("pack-quantized", num_bits=4, type="int", symmetric=False, group_size=GROUP),
+        integers(4, zeros=True, early=True),
+    ),
+    "gptq 4 bits": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, **GPTQMODEL}, gptq(4)),
+    "gptq 4 bits, ordered": ({"quant_method": "gptq", "bits": 4, "desc_act": True, **GPTQMODEL}, gptq(4, ordered=True)),
+    "gptq 8 bits": ({"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq", **GPTQMODEL}, gptq(8)),
+    "gptq 4 bits, symmetric": ({"quant_method": "gptq", "bits": 4, "sym": True}, gptq(4, zeros="middle")),
+    "gptq 4 and 8 bits": (
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 8}, "-:lm_head": {}}, **GPTQMODEL},
+        gptq(4, 8),
+    ),
     "gptq 4 bits, second format": (
         {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
-        gptq(4, plus_one=0),
+        gptq(4, second=True),
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
 }

@@ -4,7 +4,7 @@ config.json states the form (`quantization_config`), and a stranger wrote it: it
 library's quantizer runs. A form that is not read is refused by its name. `widening` makes the numbers.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +86,10 @@ class Form:
     bits: tuple[int, ...] = _BITS  # that an integer may have
     # rows and columns of a weight that share a scale, where config.json states them; otherwise the shapes say it
     block: tuple[int, int] | None = None
+    groups: tuple[int, ...] = ()  # columns that share a scale, if config.json states them
+    symmetric: bool = False  # config.json says that every zero point is the middle
     plus_one: bool = False  # stored zero points are one too small (GPTQ's first format)
+    whole_words: bool = False  # the packer took that one from whole words, so that fields borrow from their neighbours
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Form | None":
@@ -106,18 +109,36 @@ class Form:
             kind = entry.get("checkpoint_format") or entry.get("format") or "gptq"
             if kind not in ("gptq", "gptq_v2") or entry.get("is_marlin_format"):
                 raise _refused(f"gptq in the format {kind if kind != 'gptq' else 'marlin'}")
-            return cls(method, (_number(entry, "bits"),), plus_one=kind == "gptq")
+            return cls._gptq(entry, plus_one=kind == "gptq")
         if method == "awq":
             kind = str(entry.get("version") or entry.get("format") or "gemm").lower()
             if kind != "gemm" or _number(entry, "bits" if "bits" in entry else "w_bit") != 4:
                 raise _refused(f"awq in the version {kind}, or not in 4 bits")
-            return cls(method, (4,))
+            groups = _groups([entry], "group_size" if "group_size" in entry else "q_group_size")
+            return cls(method, (4,), groups=groups, symmetric=entry.get("zero_point") is False)
         return cls(method, block=_block(entry.get("weight_block_size")))
+
+    @classmethod
+    def _gptq(cls, entry: dict[str, Any], *, plus_one: bool) -> "Form":
+        dynamic, meta = entry.get("dynamic"), entry.get("meta")
+        # of modules by pattern; `-:` and False exclude modules, which are stored as they are used
+        changes = (
+            [change for change in dynamic.values() if isinstance(change, dict)] if isinstance(dynamic, dict) else []
+        )
+        stated = [entry, *({**entry, **change} for change in changes)]
+        return cls(
+            "gptq",
+            tuple(sorted({_number(each, "bits") for each in stated})),
+            groups=_groups(stated, "group_size"),
+            symmetric=all(each.get("sym") is True for each in stated),
+            plus_one=plus_one,
+            whole_words="gptqmodel:" in str(meta.get("quantizer") if isinstance(meta, dict) else ""),
+        )
 
     @classmethod
     def _compressed(cls, entry: dict[str, Any]) -> "Form":
         kinds = [entry.get("format")]
-        bits, blocks = set(), set()
+        bits, blocks, stated = set(), set(), []
         groups = entry.get("config_groups")
         for group in groups.values() if isinstance(groups, dict) else ():
             weights = group.get("weights") if isinstance(group, dict) else None
@@ -125,6 +146,7 @@ class Form:
                 continue
             kinds.append(group.get("format"))
             bits.add(_number(weights, "num_bits"))
+            stated.append(weights)
             if weights.get("block_structure") is not None:
                 blocks.add(_block(weights["block_structure"]))
         if other := [kind for kind in kinds if kind not in _COMPRESSED]:
@@ -136,7 +158,13 @@ class Form:
             raise _refused("compressed-tensors with rotated weights (transform_config)")
         if len(blocks) > 1:
             raise _refused("compressed-tensors with blocks of several sizes")
-        return cls("compressed-tensors", tuple(sorted(bits)) or _BITS, next(iter(blocks), None))
+        return cls(
+            "compressed-tensors",
+            tuple(sorted(bits)) or _BITS,
+            next(iter(blocks), None),
+            _groups(stated, "group_size"),
+            symmetric=bool(stated) and all(weights.get("symmetric") is True for weights in stated),
+        )
 
     @property
     def transposed(self) -> bool:
@@ -188,6 +216,14 @@ def _number(entry: Mapping[str, Any], key: str) -> int:
     if type(value) is not int or value not in _BITS:
         raise _refused(f"{key} = {value!r}; read are 4 and 8")
     return value
+
+
+def _groups(entries: Iterable[Mapping[str, Any]], key: str) -> tuple[int, ...]:
+    """The sizes of groups of columns, in any order. None and -1 are all columns."""
+    sizes = [size for entry in entries if (size := entry.get(key)) not in (None, -1)]
+    if other := [size for size in sizes if type(size) is not int or not 0 < size <= _MAX_BLOCK]:
+        raise _refused(f"{key} = {other[0]!r}")
+    return tuple(sorted(set(sizes)))
 
 
 def _block(value: Any) -> tuple[int, int] | None:

@@ -73,7 +73,7 @@ FAMILIES: dict[str, str] = {family: kind for kind, (_, names) in KINDS.items() f
 """The kind of every family."""
 
 PUBLISHED = (
-    *(f"qwen3 in {form}" for form in forms.FORMS if not re.search("DeepSeek|fp4 pairs", form)),
+    *(f"qwen3 in {form}" for form in forms.FORMS if not re.search("DeepSeek|fp4 pairs|early|symmetric|4 and 8", form)),
     *(f"deepseek_v3 in {form}" for form in ("fp8 blocks, float32", "fp4 pairs", "compressed 4 bits", "awq")),
     *("deepseek_v4 in fp8 of DeepSeek-V4", "gpt_oss in mxfp4"),
     *(f"qwen3_moe in {form}" for form in ("fp8 blocks", "compressed fp8", "gptq 4 bits, ordered", "awq")),

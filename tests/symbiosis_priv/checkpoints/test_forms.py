@@ -1,5 +1,6 @@
 """Weights in 8 and 4 bits: every number is what its packer says, and what a stranger may write is refused."""
 
+import contextlib
 import json
 import os
 import struct
@@ -156,14 +157,43 @@ def test_packed_integers_of_any_shape(rows: int, groups: int, bits: int, zeros: 
     assert torch.equal(widen(Form("compressed-tensors", (bits,)), parts).double(), weight)
 
 
-@given(rows=st.integers(1, 5), groups=st.integers(1, 3), bits=st.sampled_from([4, 8]), seed=st.integers(0, 99))
-def test_gptq_of_any_shape(rows: int, groups: int, bits: int, seed: int) -> None:
-    found, weight = forms.gptq(bits, ordered=True)(8 * rows, forms.GROUP * groups, np.random.default_rng(seed))
-    parts = {
-        kind: found[ending]
-        for kind, ending in {"values": ".qweight", "zeros": ".qzeros", "scales": ".scales", "groups": ".g_idx"}.items()
-    }
-    assert torch.equal(widen(Form("gptq", (bits,), plus_one=True), parts).double(), weight)
+def gptq_parts(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    endings = {"values": ".qweight", "zeros": ".qzeros", "scales": ".scales", "groups": ".g_idx"}
+    return {kind: found[ending] for kind, ending in endings.items()}
+
+
+@given(rows=st.integers(1, 40), groups=st.integers(1, 3), bits=st.sampled_from([4, 8]), seed=st.integers(0, 99))
+def test_gptq_of_any_shape_and_zero_points(rows: int, groups: int, bits: int, seed: int) -> None:
+    found, weight = forms.gptq(bits, ordered=True)(rows, forms.GROUP * groups, np.random.default_rng(seed))
+    form = Form("gptq", (4, 8), plus_one=True, whole_words=True)
+    assert torch.equal(widen(form, gptq_parts(found)).double(), weight)
+
+
+@given(rows=st.integers(1, 5), bits=st.sampled_from([4, 8]), seed=st.integers(0, 999))
+def test_zero_points_that_autogptq_has_lost_are_never_read_as_others(rows: int, bits: int, seed: int) -> None:
+    found, weight = forms.gptq(bits, zeros="autogptq")(8 * rows, forms.GROUP, np.random.default_rng(seed))
+    with contextlib.suppress(ValueError):
+        assert torch.equal(widen(Form("gptq", (bits,), plus_one=True), gptq_parts(found)).double(), weight)
+
+
+def test_scales_and_numbers_at_their_ends() -> None:
+    """Every FP4 number under every power of two, and every FP8 number."""
+    codes = torch.arange(16, dtype=torch.uint8).repeat(2)
+    values = (codes[::2] | codes[1::2] << 4).expand(255, 16).contiguous()
+    for method, dtype in (("mxfp4", torch.uint8), ("compressed-tensors", torch.uint8), ("fp8", torch.float8_e8m0fnu)):
+        scales = torch.arange(252, dtype=torch.uint8)[:, None]  # from 2^126 on, the largest number is no float32
+        stored = values[:252].view(252, 1, 16) if method == "mxfp4" else values[:252]
+        made = widen(Form(method), {"values": stored, "scales": scales.view(dtype)})
+        wanted = torch.tensor(forms.FP4).repeat(2).double() * 2.0 ** (scales.double() - 127)
+        assert torch.equal((made.T if method == "mxfp4" else made).double(), wanted)
+    with pytest.raises(ValueError, match="inf or nan"):
+        widen(Form("fp8"), {"values": values[:1], "scales": torch.tensor([[255]], dtype=torch.uint8)})
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        numbers = torch.arange(256, dtype=torch.uint8).view(dtype)
+        finite = numbers[numbers.float().isfinite()][None]
+        for scale in (2.0**-149, -1.5, 2.0**100):
+            made = widen(Form("fp8"), {"values": finite, "scales": torch.tensor([[scale]])})
+            assert torch.equal(made.double(), finite.double() * scale)
 
 
 # What a stranger may write
@@ -207,7 +237,20 @@ HOSTILE: dict[str, tuple[str, dict[str, Any], str]] = {
     "no zero points": ("gptq 4 bits", {"qzeros": None}, "has no .*qzeros"),
     "a group below 0": ("gptq 4 bits", {"g_idx": at(3, -1)}, "out of range"),
     "a group that is not there": ("gptq 4 bits", {"g_idx": at(3, 1 << 30)}, "out of range"),
-    "too few groups": ("gptq 4 bits", {"g_idx": lambda t: t[:-1].contiguous()}, "out of range"),
+    "too few groups": ("gptq 4 bits", {"g_idx": lambda t: t[:-1].contiguous()}, "do not hold"),
+    "groups that are not named": ("gptq 4 bits", {"g_idx": lambda t: 0 * t}, "has no columns"),
+    "other zero points than it says": (
+        "gptq 4 bits, symmetric",
+        {"qzeros": lambda t: t + 0x11111111},
+        r"a zero point is 9, not 8; perhaps its checkpoint_format is \"gptq_v2\"",
+    ),
+    "lost zero points": ("gptq 4 bits, symmetric", {"qzeros": at(0, -1)}, "overwritten its neighbours"),
+    "too many zero points": ("gptq 4 bits", {"qzeros": lambda t: torch.cat([t, t], 1)}, "do not hold the zero points"),
+    "groups of another size": (
+        "awq",
+        {"qzeros": lambda t: t[:2].contiguous(), "scales": lambda t: t[:2].contiguous()},
+        "not of the sizes",
+    ),
     "other words": ("gptq 4 bits", {"qweight": lambda t: t.to(torch.int64)}, "packed integers"),
     "words of one dimension": ("awq", {"qweight": lambda t: t.flatten()}, "packed integers"),
     "more rows": ("awq", {"qweight": lambda t: torch.cat([t, t])}, r"on disk|config\.json says"),
@@ -292,6 +335,11 @@ REFUSED: dict[str, tuple[dict[str, Any] | str, str]] = {
     "a list": ({"quant_method": ["fp8"]}, "not read"),
     "nothing": ({"bits": 4}, "None"),
     "auto-round": ({"quant_method": "auto-round"}, "format='auto_gptq'"),
+    "3 bits of some": (
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 3}}},
+        "bits = 3; read are 4 and 8",
+    ),
+    "groups of a text": ({"quant_method": "awq", "bits": 4, "group_size": "a"}, "group_size = 'a'"),
     "3 bits": ({"quant_method": "gptq", "bits": 3}, "bits = 3; read are 4 and 8"),
     "True bits": ({"quant_method": "gptq", "bits": True}, "bits = True"),
     "marlin": ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "marlin"),
@@ -322,7 +370,8 @@ def test_other_forms_are_refused_by_name_with_what_to_do(case: str, llama_path: 
 
 _ENTRIES = (
     *("quant_method", "bits", "w_bit", "version", "format", "checkpoint_format", "weight_block_size", "config_groups"),
-    *("weights", "num_bits", "block_structure", "sparsity_config", "transform_config", "group_0"),
+    *("weights", "num_bits", "block_structure", "sparsity_config", "transform_config", "group_0", "group_size"),
+    *("q_group_size", "sym", "symmetric", "zero_point", "dynamic", "meta", "quantizer"),
 )
 
 

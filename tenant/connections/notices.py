@@ -42,7 +42,7 @@ class Notices:
         self.option = option
         self.logged: dict[str, _Logged] = {}
         self._limited: dict[str, float] = {}
-        self._late: set[str] = set()
+        self._waits: dict[str, tuple[float, float]] = {}  # since and until when; none of them has been answered
         self._lock = threading.Lock()
 
     def waiting(self, provider: str, *, since: float, until: float, why: str) -> None:
@@ -51,9 +51,12 @@ class Notices:
         now = time.monotonic()
         if now - since < FIRST_S:
             return
-        if len(self._late) < _MOST_NAMES:
-            self._late.add(provider)
         with self._lock:
+            before = self._waits.get(provider)
+            if before is not None:
+                self._waits[provider] = min(since, before[0]), max(until, before[1])
+            elif len(self._waits) < _MOST_NAMES:
+                self._waits[provider] = since, until
             logged = self.logged.get(provider)
             if logged is not None and now - logged.at < (_SLOW_S if logged.answered else _AGAIN_S):
                 return
@@ -72,9 +75,13 @@ class Notices:
             self.option,
         )
 
-    def is_waited_for(self, provider: str) -> bool:
-        """Returns True if a request has waited for two seconds for a provider that has not answered since."""
-        return provider in self._late
+    def wait_for(self, provider: str) -> tuple[float, float] | None:
+        """Return for how many seconds requests have waited for a provider, and in how many the last of them gives up;
+        None if none has waited for two seconds, or the provider has answered since."""
+        if (wait := self._waits.get(provider)) is None:
+            return None
+        now = time.monotonic()
+        return now - wait[0], wait[1] - now
 
     def limited(self, provider: str, limit: QuotaLimit) -> None:
         """Log that a provider's quota delays requests: at once, and then at most once a minute."""
@@ -93,7 +100,7 @@ class Notices:
 
     def answered(self, provider: str) -> None:
         """Log that the wait is over, if a warning was logged about it."""
-        self._late.discard(provider)
+        self._waits.pop(provider, None)
         logged = self.logged.get(provider)  # without the lock, because this runs for every answer
         if logged is not None and not logged.answered:
             logged.answered = True

@@ -177,7 +177,8 @@ class _Average:
 class ProviderFigures:
     """Figures of one provider in a session, for progress displays. `state`: in a word or two. `latency_s`: of small
     requests, smoothed; None before the first answer. `verified`, `rejected`: number of its answers that passed the
-    check, and that failed it."""
+    check, and that failed it. `waited_s`: for how long requests have waited in vain for its answer, and `left_s`: in
+    how many seconds the last of them gives up; None if none has waited for two seconds."""
 
     name: str
     role: Role
@@ -190,6 +191,8 @@ class ProviderFigures:
     rejected: int
     bytes_sent: int = 0
     bytes_received: int = 0
+    waited_s: float | None = None
+    left_s: float | None = None
 
 
 class KnownProvider:
@@ -221,10 +224,13 @@ class KnownProvider:
         """Expected seconds of an exchange of `size` bytes after the requests in flight; 0 without a measurement."""
         return (self.health.seconds_for(size) or 0.0) * (1 + self.in_flight)
 
-    def figures(self, *, quarantined: bool, late: bool, traffic: Sequence[Traffic]) -> ProviderFigures:
-        """Return the figures. `late` is True if a request waits for the provider; `traffic` of its connections."""
+    def figures(
+        self, *, quarantined: bool, wait: tuple[float, float] | None, traffic: Sequence[Traffic]
+    ) -> ProviderFigures:
+        """Return the figures. `wait`: `waited_s` and `left_s`, if requests wait; `traffic`: of its connections."""
         state = "no answer yet" if self.welcome is None else str(self.health.state)
-        if late and state == "up":
+        waited_s, left_s = wait or (None, None)
+        if wait and state == "up":
             state = "not answering"
         return ProviderFigures(
             name=self.peer.name,
@@ -238,6 +244,8 @@ class KnownProvider:
             rejected=self.rejected,
             bytes_sent=sum(of.bytes_sent for of in traffic),
             bytes_received=sum(of.bytes_received for of in traffic),
+            waited_s=waited_s,
+            left_s=left_s,
         )
 
     def __str__(self) -> str:

@@ -167,7 +167,7 @@ class Session:
         ledger.providers = tuple(
             provider.figures(
                 quarantined=provider.peer in routes.quarantined,
-                late=runtime is not None and runtime.notices.is_waited_for(provider.peer.label),
+                wait=None if runtime is None else runtime.notices.wait_for(provider.peer.label),
                 traffic=traffic.get(provider, ()),
             )
             for provider in (*routes.executors, *routes.helpers)

@@ -186,14 +186,14 @@ def test_a_wait_is_logged_repeatedly_at_a_limited_rate(
     for part in ("helper 'beta' since", "(2 s), until", "it has not answered yet. --deadline sets the time limit"):
         assert part in caplog.messages[0]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
-    assert notices.is_waited_for("helper 'beta'")
+    assert notices.wait_for("helper 'beta'") == (59.0, 61.0)
     notices.answered("helper 'beta'")
-    assert not notices.is_waited_for("helper 'beta'")
+    assert not notices.wait_for("helper 'beta'")
     assert caplog.messages[12:] == ["helper 'beta' has answered after 59 s"]
     for second in range(60, 700):  # it answers repeatedly, but slowly
         clock.now = 1000.0 + second
         notices.waiting("helper 'beta'", since=clock.now - 3.0, until=clock.now + 117.0, why="it has not answered yet")
-        assert notices.is_waited_for("helper 'beta'")
+        assert notices.wait_for("helper 'beta'")
         notices.answered("helper 'beta'")
     assert len(caplog.messages) == 13 + 2 * 2
 

@@ -52,8 +52,13 @@ def test_the_ledger_shows_a_liar_and_the_others_work(
     assert sharing.verified >= 2
     since = time.monotonic() - 5
     session.runtime.notices.waiting(helper.peer("helper").label, since=since, until=since + 9, why="it was killed")
-    states = [figures.state for figures in session.ledger().providers]
-    assert states == ["quarantined", "up", "not answering"]
+    *others, waiting = session.ledger().providers
+    assert [figures.state for figures in (*others, waiting)] == ["quarantined", "up", "not answering"]
+    assert waiting.waited_s is not None
+    assert waiting.left_s is not None
+    assert waiting.waited_s >= 5
+    assert waiting.waited_s + waiting.left_s == pytest.approx(9)
+    assert {figures.left_s for figures in others} == {None}
     session.runtime.notices.answered(helper.peer("helper").label)
     ledger = session.ledger()
     assert [figures.state for figures in ledger.providers] == ["quarantined", "up", "up"]

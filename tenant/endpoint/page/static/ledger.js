@@ -66,7 +66,7 @@ export function showProviders(now, before, costs) {
     const then = earlier.get(`${one.role} ${one.name}`) ?? {};
     const article = add(place, "article");
     article.dataset.provider = one.name;
-    add(article, "h4", one.name === one.role ? one.role : `${one.role} ${one.name}`);
+    add(article, "h4", named(one));
     add(article, "p", `${one.operator}, ${one.address}, ${one.state}`);
     const since = Object.fromEntries(Object.keys(COUNTED).map((name) => [name, one[name] - (then[name] ?? 0)]));
     describe(add(article, "dl"), COUNTED, since);
@@ -79,6 +79,19 @@ export function showProviders(now, before, costs) {
     `Masking ${now.masking}. Rows can be read by: ${now.summary}. This rests on: ${now.assumption}. ` +
     `Providers and the network always see ${now.visible}. Requests to providers are counted from your question on; ` +
     "those of other answers at the same time are among them.";
+}
+
+function named({ name, role }) {
+  return name === role ? role : `${role} ${name}`;
+}
+
+// Returns what a request waits for, and until when at most; an empty text if there is no such wait.
+export function waiting({ providers }) {
+  const one = providers.find(({ left_s }) => left_s > 0);
+  if (!one) return "";
+  const clock = (seconds) => new Date(Date.now() + 1000 * seconds).toLocaleTimeString("en-GB");
+  const state = one.state === "down" ? "not reachable" : one.state;
+  return `Waiting for ${named(one)}, ${state} since ${clock(-one.waited_s)}, gives up at ${clock(one.left_s)}.`;
 }
 
 function sentence(now, costs) {

@@ -36,7 +36,7 @@ function blocks(place, lines) {
       codeBlock(place, taken((one) => !one.trim().startsWith(fence[1])).join("\n"), fence[2]);
       at++;
     } else if (heading) {
-      inline(add(place, `h${Math.min(heading[1].length + 3, 6)}`), heading[2]);
+      inline(addText(place, `h${Math.min(heading[1].length + 3, 6)}`), heading[2]);
       at++;
     } else if (RULE.test(line)) {
       add(place, "hr");
@@ -44,14 +44,14 @@ function blocks(place, lines) {
     } else if (ITEM.test(line)) {
       at = list(place, lines, at);
     } else if (QUOTE.test(line)) {
-      blocks(add(place, "blockquote"), taken((one) => QUOTE.test(one)).map((one) => one.replace(QUOTE, "")));
+      blocks(addText(place, "blockquote"), taken((one) => QUOTE.test(one)).map((one) => one.replace(QUOTE, "")));
     } else if (line.includes("|") && UNDER_HEADINGS.test(lines[at + 1] ?? "")) {
       table(place, taken((one) => one.includes("|")));
     } else if (!line.trim()) {
       at++;
     } else {
       at++;
-      inline(add(place, "p"), [line, ...taken((one) => one.trim() && !isBlock(one))].join("\n"));
+      inline(addText(place, "p"), [line, ...taken((one) => one.trim() && !isBlock(one))].join("\n"));
     }
   }
 }
@@ -63,7 +63,7 @@ function isBlock(line) {
 // Adds a list whose items may have lists and code blocks in them. Returns the number of the line after it.
 function list(place, lines, at) {
   const [, margin, number] = lines[at].match(ITEM);
-  const made = add(place, number ? "ol" : "ul");
+  const made = addText(place, number ? "ol" : "ul");
   if (number) made.start = Number(number);
   const isInside = (line) => line?.search(/\S/) >= margin.length + 2;
   const isItem = (line) => ITEM.test(line ?? "") && !isInside(line) && Boolean(line.match(ITEM)[2]) === Boolean(number);
@@ -82,19 +82,37 @@ function list(place, lines, at) {
   return at;
 }
 
-function table(place, [headings, , ...rows]) {
-  const made = add(place, "table");
+function table(place, [headings, under, ...rows]) {
+  const made = addText(place, "table");
+  const sides = cells(under).map((one) => (one.endsWith(":") ? (one.startsWith(":") ? "center" : "right") : one.startsWith(":") ? "left" : ""));
   for (const [line, tag] of [[headings, "th"], ...rows.map((row) => [row, "td"])]) {
     const row = add(made, "tr");
-    for (const cell of line.trim().replace(/^\||\|$/g, "").split("|")) inline(add(row, tag), cell.trim());
+    cells(line).forEach((cell, at) => {
+      const shown = add(row, tag);
+      shown.style.textAlign = sides[at] ?? "";
+      inline(shown, cell);
+    });
   }
+}
+
+function cells(line) {
+  const inner = line.trim().replace(/^\||(?<!\\)\|$/g, "");
+  return inner.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
 }
 
 function codeBlock(place, code, language) {
   const figure = add(place, "figure");
   const caption = add(figure, "figcaption", language || "code");
   caption.append(copyButton(code));
+  figure.dir = "ltr";
   add(add(figure, "pre"), "code", code);
+}
+
+// Each paragraph, list, quote and table runs in the direction of its own language.
+function addText(place, tag) {
+  const made = add(place, tag);
+  if (!place.closest("[dir]")) made.dir = "auto"; // what is inside has the same direction
+  return made;
 }
 
 function inline(place, text) {

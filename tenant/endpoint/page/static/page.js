@@ -13,10 +13,12 @@ const TEXTS_ONLY =
   "This server takes texts only. For pictures, start tenant serve with --media and a model of pictures.";
 
 const isNarrow = matchMedia("(max-width: 60rem)");
-let chat = newChat(); // { id, messages: [{ role, content, model }] }; content is a text or a list of parts
+// { id, messages: [{ role, content, model }] }; content is a text or a list of parts. A reload opens it again.
+let chat = chats.all().find(({ id }) => id === sessionStorage.getItem("open")) ?? newChat();
 let attached = []; // data URLs of pictures for the next message
 let takesPictures = false;
 let answering = null; // the AbortController of the answer in progress
+let progress = ""; // of the answer; shown while no provider is waited for
 let before = null; // the ledger before the last question
 let costs = {}; // of the last answer
 
@@ -30,6 +32,10 @@ function textOf(content) {
 
 function picturesOf(content) {
   return typeof content === "string" ? [] : content.flatMap((part) => part.image_url?.url ?? []);
+}
+
+function contentOf(text, urls) {
+  return urls.length ? [...urls.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text }] : text;
 }
 
 function say(text) {
@@ -51,11 +57,13 @@ async function request(path, options = {}) {
 }
 
 let asked = null;
-function askForKey(reason, key = "") {
+function askForKey(problem, linked = "") {
   asked ??= new Promise((resolve) => {
     const dialog = byId("key-dialog");
-    byId("key-reason").textContent = reason;
-    byId("key").value = key;
+    byId("key-problem").textContent = problem;
+    byId("key-linked").hidden = !linked;
+    byId("key-typed").hidden = Boolean(linked);
+    byId("key").value = linked;
     dialog.returnValue = "";
     dialog.addEventListener(
       "close",
@@ -77,7 +85,7 @@ async function takeKeyFromAddress() {
   const key = new URLSearchParams(location.hash.slice(1)).get("key");
   if (location.hash) history.replaceState(null, "", location.pathname);
   if (!key || key === sessionStorage.getItem("key")) return;
-  await askForKey("This key is from the link. Continue only if your own tenant serve has printed it.", key);
+  await askForKey("", key);
 }
 
 async function showModels() {
@@ -103,7 +111,12 @@ async function sessionLedger() {
 async function recount() {
   const since = before;
   const now = since && (await sessionLedger());
-  if (since && since === before) ledger.showProviders(now, since, costs);
+  if (!since || since !== before) return;
+  ledger.showProviders(now, since, costs);
+  if (!answering) return;
+  const wait = ledger.waiting(now);
+  byId("status").ariaBusy = wait ? null : "true"; // screen readers read what is waited for
+  if (byId("status").textContent !== (wait || progress)) say(wait || progress);
 }
 
 // A conversation
@@ -122,7 +135,7 @@ function showMessage({ role, content, model }, at) {
   article.dataset.text = textOf(content);
   if (role === "user") {
     picturesOf(content).forEach((url) => pictures.show(text, url, "Picture"));
-    add(text, "div", textOf(content));
+    add(text, "div", textOf(content)).dir = "auto";
   } else show(text, content);
   if (at !== undefined) addActions(article, at);
   return article;
@@ -131,8 +144,9 @@ function showMessage({ role, content, model }, at) {
 function addActions(article, at) {
   const { role, content } = chat.messages[at];
   const actions = add(article, "div", "", "actions");
-  if (role === "user") actions.append(button("Edit", () => edit(at)));
-  else actions.append(copyButton(content), button("Regenerate", () => regenerate(at)));
+  if (role === "assistant") actions.append(copyButton(content), button("Regenerate", () => askAgain(at - 1)));
+  else actions.append(button("Edit", () => edit(article, at)));
+  if (role === "user" && at === chat.messages.length - 1) actions.append(button("Try again", () => askAgain(at)));
 }
 
 function showChat() {
@@ -149,8 +163,10 @@ function showChats() {
   for (const one of chats.all()) {
     const item = add(list, "li");
     const open = button(one.title, () => openChat(one));
+    open.dir = "auto";
     open.setAttribute("aria-current", one.id === chat.id);
     const remove = button("×", () => {
+      if (!confirm(`Delete the chat “${one.title}”?`)) return;
       chats.remove(one.id);
       if (one.id === chat.id) openChat(newChat());
       showChats();
@@ -165,6 +181,7 @@ function showChats() {
 function openChat(one) {
   answering?.abort();
   [chat, before, costs] = [one, null, {}];
+  sessionStorage.setItem("open", chat.id);
   ledger.clear();
   showChat();
   showChats();
@@ -177,21 +194,35 @@ function write() {
   if (!isNarrow.matches) byId("message").focus();
 }
 
-function edit(at) {
-  if (answering) return;
+// Lets the user change a question where it stands. The answers after it go when the new one is sent.
+function edit(article, at) {
   const { content } = chat.messages[at];
-  byId("message").value = textOf(content);
-  attached = picturesOf(content);
-  showAttached();
-  chat.messages = chat.messages.slice(0, at);
-  showChat();
-  byId("message").focus();
+  const place = article.querySelector(".text");
+  const replaced = [place.lastChild, article.querySelector(".actions")];
+  const form = add(place, "form");
+  const close = () => {
+    form.remove();
+    replaced.forEach((one) => (one.hidden = false));
+  };
+  const box = add(form, "textarea", textOf(content));
+  box.dir = "auto";
+  box.ariaLabel = "Edited message";
+  box.addEventListener("keydown", (event) => (event.key === "Escape" ? close() : sendOnEnter(event)));
+  form.append(button("Cancel", close));
+  add(form, "button", "Send", "primary");
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    const text = box.value.trim();
+    if (text) askAgain(at, contentOf(text, picturesOf(content)));
+  });
+  replaced.forEach((one) => (one.hidden = true));
+  box.focus();
 }
 
-function regenerate(at) {
+// Asks a question of this chat again, or another one in its place.
+function askAgain(at, content = chat.messages[at].content) {
   if (answering) return;
-  const { content } = chat.messages[at - 1];
-  chat.messages = chat.messages.slice(0, at - 1);
+  chat.messages = chat.messages.slice(0, at);
   showChat();
   send(content);
 }
@@ -207,17 +238,27 @@ function follow(change) {
 async function ask(content) {
   const model = byId("model").value;
   const asking = chat;
-  const sent = [...asking.messages, { role: "user", content }];
+  if (asking.messages.at(-1)?.role === "user") {
+    asking.messages.pop(); // without an answer, and not asked again
+    showChat();
+  }
+  const at = asking.messages.length;
+  asking.messages.push({ role: "user", content });
+  keep(asking);
   byId("chat").ariaLive = "polite";
-  const question = showMessage(sent.at(-1));
+  const question = showMessage(asking.messages[at]);
   const { article, text } = bubble("assistant", model);
   for (const busy of [article, byId("status")]) busy.ariaBusy = "true"; // screen readers wait for the whole answer
-  answering = new AbortController();
+  setAnswering(new AbortController());
   const began = performance.now();
-  let [answer, tokens, chunks] = ["", 0, 0];
+  let [answer, tokens, chunks, isWhole] = ["", 0, 0, false];
+  const tell = (said) => {
+    progress = said;
+    if (byId("status").ariaBusy) say(said);
+  };
   costs = {};
   ledger.showRow(null);
-  say("Waiting for the first token");
+  tell("Waiting for the first token");
   try {
     before = await sessionLedger();
     ledger.showCosts(costs, 0);
@@ -227,7 +268,7 @@ async function ask(content) {
       signal: answering.signal,
       body: JSON.stringify({
         model,
-        messages: sent.map(({ role, content }) => ({ role, content })),
+        messages: asking.messages.map(({ role, content }) => ({ role, content })),
         temperature: Number(byId("temperature").value),
         max_completion_tokens: Number(byId("tokens").value),
         stream: true,
@@ -244,31 +285,60 @@ async function ask(content) {
       costs = chunk.usage?.ledger ?? chunk.ledger ?? costs;
       ledger.showCosts(costs, tokens || chunks);
       if (chunk.usage) ledger.showRow(chunk.usage.row);
-      if (answer) say(`Answering, ${(chunks / secondsSince(began)).toFixed(1)} tokens per second`);
+      if (answer) tell(`Answering, ${(chunks / secondsSince(began)).toFixed(1)} tokens per second`);
     }
+    isWhole = Boolean(answer);
     follow(() => say(answer ? speed(tokens, secondsSince(began)) : "The model ended its answer at once."));
   } catch (error) {
-    if (error.name === "AbortError") say("Stopped.");
-    else {
+    if (chat !== asking) return; // the question stays in its chat
+    if (error.name === "AbortError") {
+      isWhole = Boolean(answer); // as far as the user wanted it
+      if (!isWhole) return takeBack(at);
+      say("Stopped.");
+    } else {
       const unreachable = error instanceof TypeError; // the text of fetch's own errors helps nobody
       const why = unreachable ? "The endpoint cannot be reached. Check that tenant serve runs." : error.message;
       follow(() => add(article, "p", why, "error").setAttribute("role", "alert"));
-      say("No answer. Your message is below: send it again.");
-      byId("message").value ||= textOf(content);
-      attached = attached.length ? attached : picturesOf(content);
-      showAttached();
+      say(answer ? "This answer is not complete, and is not kept." : "No answer.");
     }
   } finally {
-    answering = null;
+    setAnswering(null);
+    byId("status").ariaBusy = null;
     article.dataset.text = answer;
     await recount().catch(() => {});
-    article.ariaBusy = byId("status").ariaBusy = null;
+    article.ariaBusy = null;
   }
-  if (!answer || chat !== asking) return; // there may be a new chat by now
-  asking.messages = [...sent, { role: "assistant", content: answer, model }];
-  chats.keep(asking.id, asking.messages, textOf(sent[0].content));
-  follow(() => [question, article].forEach((one, at) => addActions(one, sent.length - 1 + at)));
+  if (chat !== asking) return; // there may be a new chat by now
+  if (isWhole) asking.messages.push({ role: "assistant", content: answer, model });
+  keep(asking);
+  follow(() => [question, article].slice(0, isWhole ? 2 : 1).forEach((one, after) => addActions(one, at + after)));
+}
+
+function setAnswering(controller) {
+  answering = controller;
+  byId("send").hidden = Boolean(controller);
+  byId("stop").hidden = !controller;
+}
+
+function keep({ id, messages }) {
+  chats.keep(id, messages, textOf(messages[0].content));
+  sessionStorage.setItem("open", id);
   showChats();
+}
+
+// Puts a question that was stopped before its answer began into the empty message box; else it stays in the chat.
+function takeBack(at) {
+  if (!byId("message").value && !attached.length) {
+    const { content } = chat.messages.pop();
+    byId("message").value = textOf(content);
+    attached = picturesOf(content);
+    showAttached();
+    if (chat.messages.length) keep(chat);
+    else chats.remove(chat.id);
+    showChats();
+  }
+  showChat();
+  say("Stopped.");
 }
 
 function secondsSince(began) {
@@ -284,12 +354,8 @@ function speed(tokens, seconds) {
 
 async function send(content) {
   if (!content || answering) return;
-  byId("send").hidden = true;
-  byId("stop").hidden = false;
   write();
   await ask(content);
-  byId("send").hidden = false;
-  byId("stop").hidden = true;
   write();
 }
 
@@ -345,20 +411,21 @@ byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = byId("message").value.trim();
   if (!text || answering) return byId("message").focus();
-  const parts = attached.map((url) => ({ type: "image_url", image_url: { url } }));
-  const content = parts.length ? [...parts, { type: "text", text }] : text;
+  const content = contentOf(text, attached);
   byId("message").value = "";
   attached = [];
   showAttached();
   send(content);
 });
 
-byId("message").addEventListener("keydown", (event) => {
+function sendOnEnter(event) {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
-    byId("ask").requestSubmit();
+    event.target.form.requestSubmit();
   }
-});
+}
+
+byId("message").addEventListener("keydown", sendOnEnter);
 
 byId("examples").addEventListener("click", (event) => {
   if (event.target.tagName === "BUTTON") send(event.target.textContent);
@@ -387,9 +454,16 @@ function fit() {
   byId("history").open = byId("ledger").open = !isNarrow.matches;
 }
 
+for (const [one, other] of [["history", "ledger"], ["ledger", "history"]]) {
+  byId(one).addEventListener("toggle", ({ target }) => {
+    if (target.open && isNarrow.matches) byId(other).open = false;
+  });
+}
+
 isNarrow.addEventListener("change", fit);
 fit();
 showChats();
+showChat();
 
 // States of providers change after an answer, too.
 setInterval(() => !document.hidden && !asked && recount().catch(() => {}), LEDGER_MS);

@@ -1,4 +1,7 @@
-"""The page in Chromium, with real providers: answers, adapters, and a ledger that counts what the session counts."""
+"""The page in Chromium, with real providers: answers, adapters, and a ledger that counts what the session counts.
+
+`pytest --basetemp FOLDER` keeps pictures of the page's states in FOLDER/states0.
+"""
 
 import base64
 import json
@@ -43,6 +46,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 class Served:
     model: Any
     url: str
+    local: LocalFederation
 
     def ledger(self) -> Ledger:
         ledger = ledger_of(self.model)
@@ -72,7 +76,7 @@ def served(
         app = create_app(Service(engine, model, tokenizer, name="tiny", tasks=tasks), settings, routers=[router])
         server = Server(app, listener, drain_s=1.0)
         with answering(server):
-            yield Served(model, f"http://127.0.0.1:{listener.getsockname()[1]}")
+            yield Served(model, f"http://127.0.0.1:{listener.getsockname()[1]}", local)
         engine.close()
         backend_of(model).close()
     tokenizer.chat_template = None
@@ -102,6 +106,12 @@ def page(browser: Any, served: Served) -> Iterator[Any]:
         page.get_by_role("option", name="lora").wait_for(state="attached")
         settings(page, tokens="8", temperature="0")
         yield page
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for pictures of the page."""
+    return tmp_path_factory.mktemp("states")
 
 
 @contextmanager
@@ -145,11 +155,25 @@ def ask(page: Any, message: str) -> str:
     return answer_of(page)
 
 
-def answers_with(page: Any, text: str) -> None:
-    """Let the endpoint answer the next questions with this text."""
-    chunks = [{"choices": [{"delta": {"content": part}}]} for part in re.findall(r"(?s).{1,7}", text)]
+COMPLETIONS = "**/v1/chat/completions"
+
+
+def answers_with(page: Any, text: str, *, error: str = "") -> None:
+    """Let the endpoint answer the next questions with this text, and then fail if there is an `error`."""
+    chunks: list[Any] = [{"choices": [{"delta": {"content": part}}]} for part in re.findall(r"(?s).{1,7}", text)]
+    chunks += [{"error": {"message": error}}] if error else []
     body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    page.route(COMPLETIONS, lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+
+
+def question(request: Any) -> Any:
+    """The messages of a request."""
+    return request.value.post_data_json["messages"]
+
+
+def style(place: Any, name: str) -> str:
+    """A computed property of an element."""
+    return str(place.evaluate("(element, name) => getComputedStyle(element)[name]", name))
 
 
 def figure(page: Any, place: str, name: str) -> int:
@@ -187,7 +211,7 @@ def test_a_row_is_drawn_as_it_is_and_as_the_executor_saw_it(page: Any) -> None:
         texts.append(answer.text())
         route.fulfill(response=answer)
 
-    page.route("**/v1/chat/completions", note)
+    page.route(COMPLETIONS, note)
     ask(page, "The weather")
     [row] = [json.loads(found)["usage"]["row"] for found in re.findall(r"data: (.*\"usage\":.*)", texts[0])]
     assert max(map(abs, row["hidden"])) < 1 << 29 < max(map(abs, row["saw"]))
@@ -213,14 +237,75 @@ def test_an_answer_can_be_stopped_and_an_error_is_shown(page: Any) -> None:
     settings(page, tokens="400")
     page.get_by_label("Message").fill("The <b>weather</b>")
     page.get_by_role("button", name="Send").click()
+    page.locator("#chat .assistant .text:not(:empty)").wait_for()
     page.get_by_role("button", name="Stop").click()
     page.get_by_text("Stopped.").wait_for()
     assert page.locator("#chat .user .text").first.inner_text() == "The <b>weather</b>"
     settings(page, tokens="99999999")
     ask(page, "The weather")
     assert "tokens" in page.locator("#chat").get_by_role("alert").inner_text()
-    assert "send it again" in page.locator("#status").inner_text()
-    assert page.get_by_label("Message").input_value() == "The weather"
+    assert page.locator("#status").inner_text() == "No answer."
+    assert page.get_by_label("Message").input_value() == ""
+
+
+def test_a_question_that_is_stopped_before_its_answer_is_given_back(page: Any) -> None:
+    page.route(COMPLETIONS, lambda route: None)
+    for draft, kept in (("", 0), ("And the sea?", 1)):
+        page.get_by_label("Message").fill("The weather")
+        page.keyboard.press("Enter")
+        page.get_by_label("Message").fill(draft)
+        page.get_by_role("button", name="Stop").click()
+        page.get_by_text("Stopped.").wait_for()
+        assert page.get_by_label("Message").input_value() == (draft or "The weather")
+        assert page.locator("#chat article").count() == page.locator("#chats li").count() == kept
+
+
+def test_an_answer_that_failed_half_way_is_not_kept_and_its_question_is_sent_once(page: Any) -> None:
+    answers_with(page, "It is cloudy", error="no answer from executor 'executor' within 120 s")
+    assert ask(page, "The weather") == "It is cloudy"
+    assert "within 120 s" in page.locator("#chat").get_by_role("alert").inner_text()
+    assert "not complete" in page.locator("#status").inner_text()
+    assert page.get_by_label("Message").input_value() == ""
+    page.unroute(COMPLETIONS)
+    for reload in (False, True):
+        if reload:
+            answers_with(page, "It is", error="lost")
+            page.get_by_role("button", name="Regenerate").click()
+            page.get_by_role("alert").filter(has_text="lost").wait_for()
+            page.unroute(COMPLETIONS)
+            page.reload()
+            assert page.locator("#chat article").count() == 1
+        with page.expect_request(COMPLETIONS) as asked:
+            page.get_by_role("button", name="Try again").click()
+        assert question(asked) == [{"role": "user", "content": "The weather"}]
+        answer_of(page)
+        assert page.locator("#chat article").count() == 2
+    answers_with(page, "It is", error="lost")
+    page.get_by_role("button", name="Regenerate").click()
+    page.get_by_role("alert").filter(has_text="lost").wait_for()
+    with page.expect_request(COMPLETIONS) as asked:
+        ask(page, "The sea")
+    assert question(asked) == [{"role": "user", "content": "The sea"}]
+
+
+def test_the_status_says_which_provider_is_waited_for(page: Any, served: Served, states: Path) -> None:
+    settings(page, tokens="400")
+    page.get_by_label("Message").fill("The weather")
+    page.keyboard.press("Enter")
+    page.locator("#chat .assistant .text:not(:empty)").wait_for()
+    served.local.kill("executor")
+    page.get_by_text("Waiting for executor").wait_for()
+    said = page.locator("#status").inner_text()
+    found = re.fullmatch(r"Waiting for executor, .+ since ([\d:]{8}), gives up at ([\d:]{8})\.", said)
+    assert found, said
+    since, until = (sum(map(int.__mul__, (3600, 60, 1), map(int, one.split(":")))) for one in found.groups())
+    assert 115 <= (until - since) % 86_400 <= 125
+    assert page.locator("#status").get_attribute("aria-busy") is None
+    page.screenshot(path=states / "executor-dead.png")
+    served.local.restart("executor")
+    page.locator("#status").filter(has_text="Answering").wait_for()
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_text("Stopped.").wait_for()
 
 
 def test_a_new_chat_forgets_the_answer_in_progress(page: Any) -> None:
@@ -230,9 +315,10 @@ def test_a_new_chat_forgets_the_answer_in_progress(page: Any) -> None:
     page.locator("#chat .assistant .text:not(:empty)").wait_for()
     page.get_by_role("button", name="New chat").click()
     page.locator("#send").wait_for()
-    with page.expect_request("**/v1/chat/completions") as asked:
+    settings(page, tokens="8")
+    with page.expect_request(COMPLETIONS) as asked:
         ask(page, "The weather")
-    assert asked.value.post_data_json["messages"] == [{"role": "user", "content": "The weather"}]
+    assert question(asked) == [{"role": "user", "content": "The weather"}]
 
 
 def test_a_new_user_is_shown_what_happens_and_can_begin_with_an_example(page: Any) -> None:
@@ -247,8 +333,10 @@ def test_a_new_user_is_shown_what_happens_and_can_begin_with_an_example(page: An
 
 
 def test_markdown_is_shown_and_never_html(page: Any) -> None:
-    text = "# Title\n\nSome **bold** and `code`.\n\n* one\n* <img src=x onerror=alert(1)>\n\n"
-    text += "| a | b |\n|---|---|\n| <i>1</i> | 2 |\n\n1. first\n   - inner\n\n2. second\n\n   ```sh\n   ls\n   ```\n"
+    text = "# Title\n\n## Part\n\n### Section\n\nSome **bold** and `code`.\n\n* one\n* <img src=x onerror=alert(1)>\n\n"
+    text += (
+        "| a | b |\n|:-:|--:|\n| <i>1</i> | 2\\|3 |\n\n1. first\n   - inner\n\n2. second\n\n   ```sh\n   ls\n   ```\n"
+    )
     text += "```python\nprint('<b>')\n```\n\n[link](https://evil.example/?words)"
     answers_with(page, text)
     assert ask(page, "Format it") == text
@@ -258,7 +346,11 @@ def test_markdown_is_shown_and_never_html(page: Any) -> None:
     assert shown.locator("> ol").count() == 1
     assert shown.locator("> ol > li:first-child > ul > li").all_inner_texts() == ["inner"]
     assert shown.locator("> ol > li:nth-child(2) pre").inner_text() == "ls"
-    assert shown.locator("td").all_inner_texts() == ["<i>1</i>", "2"]
+    assert shown.locator("td").all_inner_texts() == ["<i>1</i>", "2|3"]
+    assert [style(one, "textAlign") for one in shown.locator("th, td").all()] == ["center", "right"] * 2
+    sizes = [float(style(shown.locator(tag).first, "fontSize")[:-2]) for tag in ("h4", "h5", "h6", "p")]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[1] > sizes[2] == sizes[3]
     assert shown.locator("> figure pre code").inner_text() == "print('<b>')"
     assert shown.locator("img, a, script, b, i").count() == 0
     assert "https://evil.example/?words" in shown.inner_text()
@@ -273,10 +365,14 @@ def test_chats_survive_a_reload_and_can_be_deleted(page: Any) -> None:
     page.get_by_role("button", name="New chat").click()
     ask(page, "The sea")
     page.reload()
+    assert page.locator("#chat .user .text").inner_text() == "The sea"
     page.get_by_role("button", name="The weather", exact=True).click()
+    page.reload()
     assert answer_of(page) == first
-    page.get_by_role("button", name="Delete the chat The weather").click()
-    assert page.locator("#chat article").count() == 0
+    for action, kept in (("dismiss", 2), ("accept", 0)):
+        page.once("dialog", lambda dialog, action=action: getattr(dialog, action)())
+        page.get_by_role("button", name="Delete the chat The weather").click()
+        assert page.locator("#chat article").count() == kept
     assert page.locator("#chats li").count() == 1
     page.once("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Delete all").click()
@@ -286,17 +382,122 @@ def test_chats_survive_a_reload_and_can_be_deleted(page: Any) -> None:
 def test_an_answer_is_regenerated_and_a_question_edited(page: Any) -> None:
     first = ask(page, "The weather")
     ask(page, "And the sea?")
-    with page.expect_request("**/v1/chat/completions") as asked:
+    with page.expect_request(COMPLETIONS) as asked:
         page.get_by_role("button", name="Regenerate").first.click()
     assert answer_of(page) == first  # temperature 0
-    assert asked.value.post_data_json["messages"] == [{"role": "user", "content": "The weather"}]
+    assert question(asked) == [{"role": "user", "content": "The weather"}]
     assert page.locator("#chat article").count() == 2
+    for end in ("Cancel", "Escape", "Send"):
+        page.get_by_role("button", name="Edit").click()
+        box = page.get_by_label("Edited message")
+        assert box.input_value() == "The weather"
+        assert answer_of(page) == first
+        box.fill("The tide")
+        if end == "Escape":
+            page.keyboard.press(end)
+        elif end == "Cancel":
+            page.locator("#chat").get_by_role("button", name=end).click()
+        else:
+            with page.expect_request(COMPLETIONS) as asked:
+                page.locator("#chat").get_by_role("button", name=end).click()
+            answer_of(page)
+        assert box.count() == 0
+    assert question(asked) == [{"role": "user", "content": "The tide"}]
+    assert page.locator("#chat article").count() == 2
+
+
+ARABIC = "# الطقس\n\nاليوم **غائم** مع `LoRA` قليلا.\n\n1. أولا\n2. ثانيا\n   - فرع\n\n> قال: نعم\n\n"
+ARABIC += (
+    "| المدينة | الحرارة |\n|---|---:|\n| القاهرة | 31 |\n\nIn English: cloudy.\n\n```python\nprint(1)  # واحد\n```"
+)
+
+
+def test_languages_run_in_their_own_direction(page: Any, states: Path) -> None:
+    answers_with(page, ARABIC)
+    ask(page, "كيف الطقس اليوم؟")
+    shown = page.locator("#chat .assistant .text")
+    right = [*shown.locator("h4, li, blockquote, table").all(), shown.locator("> p").first]
+    right += page.locator("#chat .user .text > div, #chats li button:first-child").all()
+    assert {style(one, "direction") for one in right} == {"rtl"}
+    left = [shown.locator("> p").last, shown.locator("pre")]
+    assert {style(one, "direction") for one in left} == {"ltr"}
+    page.get_by_label("Message").fill("وغدا؟")
+    assert style(page.get_by_label("Message"), "direction") == "rtl"
+    page.screenshot(path=states / "arabic.png")
+
+
+CONTRAST = """(button) => {
+  const context = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const behind = [];
+  for (let one = button; one; one = one.parentElement) behind.unshift(getComputedStyle(one).backgroundColor);
+  const light = (...colours) => {
+    for (const colour of ["white", ...colours]) {
+      context.fillStyle = colour;
+      context.fillRect(0, 0, 1, 1);
+    }
+    const [red, green, blue] = [...context.getImageData(0, 0, 1, 1).data].map((part) => part / 255)
+      .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  };
+  const [low, high] = [light(...behind), light(...behind, getComputedStyle(button).color)].sort((a, b) => a - b);
+  return (high + 0.05) / (low + 0.05);
+}"""
+"""The contrast of a button's text with what is behind it, as WCAG 2 defines it."""
+
+
+def contrasts(page: Any) -> dict[tuple[str, str], float]:
+    """The contrast of every button that can be used now: at rest, focused, under the pointer, and pressed."""
+    found = {}
+    for button in page.locator("dialog[open] button:visible, body:not(:has(dialog[open])) button:visible").all():
+        name = button.inner_text() or button.get_attribute("aria-label")
+        page.mouse.move(0, 0)
+        found[name, "rest"] = button.evaluate(CONTRAST)
+        button.focus()
+        found[name, "focus"] = button.evaluate(CONTRAST)
+        button.hover()
+        found[name, "hover"] = button.evaluate(CONTRAST)
+        page.mouse.down()
+        found[name, "pressed"] = button.evaluate(CONTRAST)
+        page.mouse.move(0, 0)
+        page.mouse.up()  # not on the button: that would press it
+    page.evaluate("getSelection().removeAllRanges()")
+    return found
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+def test_the_text_of_buttons_has_contrast_in_every_state(
+    browser: Any, served: Served, states: Path, colours: str
+) -> None:
+    page = browser.new_page(color_scheme=colours)
+    page.set_default_timeout(60_000)
+    page.goto(served.url)
+    found = contrasts(page)
+    page.get_by_label("API key").fill(KEY)
+    page.get_by_role("button", name="Continue").click()
+    page.get_by_role("option").first.wait_for(state="attached")
+    found |= contrasts(page)  # with examples
+    answers_with(page, "Some code:\n```\nls\n```\n")
+    ask(page, "The weather")
+    found |= contrasts(page)
     page.get_by_role("button", name="Edit").click()
-    assert page.get_by_label("Message").input_value() == "The weather"
-    assert page.locator("#chat article").count() == 0
+    found |= contrasts(page)
+    page.get_by_label("Edited message").focus()
+    page.screenshot(path=states / f"edit-{colours}.png")
+    page.get_by_role("button", name="Settings").click()
+    found |= contrasts(page)
+    page.get_by_role("button", name="Close").hover()
+    page.screenshot(path=states / f"hover-{colours}.png")
+    page.get_by_role("button", name="Close").click()
+    page.route(COMPLETIONS, lambda route: None)
+    page.get_by_role("button", name="Regenerate").click()
+    found |= contrasts(page)  # with Stop
+    names = {name for name, _ in found}
+    assert names >= {"Continue", "Close", "Send", "Stop", "Cancel", "Edit", "Copy", "New chat", "Delete all"}
+    assert {one: contrast for one, contrast in found.items() if contrast < 4.5} == {}
+    page.close()
 
 
-def test_a_phone_shows_the_conversation_first(page: Any) -> None:
+def test_a_phone_shows_the_conversation_first(page: Any, states: Path) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     ask(page, "The weather")
     box = page.locator("#chat").bounding_box()
@@ -306,6 +507,18 @@ def test_a_phone_shows_the_conversation_first(page: Any) -> None:
     assert not page.locator("#subject").is_visible()
     page.get_by_text("Privacy ledger").click()
     assert page.locator("#subject").is_visible()
+    page.screenshot(path=states / "phone-ledger.png")
+    page.get_by_text("Chats", exact=True).click()
+    page.locator("#subject").wait_for(state="hidden")
+    for height in (844, 420):  # with a keyboard
+        page.set_viewport_size({"width": 390, "height": height})
+        for name in ("message", "send"):
+            place = page.locator(f"#{name}").bounding_box()
+            assert 0 < place["y"] < place["y"] + place["height"] < height
+            at = [place["x"] + place["width"] / 2, place["y"] + place["height"] / 2]
+            assert page.evaluate("(at) => document.elementFromPoint(...at).id", at) == name
+    page.screenshot(path=states / "phone-keyboard.png")
+    page.set_viewport_size({"width": 390, "height": 844})
     page.emulate_media(reduced_motion="reduce")
     page.get_by_role("button", name="Settings").click()
     drawer = page.locator("#settings").bounding_box()
@@ -352,26 +565,32 @@ def test_pictures_are_dropped_pasted_and_chosen(browser: Any, tmp_path: Path) ->
             page.get_by_text("huge.png is larger than 20 MiB").wait_for()
             page.evaluate(DROP, ["drop", "image/png", base64.b64encode(b"no picture").decode()])
             page.get_by_text("cannot read a.png").wait_for()
-            with page.expect_request("**/v1/chat/completions") as asked:
+            with page.expect_request(COMPLETIONS) as asked:
                 ask(page, "What is this?")
-            *parts, text = asked.value.post_data_json["messages"][0]["content"]
+            *parts, text = question(asked)[0]["content"]
             assert [part["image_url"]["url"].partition(",")[0] for part in parts] == ["data:image/jpeg;base64"] * 2
             assert text["text"] == "What is this?"
             assert page.locator("#chat").get_by_role("alert").count() == 0
             page.reload()
-            page.get_by_role("button", name="What is this?", exact=True).click()
             page.locator("#chat .user canvas").nth(1).wait_for()
             page.get_by_role("button", name="Edit").click()
-            page.locator("#attached canvas").nth(1).wait_for()
+            page.get_by_label("Edited message").fill("And this?")
+            with page.expect_request(COMPLETIONS) as asked:
+                page.keyboard.press("Enter")
+            assert question(asked)[0]["content"] == [*parts, {"type": "text", "text": "And this?"}]
+            answer_of(page)
 
 
 def test_a_wrong_key_is_asked_for_again(browser: Any, served: Served) -> None:
     page = browser.new_page()
     page.goto(f"{served.url}/#key=wrong")
     page.get_by_text("from the link").wait_for()
+    alert = page.get_by_role("dialog").get_by_role("alert")
+    assert alert.inner_text() == ""
     assert page.evaluate("sessionStorage.getItem('key')") is None
     page.get_by_role("button", name="Continue").click()
-    page.get_by_text("does not accept this key").wait_for()
+    alert.filter(has_text="does not accept this key").wait_for()
+    assert page.get_by_text("from the link").is_hidden()
     page.get_by_label("API key").fill(KEY)
     page.keyboard.press("Enter")
     page.get_by_role("option", name="tiny").wait_for(state="attached")

@@ -30,6 +30,10 @@ class ConfigError(SymbiosisError, ValueError):
     """A configuration file or option is wrong; the message names the key and the fix."""
 
 
+class FinishedError(ConfigError):
+    """The run to resume has made all its steps."""
+
+
 class RoleConflictError(ConfigError):
     """An operator would be executor and helper of the same rows, and could unmask them (rule 8)."""
 

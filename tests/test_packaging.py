@@ -152,7 +152,7 @@ def test_the_trust_core_can_be_read_in_one_sitting() -> None:
 
 def test_every_import_is_a_declared_dependency() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
-    lines = [*PROJECT["project"]["dependencies"], *extras["gpu"], *extras["serve"]]
+    lines = [*PROJECT["project"]["dependencies"], *extras["gpu"], *extras["serve"], *extras["finetune"]]
     declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
     foreign = set().union(*map(imported, PACKAGES)) - set(PACKAGES) - sys.stdlib_module_names
     packages = {"zmq": "pyzmq", "PIL": "pillow"}

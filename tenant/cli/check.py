@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.layers import RoundTrips, Scope
@@ -26,7 +27,7 @@ from symbiosis_priv.limits import (
 )
 from tenant.cli.options import Masking, Model, checked_hint_bits, loading, table_of
 from tenant.training import corpus
-from tenant.training.options import Length
+from tenant.training.options import Length, check_installed
 
 
 def check(
@@ -56,6 +57,10 @@ def check(
     hint_bits: Annotated[int, typer.Option(help="With --masking lwe: bits of an entry of a hint.")] = DEFAULT_HINT_BITS,
     sequence_length: Length = 256,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of text to compare.")] = 8,
+    show: Annotated[
+        int | None,
+        typer.Option(min=1, help="Print this many examples of --data, with what is learned; measure nothing."),
+    ] = None,
 ) -> None:
     """Show on this machine, without a provider, what a split model keeps and sends, and how good its output is.
 
@@ -65,10 +70,13 @@ def check(
     """
     folder = resolve(model)
     pinned = None if federation is None else load_federation(federation)
+    if show is not None and text is None:
+        raise ConfigError("--show needs --data: name the file whose examples to show")
     if text is not None and inputs is not None:
         raise ConfigError("--text and --inputs exclude each other: name one of them")
-    if text is not None:
-        corpus.check(text)
+    data = None if text is None else corpus.read(text, model=folder)
+    if data is not None and data.form != "text":
+        check_installed()
     with loading():
         import torch
 
@@ -84,7 +92,11 @@ def check(
         )
         from tenant.options import MOST_ROWS
         from tenant.training import quantisation_error
+        from tenant.training.examples import make_examples, rows_of
 
+    if data is not None and show is not None:
+        _show_examples(data, load_tokenizer(model), length=sequence_length, count=show)
+        return
     if pinned is not None and pinned.scope.round_trips == 2:
         round_trips = 2
     terminal.console().print(_division_table(folder, tied_head=tied_head, round_trips=round_trips, federation=pinned))
@@ -109,10 +121,10 @@ def check(
         remotes[_TWO] = simulate(round_trips=2)
     splits = {label: load(remote=remote) for label, remote in remotes.items()}
     reference = load()
-    if text is not None:
+    if data is not None:
         limit = getattr(reference.config.get_text_config(), "max_position_embeddings", sequence_length)
-        examples, _ = corpus.load_examples(text, tokenizer, length=min(sequence_length, limit))
-        measured = [row.input_ids for row in corpus.rows_of(examples)[:blocks]]
+        examples = make_examples(data, tokenizer, length=min(sequence_length, limit))
+        measured = [row.input_ids for row in rows_of(examples.found)[:blocks]]
         check_runs_on_text(reference, measured[0])
     models: dict[str, Any] = {}
     for label, split in splits.items():
@@ -123,6 +135,19 @@ def check(
         models["bf16"] = compare(reference, load(dtype=torch.bfloat16), measured, progress=progress)
     terminal.console().print(_comparison(models, of="outputs" if text is None else "hidden states"))
     _show_rounding(folder, Scope(tied_head=tied_head), weight_bits=weight_bits)
+
+
+def _show_examples(data: corpus.Corpus, tokenizer: Any, *, length: int, count: int) -> None:
+    """Print examples as the model reads them. What it learns stands between [[ and ]], and is bold in a terminal."""
+    from tenant.training.examples import learned_parts, make_examples, rows_of
+
+    examples = make_examples(data, tokenizer, length=length)
+    names = (" chosen", " rejected") if data.form == "preferences" else ("",)
+    for at, row in enumerate(rows_of(examples.found[:count])):
+        terminal.say(f"--- example {at // len(names) + 1}{names[at % len(names)]}, learned between [[ and ]]")
+        parts = ((f"[[{text}]]", "bold") if learned else text for text, learned in learned_parts(row, tokenizer))
+        terminal.console().print(Text.assemble(*parts), soft_wrap=True)
+    terminal.say(f"{len(examples.found)} examples; {examples.cut} cut to {length} tokens, {examples.left_out} left out")
 
 
 def _show_rounding(folder: Path, scope: Scope, *, weight_bits: int) -> None:

@@ -15,9 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
+from symbiosis_priv.errors import FinishedError
 from tenant.cli.options import Model, Remote, Text, loading, table_of, takes
 from tenant.training import corpus
-from tenant.training.options import FineTuning
+from tenant.training.options import FineTuning, check_installed
 from tenant.training.output import check_output
 
 if TYPE_CHECKING:  # importing torch would delay --help
@@ -44,8 +45,9 @@ def finetune(
     """
     folder = resolve(model)
     check_output(output, resume=options.resume, model=folder, checkpoint=remote.checkpoint)
-    corpus.check(text, model=folder, preferences=None if options.beta is None else True)
+    corpus.read(text, model=folder)
     remote.check()
+    check_installed()
     with loading():
         from tenant.model import ledger as ledgers
         from tenant.training import finetune as finetuning
@@ -55,6 +57,9 @@ def finetune(
             result = finetuning.finetune(
                 model, text, output, remote=remote.config(), options=options, on_progress=on_progress
             )
+    except FinishedError as finished:
+        terminal.say(str(finished))
+        return
     except BaseException as error:
         for note in getattr(error, "__notes__", ()):  # they say what is saved
             typer.echo(note, err=True)
@@ -65,8 +70,10 @@ def finetune(
     table.add_row(f"loss on {where}", f"{result.loss_before:.4f} -> {result.loss_after:.4f}")
     if not result.preferences:
         table.add_row("perplexity", f"{math.exp(result.loss_before):.3f} -> {math.exp(result.loss_after):.3f}")
-    if result.shortened:
-        table.add_row(f"cut to {options.sequence_length} tokens", f"{result.shortened:,}")
+    if result.cut:
+        table.add_row(f"examples cut to {options.sequence_length} tokens", f"{result.cut:,}")
+    if result.left_out:
+        table.add_row(f"left out: nothing to learn in {options.sequence_length} tokens", f"{result.left_out:,}")
     table.add_row("steps", f"{len(result.losses):,}")
     table.add_row("tokens", f"{result.tokens:,}")
     table.add_row("tokens per second", f"{result.tokens / result.seconds:,.1f}")

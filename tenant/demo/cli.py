@@ -15,6 +15,7 @@ from symbiosis_priv.system.files import default_cache, output_file, write_atomic
 from symbiosis_priv.system.interrupts import Interrupts
 from tenant.cli.options import loading
 from tenant.training import corpus
+from tenant.training.options import check_installed
 
 _DEFAULT_STEPS = 40
 
@@ -33,6 +34,7 @@ def demo(
     answer verified, kills one of the executors meanwhile, and compares the result bit by bit with the same run without
     providers.
     """
+    check_installed()
     if model is not None:
         resolve(model)
     if text is not None:

@@ -1,8 +1,9 @@
 """Fine-tuning and generation, as the commands run them. Read in this order:
 
-corpus              makes training examples from private texts, chats and pairs
+corpus              reads private texts, chats, pairs and preferences
+examples            makes training examples of them: tokens, and which are learned
 finetune            one fine-tuning run, with checkpoints and resumption
-trainer             the `Trainer` of a fine-tuning run
+trainer             TRL's trainers, with what is saved when a run ends early
 options             options of fine-tuning and decoding
 output              the output folder
 generate            generation

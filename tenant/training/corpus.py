@@ -1,15 +1,21 @@
-"""Makes training examples from a tenant's data: plain text, or JSON lines of text, pairs or chats."""
+"""Reads a tenant's data: plain text, or JSON lines in one of TRL's forms. Nothing here imports torch, so the commands
+report a mistake in the data at once.
+
+Every field with a value is used, or refused by name. `tenant.training.examples` makes tokens of what is read here, and
+refuses what a chat template leaves out.
+"""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
+import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from jinja2 import TemplateError
@@ -18,83 +24,209 @@ from symbiosis_priv.checkpoints.vetting import read_json
 from symbiosis_priv.errors import ConfigError, one_line
 from symbiosis_priv.system.files import UNDECODABLE, read_text
 
-if TYPE_CHECKING:  # the commands check the data file before they import transformers
+if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-NOT_LEARNED = -100
-"""The label of a token that is input only; transformers' losses ignore it."""
+Form = Literal["text", "pairs", "chats", "preferences"]
 
 _JSON_LINES = (".jsonl", ".ndjson")
 _MAX_HELD_OUT = 16  # held-out examples are evaluated before and after training, which costs round trips
 _OBJECT = re.compile(rb"\[?\s*\{")
-_FORMS = (
-    '{"text": ...}, {"prompt": ..., "completion": ...}, {"messages": [{"role": ..., "content": ...}, ...]} or '
-    '{"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}'
+_FORMS: dict[frozenset[str], Form] = {
+    frozenset({"text"}): "text",
+    frozenset({"prompt", "completion"}): "pairs",
+    frozenset({"messages"}): "chats",
+    frozenset({"prompt", "chosen", "rejected"}): "preferences",
+    frozenset({"chosen", "rejected"}): "preferences",
+}
+_OF_CHATS = ("tools", "chat_template_kwargs")
+_INSTEAD = {"functions": "write tools", "label": "ratings are learned with TRL's KTOTrainer (docs/training.md)"}
+_OPENAI = {"messages": "prompt", "preferred_output": "chosen", "non_preferred_output": "rejected"}
+_SHAREGPT = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+_WRITE = (
+    'write {"text": ...}, {"prompt": ..., "completion": ...}, {"messages": [{"role": ..., "content": ...}, ...]} or '
+    '{"prompt": ..., "chosen": ..., "rejected": ...} on every line'
 )
-_PREFERENCES = "input+non_preferred_output+preferred_output"
-
-
 _NO_TEMPLATE = "this model's tokenizer has no chat template; write plain prompts (and completions) instead"
 
 
-@dataclass(frozen=True)
-class Example:
-    """One training example of at least two tokens. A label is the token's id if the model learns to predict it, else
-    NOT_LEARNED."""
-
-    input_ids: list[int]
-    labels: list[int]
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any]
 
 
-class Preference(NamedTuple):
-    """Two answers to one chat. The model learns to prefer the first one."""
-
-    preferred: Example
-    other: Example
+class _Call(msgspec.Struct):
+    function: _Function
 
 
-class JsonMessage(msgspec.Struct):
+class _Part(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(msgspec.Struct):
+    """A message. It may have more fields, if the chat template uses them."""
+
     role: str
-    content: str
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+    weight: Literal[0, 1] | None = None
 
 
-class JsonReply(JsonMessage):
-    role: Literal["assistant"]
+_Messages = Annotated[list[_Message], msgspec.Meta(min_length=1)]
 
 
-class JsonInput(msgspec.Struct):
-    """The chat before the two answers of a preference. Tools are refused, because they would be left out."""
-
-    messages: list[JsonMessage]
-    tools: Annotated[list[Any], msgspec.Meta(max_length=0)] = msgspec.field(default_factory=list)
-
-
-OneReply = Annotated[list[JsonReply], msgspec.Meta(min_length=1, max_length=1)]
-
-
-class JsonLine(msgspec.Struct):
-    """One line of a JSONL file, in exactly one of four forms. Unknown fields are ignored."""
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    """A line in TRL's forms."""
 
     text: str | None = None
-    prompt: str | None = None
-    completion: str | None = None
-    messages: list[JsonMessage] | None = None
-    input: JsonInput | None = None
-    preferred_output: OneReply | None = None
-    non_preferred_output: OneReply | None = None
+    prompt: str | _Messages | None = None
+    completion: str | _Messages | None = None
+    messages: _Messages | None = None
+    chosen: str | _Messages | None = None
+    rejected: str | _Messages | None = None
+    tools: str | list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The rows of a file in one form, each with its place in the file. A chat is a list of messages: dicts with a role,
+    a content (a text), and what else the file gives them."""
+
+    form: Form
+    rows: list[tuple[str, dict[str, Any]]]
 
     @property
-    def form(self) -> str | None:
-        """The fields of the line's form, joined by `+`; None if the line has no form or more than one."""
-        given = {name for name in self.__struct_fields__ if getattr(self, name) is not None}
-        form = "+".join(sorted(given))
-        return form if form in ("text", "completion+prompt", "messages", _PREFERENCES) else None
+    def has_chats(self) -> bool:
+        return any(isinstance(value, list) for name, value in self.rows[0][1].items() if name not in _OF_CHATS)
 
 
-def render_chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
+def read(path: Path, *, model: Path | None = None) -> Corpus:
+    """Read a file. `*.jsonl` and `*.ndjson` hold one JSON object per line; any other file is plain text
+    (`read_documents`). OpenAI's preferences, Alpaca's and ShareGPT's rows are converted. Raises `ConfigError`, which
+    names the line, if the file is unreadable, empty or malformed, or if it has chats and the folder `model` has no
+    template."""
+    if path.suffix.lower() not in _JSON_LINES:
+        return Corpus("text", [(str(path), {"text": text}) for text in read_documents(path)])
+    read_text(path)  # names what is wrong with the file
+    form, rows = None, []
+    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            own, row = _row(line)
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from error
+        kind = own, {type(row[name]) for name in row.keys() - _OF_CHATS}
+        form = form or kind
+        if kind != form:
+            raise ConfigError(f"{place}: every line must have the form of the first one; {_WRITE}")
+        rows.append((place, row))
+    if form is None:
+        raise ConfigError(f"{path} holds no lines")
+    corpus = Corpus(form[0], rows)
+    if model is not None and corpus.has_chats:
+        check_template(model)
+    return corpus
+
+
+def _row(line: bytes) -> tuple[Form, dict[str, Any]]:
+    """Return the form of a line, and its fields in TRL's forms."""
+    try:
+        row = _convert(msgspec.json.decode(line, type=dict[str, Any]))
+        row = {name: value for name, value in row.items() if _given(value)}
+        for name in row.keys() - _Line.__struct_fields__:
+            raise ConfigError(f"the field {name!r} would not be learned; {_INSTEAD.get(name, 'remove it')}")
+        msgspec.convert(row, _Line)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{error}; {_WRITE}") from error
+    except UNDECODABLE as error:
+        raise ConfigError(f"this is not one whole JSON object; {_WRITE}") from error
+    form = _FORMS.get(frozenset(row.keys() - _OF_CHATS))
+    fields = {name: value for name, value in row.items() if name not in _OF_CHATS}
+    kinds = {type(value) for value in fields.values()}
+    if form is None or len(kinds) > 1 or (kinds == {str} and len(fields) < len(row)):
+        raise ConfigError(f"{', '.join(sorted(row))} do not go together; {_WRITE}")
+    if kinds == {list}:
+        for name in fields:
+            row[name] = [_message(one) for one in row[name]]
+        row |= {"tools": _json(row["tools"])} if isinstance(row.get("tools"), str) else {}
+    if form == "preferences" and "prompt" not in row:  # it is what both answers begin with, as in TRL
+        chosen, rejected = row["chosen"], row["rejected"]
+        pairs = enumerate(zip(chosen, rejected, strict=False))
+        start = next((at for at, (one, other) in pairs if one != other), min(len(chosen), len(rejected)) - 1)
+        start -= start > 0 and chosen[start - 1] == " "
+        row |= {"prompt": chosen[:start], "chosen": chosen[start:], "rejected": rejected[start:]}
+    if kinds == {list}:
+        _check_answers(form, row)
+    return form, row
+
+
+def _given(value: object) -> bool:
+    return value is not None and value not in ([], {})
+
+
+def _convert(row: dict[str, Any]) -> dict[str, Any]:
+    """Bring OpenAI's preferences and the rows of ShareGPT and Alpaca into TRL's forms."""
+    if isinstance(row.get("input"), dict):
+        row |= row.pop("input")
+        row |= {new: row.pop(old) for old, new in _OPENAI.items() if old in row}
+    elif isinstance(row.get("conversations"), list):
+        row["messages"] = row.pop("conversations")
+        for one in row["messages"]:
+            if isinstance(one, dict) and {"from", "value"} <= one.keys():
+                if one["from"] not in _SHAREGPT:
+                    raise ConfigError(f"a message is from {one['from']!r}, which is not known; write role and content")
+                one |= {"role": _SHAREGPT[one.pop("from")], "content": one.pop("value")}
+    elif isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str):
+        asked = "\n\n".join(filter(None, (row.pop("instruction"), row.pop("input", ""))))
+        row["messages"] = [{"role": "user", "content": asked}, {"role": "assistant", "content": row.pop("output")}]
+    return row
+
+
+def _message(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as chat templates need it: with a text as its content, and the arguments of calls as objects."""
+    message = {name: value for name, value in given.items() if _given(value) and value != ""}
+    content = given.get("content")
+    if content is None and "tool_calls" not in message:
+        raise ConfigError(f"a message of role {given['role']} has no content")
+    message["content"] = "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+    if given["role"] == "developer":
+        message["role"] = "system"
+    for call in message.get("tool_calls", ()):
+        if isinstance(arguments := call["function"]["arguments"], str):
+            call["function"]["arguments"] = _json(arguments)
+    return message
+
+
+def _check_answers(form: Form, row: dict[str, Any]) -> None:
+    """Refuse a row whose answers are not the assistant's."""
+    answers = [one for name in ("messages", "completion", "chosen", "rejected") for one in row.get(name, ())]
+    own = [one for one in answers if one["role"] == "assistant"]
+    if form == "chats" and all(one.get("weight") == 0 for one in own):
+        raise ConfigError("there is no message of role assistant to learn")
+    if form != "chats" and len(own) < len(answers):
+        raise ConfigError("an answer has another role than assistant; write the chat as messages")
+    if form != "chats" and not row["prompt"]:
+        raise ConfigError("chosen and rejected do not begin with the same message")
+    weighted = [one for one in (*row.get("prompt", ()), *answers) if "weight" in one]
+    if any(form != "chats" or one["role"] != "assistant" for one in weighted):
+        raise ConfigError("weight is only for the assistant's messages of a chat; remove it")
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"tools or arguments are not JSON: {text[:80]!r}") from error
+
+
+def render_chat(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
     """Return the text of a chat in the tokenizer's chat template. Raises `ConfigError` if there is no template, or if
     the template refuses the messages."""
     if not (options.get("chat_template") or tokenizer.chat_template):
@@ -120,67 +252,6 @@ def check_context(context: int | None, *, prompt: int, new: int) -> None:
         )
 
 
-def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int) -> tuple[list[Any], int]:
-    """Read a file and encode it as training examples.
-
-    A `*.jsonl` or `*.ndjson` file holds one JSON object per line. All lines have the same fields: `text`, which is
-    packed like plain text; `prompt` and `completion`, of which the model learns the completion; `messages`, which the
-    chat template renders and of which the model learns the assistant's; or `input`, `preferred_output` and
-    `non_preferred_output`, as in OpenAI's API, which become preferences. Any other file is plain text; see
-    `read_documents`.
-
-    Args:
-        length: maximum number of tokens of an example.
-
-    Returns:
-        The examples or preferences, and the number of those that were cut to `length`.
-
-    Raises:
-        ConfigError: the file is unreadable, empty or malformed. The message names the line.
-    """
-    lines = list(_read_lines(path)) if path.suffix.lower() in _JSON_LINES else []
-    if not lines or lines[0][1].form == "text":
-        documents = [str(line.text) for _, line in lines] or read_documents(path)
-        return [Example(block, block) for block in to_blocks(documents, tokenizer, length=length)], 0
-    examples, shortened = [], 0
-    for number, line in lines:
-        try:
-            wholes = _encode(line, tokenizer)
-        except ConfigError as error:
-            raise ConfigError(f"{path}, line {number}: {error}") from error
-        cuts = [Example(whole.input_ids[:length], whole.labels[:length]) for whole in wholes]
-        shortened += any(len(whole.input_ids) > length for whole in wholes)
-        if all(any(label != NOT_LEARNED for label in cut.labels[1:]) for cut in cuts):
-            examples.append(cuts)
-    if not examples:
-        raise ConfigError(f"{path}: no line has a token to learn within {length} tokens; raise --sequence-length")
-    if lines[0][1].form == _PREFERENCES:
-        return [Preference(*cuts) for cuts in examples], shortened
-    return [cut for (cut,) in examples], shortened
-
-
-def rows_of(examples: Sequence[Example | Preference]) -> list[Example]:
-    """Return examples, with both answers of each preference."""
-    return [row for one in examples for row in (one if isinstance(one, Preference) else (one,))]
-
-
-def check(path: Path, *, model: Path | None = None, preferences: bool | None = None) -> None:
-    """Check a file without encoding it, in no more memory than the file's size. Raises `ConfigError`, which names the
-    line, if the file is unreadable, empty or malformed, or if it has chats and the folder `model` has no template.
-    `preferences`: whether the file must have preferences, or must not."""
-    forms = {line.form for _, line in _read_lines(path)} if path.suffix.lower() in _JSON_LINES else {None}
-    if preferences is not None and preferences != (_PREFERENCES in forms):
-        needed = "--beta and the method dpo need" if preferences else "only the method dpo takes"
-        raise ConfigError(f'{path}: {needed} lines of {{"input", "preferred_output", "non_preferred_output"}}')
-    if forms != {None}:
-        if forms & {"messages", _PREFERENCES} and model is not None:
-            check_template(model)
-        return
-    if not any(line.strip() for line in _lines(path)):
-        raise ConfigError(f"{path} holds no text")
-    _refuse_json(path)
-
-
 def check_template(model: Path) -> None:
     """Raise `ConfigError` if no file in a model's folder holds a chat template."""
     settings = model / "tokenizer_config.json"
@@ -197,7 +268,7 @@ def _refuse_json(path: Path) -> None:
     if path.suffix.lower() == ".json" or _is_json(text.partition(b"\n")[0]) or _is_json(text):
         raise ConfigError(
             f"{path} holds JSON, and the model would learn braces and field names as text. Pass plain text, or pass a "
-            f"file .jsonl to `tenant finetune`, with one example per line, as {_FORMS}"
+            f"file .jsonl to `tenant finetune`, and {_WRITE}"
         )
 
 
@@ -214,7 +285,7 @@ def read_documents(path: Path) -> list[str]:
     `ConfigError` if the file is unreadable, not UTF-8, empty, or JSON."""
     text = read_text(path)
     _refuse_json(path)
-    parts = text.split("\n\n") if "\n\n" in text.strip() else text.splitlines()
+    parts = text.split("\n\n" if "\n\n" in text.strip() else "\n")
     documents = [part.strip() for part in parts if part.strip()]
     if not documents:
         raise ConfigError(f"{path} holds no text")
@@ -229,7 +300,7 @@ def to_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, *, lengt
     """
     ids: list[int] = []
     for encoded in tokenizer(documents, verbose=False)["input_ids"]:
-        ids += _ended(encoded, tokenizer)
+        ids += ended(encoded, tokenizer)
     if len(ids) < 2:
         raise ConfigError("the text has fewer than two tokens; there is nothing to predict")
     if len(ids) < length:
@@ -244,86 +315,8 @@ def hold_out(examples: Sequence[T]) -> tuple[list[T], list[T]]:
     return list(examples[: len(examples) - count]), list(examples[len(examples) - count :])
 
 
-def _encode_pair(line: JsonLine, tokenizer: PreTrainedTokenizerBase) -> Example:
-    prompt, completion = str(line.prompt), str(line.completion)
-    given = tokenizer(prompt)["input_ids"]
-    if given[-1:] == [tokenizer.eos_token_id]:
-        given = given[:-1]
-    whole = tokenizer(prompt + completion)["input_ids"]
-    if whole[: len(given)] != given:  # a token spans prompt and completion, which cannot happen in generation
-        whole = given + tokenizer(completion, add_special_tokens=False)["input_ids"]
-    whole = _ended(whole, tokenizer)
-    return Example(whole, [NOT_LEARNED] * len(given) + whole[len(given) :])
-
-
-def _encode(line: JsonLine, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
-    """Return the example of a line, or its two examples."""
-    if line.input is not None:
-        chat, replies = line.input.messages, (line.preferred_output or (), line.non_preferred_output or ())
-        return [_encode_chat([*chat, *reply], tokenizer, first=len(chat)) for reply in replies]
-    return [_encode_pair(line, tokenizer) if line.messages is None else _encode_chat(line.messages, tokenizer)]
-
-
-def _encode_chat(given: Sequence[JsonMessage], tokenizer: PreTrainedTokenizerBase, *, first: int = 0) -> Example:
-    """Encode a chat, of which the model learns the assistant's messages from number `first` on."""
-    messages = [{"role": message.role, "content": message.content} for message in given]
-    if not tokenizer.is_fast:
-        raise ConfigError(
-            "chats need a fast tokenizer (tokenizer.json), which returns the offset of each token in the text"
-        )
-    text = render_chat(messages, tokenizer)
-    replies = []  # (start, end) in the text of each assistant message: the text that follows the generation prompt
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant" and i >= first:
-            before = render_chat(messages[:i], tokenizer, add_generation_prompt=True)
-            after = render_chat(messages[: i + 1], tokenizer)
-            # some templates render a message differently if others follow; such a message is not learned
-            if after.startswith(before) and text.startswith(after):
-                replies.append((len(before), len(after)))
-    if not replies:
-        raise ConfigError("the rendered chat has no message of role assistant, so there is nothing to learn; add one")
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)  # the template adds them
-
-    def learned(start: int, end: int) -> bool:
-        return start < end and any(first <= start and end <= last for first, last in replies)
-
-    pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-    return Example(list(encoded["input_ids"]), [token if learned(*at) else NOT_LEARNED for token, at in pairs])
-
-
-def _ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return token ids with the end-of-text token at their end, if there is one."""
     if tokenizer.eos_token_id is None or ids[-1:] == [tokenizer.eos_token_id]:
         return ids
     return [*ids, int(tokenizer.eos_token_id)]
-
-
-def _read_lines(path: Path) -> Iterator[tuple[int, JsonLine]]:
-    """Yield the number and content of each line that is not blank. Raises `ConfigError` if a line has another form than
-    the first."""
-    form = None
-    for number, line in enumerate(_lines(path), start=1):
-        if line.strip():
-            try:
-                parsed = msgspec.json.decode(line, type=JsonLine)
-            except msgspec.ValidationError as error:
-                raise ConfigError(f"{path}, line {number}: {error}; write one of {_FORMS}") from error
-            except UNDECODABLE as error:
-                raise ConfigError(
-                    f"{path}, line {number} is not one whole JSON object; write each example on one line, as {_FORMS}"
-                ) from error
-            form = form or parsed.form
-            if form is None or parsed.form != form:
-                raise ConfigError(f"{path}, line {number}: every line must have the same form, one of {_FORMS}")
-            yield number, parsed
-    if form is None:
-        raise ConfigError(f"{path} holds no lines")
-
-
-def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file, one at a time in memory. Raises `ConfigError` as `read_text` does."""
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            yield from file
-    except (OSError, UnicodeDecodeError):
-        read_text(path)
-        raise

@@ -4,10 +4,13 @@ Each field with a `typer.Option` is an option of the command line with the same 
 This module does not import torch.
 """
 
+import importlib.util
 from dataclasses import dataclass, field
 from typing import Annotated
 
 from typer import Option
+
+from symbiosis_priv.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
 DEFAULT_BETA = 0.1
@@ -40,6 +43,10 @@ class FineTuning:
     pad_to_multiple_of: Annotated[
         int, Option(min=1, help="Pad examples to a multiple of this number of tokens; providers see padded lengths.")
     ] = 1
+    packing: Annotated[
+        bool,
+        Option("--packing", help="Put several chats in one row: fewer padded tokens, and providers see no lengths."),
+    ] = False
     gradient_accumulation: Annotated[int, Option(min=1, help="Forward passes per step.")] = 1
     overlap: Annotated[
         int,
@@ -81,3 +88,9 @@ class Decoding:
     @property
     def samples(self) -> bool:
         return bool(self.temperature) or self.top_p is not None
+
+
+def check_installed() -> None:
+    """Refuse to fine-tune without the packages of the extra `finetune`. Raises `ConfigError`."""
+    if importlib.util.find_spec("trl") is None:
+        raise ConfigError("trl is not installed; run in the project's clone: pip install '.[finetune]'")

@@ -48,6 +48,7 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int
     pad_to_multiple_of: int = 1
     overlap: int = 1
+    packing: bool = False
     beta: float | None = None
 
     def check_continues(self, before: Self) -> None:
@@ -127,12 +128,21 @@ def check_space(output: Path, size: int) -> None:
             os.posix_fallocate(file.fileno(), 0, size)
 
 
-def last_checkpoint(output: Path) -> Path:
-    """Return the newest complete checkpoint. Raises `ConfigError` if `output` has none."""
-    steps = {path: int(path.name.partition("-")[2]) for path in output.glob("checkpoint-*") if is_whole(path)}
-    if not steps:
+def last_checkpoint(output: Path, *, of: RunRecord | None = None) -> Path:
+    """Return the newest complete checkpoint. Raises `ConfigError` if `output` has none, or has a checkpoint of another
+    run than `of`, which the run would delete."""
+    found = [path for path in output.glob("checkpoint-*") if path.is_dir() and any(path.iterdir())]
+    if not (whole := [path for path in found if is_whole(path)]):
         raise ConfigError(f"there is no checkpoint to resume from in {output}; leave --resume out to start")
-    return max(steps, key=lambda path: steps[path])
+    if of is not None:
+        for path in found:
+            of.check_continues(read_record(path))
+    return max(whole, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the number of steps after which a checkpoint was written."""
+    return int(checkpoint.name.partition("-")[2])
 
 
 def is_whole(checkpoint: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Hugging Face's `Trainer`, extended to save all completed steps when a run ends early.
+"""TRL's `SFTTrainer` and `DPOTrainer`, extended to save all completed steps when a run ends early.
 
 Theory of operation. A run ends early by a signal, a lost provider or a full disk. In the forward and backward pass,
 adapter and optimizer are in the state after the last completed step, so a checkpoint can be written there. Signals are
@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.functional import cross_entropy
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
+from trl import DPOTrainer, SFTTrainer
+from trl.trainer.utils import FusedCausalLMOutput
 
 from symbiosis_priv.checkpoints.vetting import vet_adapter
 from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError, SymbiosisError, one_line
@@ -28,8 +30,9 @@ from symbiosis_priv.system.interrupts import Interrupts
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_adapter_tensors
 from tenant.model.overlap import overlapped
+from tenant.model.remote_linear import RemoteLayer
 from tenant.session.tally import Ledger
-from tenant.training.corpus import NOT_LEARNED
+from tenant.training.examples import NOT_LEARNED
 from tenant.training.output import RunRecord, is_whole, last_checkpoint, save_adapter, write_record
 
 _STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
@@ -60,8 +63,8 @@ Progress = Callable[[Step], None]
 """Called after every step."""
 
 
-class ResumableTrainer(Trainer):
-    """A `Trainer` that saves completed steps when a run ends early; see the module's docstring.
+class Resumable(Trainer):
+    """Saves completed steps when a run ends early; see the module's docstring. A mixin for TRL's trainers.
 
     Args:
         record: settings that a later run must share to continue from this one.
@@ -168,6 +171,12 @@ class ResumableTrainer(Trainer):
         super()._save_rng_state(output_dir)
         save_adapter(self.model, self._output)
 
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """Write none: PEFT writes one."""
+
+    def _send_telemetry(self) -> None:
+        """Send none. TRL's trainers tell Hugging Face the model's architecture and the machine's device."""
+
     def _rescue(self) -> str:
         """Write a checkpoint and the adapter if possible. Returns a sentence that says what is saved."""
         done, total = self.state.global_step, self.state.max_steps
@@ -187,40 +196,49 @@ class ResumableTrainer(Trainer):
             return f"saved before: {last}; free some disk space, then the same command with --resume continues from it"
 
 
-class PreferenceTrainer(ResumableTrainer):
-    """Direct preference optimisation (DPO, arXiv 2305.18290): the model learns to prefer the first row of each pair.
-    The reference is the model with its adapter turned off. As in TRL, there is no dropout.
+class TextTrainer(Resumable, SFTTrainer):
+    """TRL's `SFTTrainer`, with the loss of the model itself: TRL multiplies by the weight of the LM head, which may be
+    at the providers."""
 
-    Args:
-        beta: the larger, the closer the model stays to the reference.
-    """
+    compute_loss = Trainer.compute_loss
+    prediction_step = Trainer.prediction_step
 
-    def __init__(self, *, beta: float, **options: Any) -> None:
+
+class PreferenceTrainer(Resumable, DPOTrainer):
+    """TRL's `DPOTrainer`. Its data sets hold token ids, as the collator takes them. The reference is the model with its
+    adapter turned off."""
+
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._beta = beta
-        self.model_accepts_loss_kwargs = False  # the loss is a mean over pairs
-        assert self.model is not None
-        for module in self.model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
+        model: Any = self.model
+        base = model.get_base_model()
+        if isinstance(base.get_output_embeddings(), RemoteLayer):
+            base.forward = _scoring(base.forward)
 
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Return the mean loss of the pairs, in nats."""
-        given = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+    def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+        return dataset
 
-        def learned() -> Tensor:
-            """The log probability of the learned tokens of each row: `[rows]`."""
-            logits = model(**given, use_cache=False).logits[:, :-1].float()
-            labels = inputs["labels"][:, 1:]
-            return -cross_entropy(logits.mT, labels, ignore_index=NOT_LEARNED, reduction="none").sum(dim=1)
 
-        with torch.no_grad(), self.accelerator.unwrap_model(model).disable_adapter():
-            reference = learned()
-        preferred, other = (learned() - reference).view(-1, 2).unbind(dim=1)
-        loss = -logsigmoid(self._beta * (preferred - other)).mean()
-        return (loss, {}) if return_outputs else loss
+def _scoring(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward pass that takes TRL's `fused_lm_head` and computes all logits. TRL would read the weight of the
+    LM head, which is at the providers. `forward`: the model's forward pass, as TRL has extended it."""
+
+    def scoring(*inputs: Any, fused_lm_head: bool = False, labels: Any = None, **options: Any) -> Any:
+        if not fused_lm_head:
+            return forward(*inputs, labels=labels, **options)
+        logits, labels = forward(*inputs, **options).logits[:, :-1].float(), labels[:, 1:]
+        with torch.no_grad():
+            shares = logits.log_softmax(-1)
+            entropy = -(shares.exp() * shares).sum(-1)
+        return FusedCausalLMOutput(
+            log_probs=-cross_entropy(logits.mT, labels, ignore_index=NOT_LEARNED, reduction="none"),
+            entropy=entropy,
+            mean_logits=logits.detach().mean(-1),
+            is_top1=logits.argmax(-1) == labels,
+            label_mask=labels != NOT_LEARNED,
+        )
+
+    return scoring
 
 
 @contextlib.contextmanager
@@ -251,23 +269,22 @@ class _RandomState(TrainerCallback):
 class TrainingMeter(TrainerCallback):
     """Measures losses, tokens, time and traffic of training, without the evaluations before and after it."""
 
-    def __init__(self, model: nn.Module, report: Progress | None) -> None:
-        self._model = model
+    def __init__(self, report: Progress | None) -> None:
         self._report = report
         self.losses: list[float] = []
         self.tokens = 0
         self.seconds = 0.0
-        self.ledger = ledger_of(model)
+        self.ledger: Ledger | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self.tokens = -int(state.num_input_tokens_seen)  # a resumed run counts the tokens of earlier runs
-        self.ledger = ledger_of(self._model)
+        self.ledger = ledger_of(kwargs["model"])
         self.seconds = -time.perf_counter()
 
     def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self.seconds += time.perf_counter()
         self.tokens += int(state.num_input_tokens_seen)
-        now = ledger_of(self._model)
+        now = ledger_of(kwargs["model"])
         self.ledger = since(self.ledger, now) if self.ledger and now else None
 
     def on_log(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
@@ -275,7 +292,7 @@ class TrainingMeter(TrainerCallback):
         if loss is not None:
             self.losses.append(float(loss))
             if self._report:
-                now = ledger_of(self._model)
+                now = ledger_of(kwargs["model"])
                 spent = since(self.ledger, now) if self.ledger and now else Ledger()
                 traffic = spent.bytes_to_executors + spent.bytes_to_helpers
                 traffic += spent.bytes_from_executors + spent.bytes_from_helpers

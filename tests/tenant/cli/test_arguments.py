@@ -38,7 +38,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "used" / "file").touch()
     (tmp_path / "notes.txt").write_text("one\n\ntwo\n")
     (tmp_path / "pairs.txt").write_text('{"prompt": "a", "completion": "b"}\n')
-    (tmp_path / "chats.jsonl").write_text('\n{"messages": [{"role": "user", "content": "a"}]}\n')
+    (tmp_path / "chats.jsonl").write_text('\n{"messages": [{"role": "assistant", "content": "a"}]}\n')
+    (tmp_path / "ratings.jsonl").write_text('{"prompt": "a", "completion": "b", "label": true}\n')
     identity = issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="alpha")
     alpha = {"name": "alpha", "operator": "Alpha GmbH", "role": "executor", "address": "127.0.0.1:1"}
     written = federation_text(
@@ -79,6 +80,8 @@ WRONG = (
     (f"{GENERATE} --chat", "no chat template"),
     ("tenant chat -m model -f none.toml", "no chat template"),
     (FINETUNE.replace("notes.txt", "chats.jsonl"), "no chat template"),
+    ("tenant check -m model -t ratings.jsonl --show 2", "'label'"),
+    ("tenant check -m model --show 2", "--show"),
     (f"{SERVE[:-1]}PORT", "PORT"),
     ("serve-demo --listen 127.0.0.1:PORT", "PORT"),
     (f"{SERVE} -a used", "NAME=FOLDER"),

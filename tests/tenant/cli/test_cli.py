@@ -97,6 +97,7 @@ def test_finetune_writes_a_peft_folder_and_resumes(
     resumed = tenant("finetune", *again, "--steps", "3", "--resume", "--gradient-checkpointing")
     assert "steps" in resumed
     assert (adapter / "checkpoint-3").is_dir()
+    assert tenant("finetune", *again, "--steps", "3", "--resume").count("\nfinished: ") == 1
 
 
 class Evil:
@@ -291,6 +292,19 @@ def test_hints_are_shown_made_and_used(
     assert "0 answers rejected" in shown
     with pytest.raises(ConfigError, match="--hint-bits 17: choose one of 16, 20, 24, 32"):
         tenant("prepare", *where, "--masking", "lwe", "--hint-bits", "17")
+
+
+def test_check_shows_examples_with_what_is_learned(model: Path, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "1+1 [or 2]?"}, {"role": "assistant", "content": "2", "weight": 1}]
+    chats.write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"messages": turns * 200}) + "\n")
+    shutil.copytree(model, tmp_path / "model")
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    shown = tenant("check", "--model", str(tmp_path / "model"), "--data", str(chats), "--show", "1")
+    assert "\n<user>1+1 [or 2]?<assistant>[[2]]\n" in shown
+    assert "2 examples; 1 cut to 256 tokens, 0 left out" in shown
 
 
 def test_check_shows_the_split_without_reading_weights(model: Path, tmp_path: Path) -> None:

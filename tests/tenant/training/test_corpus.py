@@ -1,215 +1,190 @@
-"""A tenant's data: accepted files, and the tokens that the model learns."""
+"""A tenant's data: the forms that are read, and what is refused, by line and by name."""
 
 import json
-import tracemalloc
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from hypothesis import given, strategies as st
 
 from symbiosis_priv.errors import ConfigError
-from tenant.training.corpus import NOT_LEARNED, check, load_examples, to_blocks
-
-TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+from tenant.training.corpus import read
+from tests.tenant.training.conftest import Write
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    """One token per byte, and the template's tokens."""
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    core = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(sorted(alphabet))}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    whole = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
-    whole.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|end|>"]})
-    whole.chat_template = TEMPLATE
-    return whole
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
 
 
-def write(path: Path, *lines: Any) -> Path:
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
-    return path
+def reply(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
 
 
-def learned(example: Any, tokenizer: PreTrainedTokenizerBase) -> str:
-    assert len(example.labels) == len(example.input_ids)
-    assert all(label in (NOT_LEARNED, token) for label, token in zip(example.labels, example.input_ids, strict=True))
-    return str(tokenizer.decode([label for label in example.labels if label != NOT_LEARNED]))
+CALL = {"function": {"name": "add", "arguments": {"x": 1}}}
+PARTS = [{"type": "text", "text": "4"}, {"type": "text", "text": "!"}]
 
-
-def test_text_lines_are_packed_like_plain_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    lines = write(tmp_path / "t.jsonl", {"text": "one\u2028line", "id": 3}, {"text": "two"})
-    plain = tmp_path / "t.txt"
-    plain.write_text("one\u2028line\n\ntwo", encoding="utf-8")
-    assert load_examples(lines, tokenizer, length=4) == load_examples(plain, tokenizer, length=4)
-    examples, shortened = load_examples(lines, tokenizer, length=100)
-    assert learned(examples[0], tokenizer) == "one\u2028line</s>two</s>"
-    assert shortened == 0
-
-
-def test_the_completion_of_a_pair_is_learned(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    lines = write(
-        tmp_path / "p.jsonl", {"prompt": "2+2=", "completion": "4"}, {"prompt": "", "completion": "no prompt"}
-    )
-    (first, second), _ = load_examples(lines, tokenizer, length=100)
-    assert tokenizer.decode(first.input_ids) == "2+2=4</s>"
-    assert learned(first, tokenizer) == "4</s>"
-    assert learned(second, tokenizer) == "no prompt</s>"
-
-
-def test_the_assistants_messages_of_a_chat_are_learned(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    turns = [("user", "Hi"), ("assistant", "Hello"), ("user", "Bye <|assistant|>"), ("assistant", "See you")]
-    lines = write(tmp_path / "c.jsonl", {"messages": [{"role": role, "content": words} for role, words in turns]})
-    (example,), _ = load_examples(lines, tokenizer, length=100)
-    assert learned(example, tokenizer) == "Hello<|end|>See you<|end|>"
-    start = "<|user|>Hi<|end|><|assistant|>Hello<|end|>"
-    assert str(tokenizer.decode(example.input_ids)).startswith(start)
-
-
-def test_a_reply_that_the_template_rewrites_later_is_input_only(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Reasoning models do this: they drop the thoughts of earlier turns."""
-    forgets = TEMPLATE.replace("{{ message.content }}", "{{ message.content if loop.last else message.content[:1] }}")
-    monkeypatch.setattr(tokenizer, "chat_template", forgets)
-    turns = [("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "See you")]
-    lines = write(tmp_path / "c.jsonl", {"messages": [{"role": role, "content": words} for role, words in turns]})
-    with pytest.raises(ConfigError, match="line 1: the rendered chat has no message of role assistant"):
-        load_examples(lines, tokenizer, length=100)
-
-
-def test_long_examples_are_cut_and_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    lines = write(
-        tmp_path / "p.jsonl",
-        {"prompt": "abc", "completion": "defgh"},
-        {"prompt": "a", "completion": "b"},
-        {"prompt": "far too long", "completion": "nothing is left of this"},
-    )
-    examples, shortened = load_examples(lines, tokenizer, length=5)
-    assert [learned(example, tokenizer) for example in examples] == ["de", "b</s>"]
-    assert shortened == 2
-    with pytest.raises(ConfigError, match="--sequence-length"):
-        load_examples(lines, tokenizer, length=1)
-
-
-PREFERENCE: dict[str, Any] = {
-    "input": {
-        "messages": [{"role": role, "content": words} for role, words in (("assistant", "Hi"), ("user", "2+2?"))]
-    },
-    "preferred_output": [{"role": "assistant", "content": "4"}],
-    "non_preferred_output": [{"role": "assistant", "content": "Well, 4"}],
+CONVERTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "OpenAI's preferences": (
+        {
+            "input": {"messages": [user("2+2?")], "tools": [{"a": 1}], "parallel_tool_calls": None},
+            "preferred_output": [reply("4")],
+            "non_preferred_output": [reply("5")],
+        },
+        {"prompt": [user("2+2?")], "tools": [{"a": 1}], "chosen": [reply("4")], "rejected": [reply("5")]},
+    ),
+    "Alpaca": (
+        {"instruction": "Add.", "input": "2 2", "output": "4"},
+        {"messages": [user("Add.\n\n2 2"), reply("4")]},
+    ),
+    "Alpaca without input": (
+        {"instruction": "Add.", "input": "", "output": "4"},
+        {"messages": [user("Add."), reply("4")]},
+    ),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4", "weight": 1}]},
+        {"messages": [user("2+2?"), reply("4", weight=1)]},
+    ),
+    "TRL's conversations": ({"conversations": [user("2+2?"), reply("4")]}, {"messages": [user("2+2?"), reply("4")]}),
+    "texts in parts": ({"messages": [user("2+2?"), reply(PARTS)]}, {"messages": [user("2+2?"), reply("4!")]}),  # type: ignore[arg-type]
+    "a developer": (
+        {"messages": [{"role": "developer", "content": "Add."}, reply("4")]},
+        {"messages": [{"role": "system", "content": "Add."}, reply("4")]},
+    ),
+    "arguments as a text": (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"function": {"name": "add", "arguments": '{"x": 1}'}}],
+                }
+            ]
+        },
+        {"messages": [reply("", tool_calls=[CALL])]},
+    ),
+    "tools as a text": (
+        {"messages": [reply("4")], "tools": '[{"a": 1}]'},
+        {"messages": [reply("4")], "tools": [{"a": 1}]},
+    ),
+    "fields without a value": (
+        {"text": "a", "id": None, "tags": [], "more": {}},
+        {"text": "a"},
+    ),
+    "a prompt in both answers": (
+        {"chosen": [user("2+2?"), reply("4")], "rejected": [user("2+2?"), reply("5")]},
+        {"prompt": [user("2+2?")], "chosen": [reply("4")], "rejected": [reply("5")]},
+    ),
+    "a prompt in both texts": (
+        {"chosen": "The sky is blue.", "rejected": "The sky is green."},
+        {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."},
+    ),
 }
 
 
-def test_both_answers_of_a_preference_are_learned_and_nothing_before(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    lines = write(tmp_path / "p.jsonl", PREFERENCE, PREFERENCE)
-    pairs, shortened = load_examples(lines, tokenizer, length=100)
-    assert [[learned(one, tokenizer) for one in pair] for pair in pairs] == [["4<|end|>", "Well, 4<|end|>"]] * 2
-    assert shortened == 0
-    length = len(pairs[0].preferred.input_ids)
-    assert load_examples(lines, tokenizer, length=length)[1] == 2  # the other answer is longer
-    with pytest.raises(ConfigError, match="--sequence-length"):
-        load_examples(lines, tokenizer, length=length - 2)  # nothing is left of either answer
+@pytest.mark.parametrize("name", CONVERTED)
+def test_rows_are_brought_into_trls_forms(name: str, write: Write) -> None:
+    given, expected = CONVERTED[name]
+    assert [row for _, row in read(write(given)).rows] == [expected]
 
 
+PREFERENCE = CONVERTED["OpenAI's preferences"][0]
 WRONG: dict[str, tuple[list[Any], str]] = {
-    "no JSON": (["{"], "line 1 is not one whole JSON object"),
-    "an object on several lines": (["{", '"text": "a"}'], "line 1 is not one whole JSON object"),
-    "another type": ([{"text": 3}], "line 1: .*text"),
-    "no known form": ([{"text": "a"}, {"prompt": "a"}], "line 2: .*completion"),
-    "two forms": ([{"text": "a", "prompt": "b", "completion": "c"}], "line 1: "),
-    "mixed forms": ([{"text": "a"}, {"prompt": "b", "completion": "c"}], "line 2: "),
+    "no JSON": (["{"], "line 1: this is not one whole JSON object"),
+    "an object on several lines": (["{", '"text": "a"}'], "line 1: this is not one whole JSON object"),
+    "an array": (["[]"], "line 1: Expected `object`"),
+    "another type": ([{"text": 3}], r"line 1: .*\$\.text"),
+    "no known form": ([{"text": "a"}, {"prompt": "a"}], "line 2: prompt do not go together"),
+    "two forms": ([{"text": "a", "prompt": "b", "completion": "c"}], "line 1: completion, prompt, text do not go"),
+    "mixed forms": ([{"text": "a"}, {"prompt": "b", "completion": "c"}], "line 2: every line"),
+    "texts and chats": (
+        [{"prompt": "b", "completion": "c"}, {"prompt": [user("b")], "completion": [reply("c")]}],
+        "line 2",
+    ),
+    "a text and a chat": ([{"prompt": "b", "completion": [reply("c")]}], "line 1: completion, prompt do not go"),
     "nothing": ([""], "holds no lines"),
-    "nobody answers": ([{"messages": [{"role": "user", "content": "a"}]}], "line 1: .*assistant"),
-    "a preference without a second answer": (
+    "another field": ([{"text": "a", "id": 0}], "line 1: the field 'id' would not be learned; remove it"),
+    "functions": ([{"messages": [reply("a")], "functions": [{}]}], "line 1: the field 'functions' .*write tools"),
+    "ratings": ([{"prompt": "a", "completion": "b", "label": False}], "line 1: the field 'label' .*KTOTrainer"),
+    "tools of a text": ([{"text": "a", "tools": [{"b": 1}]}], "line 1: text, tools do not go together"),
+    "an option of OpenAI's": (
+        [{**PREFERENCE, "input": {"messages": [user("a")], "parallel_tool_calls": False}}],
+        "'parallel_",
+    ),
+    "nobody answers": ([{"messages": [user("a")]}], "line 1: .*assistant"),
+    "nobody is learned": ([{"messages": [user("a"), reply("b", weight=0)]}], "line 1: .*assistant"),
+    "half a weight": ([{"messages": [user("a"), reply("b", weight=0.5)]}], r"line 1: .*weight"),
+    "a weight of a user": ([{"messages": [{**user("a"), "weight": 0}, reply("b")]}], "line 1: weight"),
+    "a weight of a completion": ([{"prompt": [user("a")], "completion": [reply("b", weight=1)]}], "line 1: weight"),
+    "no content": ([{"messages": [user("a"), {"role": "assistant"}]}], "line 1: .*assistant has no content"),
+    "a picture": ([{"messages": [user([{"type": "image"}])]}], r"line 1: .*content\[0\]"),  # type: ignore[arg-type]
+    "a call without arguments": (
+        [{"messages": [reply("", tool_calls=[{"function": {"name": "a"}}])]}],
+        "line 1: .*arguments",
+    ),
+    "arguments that are no JSON": (
+        [{"messages": [reply("", tool_calls=[{"function": {"name": "a", "arguments": "{"}}])]}],
+        "line 1: .*not JSON",
+    ),
+    "one answer only": (
         [{key: PREFERENCE[key] for key in ("input", "preferred_output")}],
-        "line 1: .*non_preferred_output",
+        "line 1: chosen, prompt, tools do",
     ),
-    "an answer of a user": (
-        [PREFERENCE | {"preferred_output": [{"role": "user", "content": "4"}]}],
-        "line 1: .*preferred_output",
+    "an answer of a user": ([PREFERENCE | {"preferred_output": [user("4")]}], "line 1: an answer has another role"),
+    "answers to nothing": (
+        [{"chosen": [reply("a")], "rejected": [reply("b")]}],
+        "line 1: chosen and rejected do not begin",
     ),
-    "two answers": ([PREFERENCE, PREFERENCE | {"preferred_output": PREFERENCE["preferred_output"] * 2}], "line 2: .*1"),
-    "tools": ([PREFERENCE | {"input": {"messages": [], "tools": [{}]}}], r"line 1: .*\.tools"),
-    "parts that are no text": ([{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], "line 1: .*content"),
+    "nobody known": ([{"conversations": [{"from": "observation", "value": "a"}]}], "line 1: .*'observation'"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_mistakes_are_named_with_their_line(name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_mistakes_are_named_with_their_line(name: str, write: Write) -> None:
     lines, message = WRONG[name]
     with pytest.raises(ConfigError, match=message):
-        load_examples(write(tmp_path / "w.jsonl", *lines), tokenizer, length=10)
+        read(write(*lines))
 
 
-def test_chats_need_a_template(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+@given(st.lists(st.text(st.characters(codec="utf-8")), min_size=1), st.sampled_from(["\n", "\r\n"]), st.booleans())
+def test_lines_end_at_line_feeds_only(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], end: str, mark: bool
 ) -> None:
-    monkeypatch.setattr(tokenizer, "chat_template", None)
-    lines = write(tmp_path / "c.jsonl", {"messages": [{"role": "assistant", "content": "a"}]})
-    with pytest.raises(ConfigError, match="no chat template"):
-        load_examples(lines, tokenizer, length=10)
+    """Not at U+2028 or form feeds, which are characters of a text; with and without a byte order mark."""
+    file = tmp_path_factory.getbasetemp() / "lines.jsonl"
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + end for text in texts)
+    file.write_bytes(lines.encode("utf-8-sig" if mark else "utf-8"))
+    assert [row["text"] for _, row in read(file).rows] == texts
 
 
-def test_byte_order_marks_and_line_ends_make_no_difference(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Files from Windows begin with a byte order mark, and end lines with two characters."""
-    for name, words in (("t.txt", "one\n\ntwo\n"), ("t.jsonl", '{"text": "one"}\n{"text": "two"}\n')):
-        file = tmp_path / name
-        file.write_text(words)
-        plain = load_examples(file, tokenizer, length=100)
-        file.write_bytes(words.replace("\n", "\r\n").encode("utf-8-sig"))
-        assert load_examples(file, tokenizer, length=100) == plain
-    file.write_bytes("Müller".encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"not UTF-8 text .*byte 1.; save it as UTF-8"):
-        load_examples(file, tokenizer, length=100)
+def test_documents_of_plain_text_are_paragraphs_or_lines(tmp_path: Path) -> None:
+    file = tmp_path / "t.txt"
+    for content, documents in (
+        ("one\u2028line\n\ntwo\flines\nof one\n", ["one\u2028line", "two\flines\nof one"]),
+        ("one\u2028line\ntwo\fhalves\x1d\n", ["one\u2028line", "two\fhalves"]),
+        ("{a set} and\n[a list]\n", ["{a set} and", "[a list]"]),  # braces alone are not JSON
+    ):
+        for data in (content.encode(), content.replace("\n", "\r\n").encode("utf-8-sig")):
+            file.write_bytes(data)
+            assert [row["text"] for _, row in read(file).rows] == documents
+    for name in ("t.txt", "t.jsonl"):
+        (tmp_path / name).write_bytes("Müller".encode("latin-1"))
+        with pytest.raises(ConfigError, match=r"not UTF-8 text .*byte 1.; save it as UTF-8"):
+            read(tmp_path / name)
 
 
-def test_a_text_shorter_than_a_block_is_named(
-    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert len(to_blocks(["weather"], tokenizer, length=256)) == 1
-    assert "fewer than a block of 256" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("small.jsonl", b'{"text":""}\n' * 50_000),
-        ("small.txt", b"ab\n" * 200_000),
-        ("array.txt", b"[" + b"{}," * 200_000 + b"{}]"),
-        ("object.txt", b'{"a":[' + b"[]," * 200_000 + b"[]]}"),
-    ],
-)
-def test_a_check_takes_no_more_memory_than_the_file(tmp_path: Path, name: str, content: bytes) -> None:
-    """The endpoint checks files of its clients: 128 MiB of short lines took 3 GiB."""
-    path = tmp_path / name
-    path.write_bytes(content)
-    tracemalloc.start()
-    with pytest.raises(ConfigError, match="JSON") if b"{}," in content or b"[]," in content else nullcontext():
-        check(path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 3 * len(content) + (1 << 19)
-
-
-def test_json_is_not_learned_as_plain_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    for name in ("p.JSONL", "p.ndjson"):
-        (example,), _ = load_examples(write(tmp_path / name, {"prompt": "a", "completion": "b"}), tokenizer, length=100)
-        assert learned(example, tokenizer) == "b</s>"
+def test_json_is_not_learned_as_plain_text(write: Write) -> None:
     pair = {"prompt": "a", "completion": "b"}
+    for name in ("p.JSONL", "p.ndjson"):
+        assert read(write(pair, name=name)).form == "pairs"
     for name, lines in (("p.json", [[pair]]), ("p.txt", [pair, pair]), ("array.txt", [[pair, pair]])):
         with pytest.raises(ConfigError, match=r"\.jsonl"):
-            load_examples(write(tmp_path / name, *lines), tokenizer, length=100)
-    (tmp_path / "cut.txt").write_text(json.dumps(pair) + '\n{"prompt": "a", "compl')
+            read(write(*lines, name=name))
     with pytest.raises(ConfigError, match=r"\.jsonl"):
-        load_examples(tmp_path / "cut.txt", tokenizer, length=100)
-    (tmp_path / "t.txt").write_text("{a set} and\n[a list]\n")  # braces alone are not JSON
-    assert load_examples(tmp_path / "t.txt", tokenizer, length=100)[0]
+        read(write(pair, '{"prompt": "a", "compl', name="cut.txt"))
+
+
+def test_chats_need_a_template(write: Write, tmp_path: Path) -> None:
+    for line in ({"messages": [reply("a")]}, PREFERENCE, {"prompt": [user("a")], "completion": [reply("b")]}):
+        with pytest.raises(ConfigError, match="no chat template"):
+            read(write(line), model=tmp_path)
+    assert read(write({"prompt": "a", "chosen": "b", "rejected": "c"}), model=tmp_path).form == "preferences"

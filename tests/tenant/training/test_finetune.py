@@ -19,15 +19,15 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError
+from symbiosis_priv.errors import CheckpointError, ConfigError, FinishedError, StorageError
 from symbiosis_priv.harness.base_model import private_text
 from tenant.model.hf import RemoteConfig
 from tenant.model.loading import load_adapter, load_model
-from tenant.training.corpus import Example
-from tenant.training.finetune import FineTuned, collate, finetune
-from tenant.training.options import FineTuning
+from tenant.training.finetune import FineTuned, finetune
+from tenant.training.options import FineTuning, check_installed
 from tenant.training.output import claimed, last_checkpoint
 from tenant.training.trainer import Step
+from tests.warm import Popen
 
 OPTIONS = FineTuning(steps=5, batch_size=2, sequence_length=16, rank=4, dropout=0.2, learning_rate=1e-2, save_every=2)
 SIMULATE = RemoteConfig(masking="simulate")
@@ -325,11 +325,79 @@ def test_an_adapter_of_another_family_is_refused(tiny: Path, save_gpt2: Callable
         load_adapter(load_model(tiny, remote=SIMULATE), adapter)
 
 
-def test_padded_batches_show_only_rounded_lengths() -> None:
-    one, other = Example([1, 2, 3], [1, 2, 3]), Example([4] * 5, [4] * 5)
-    assert set(collate([other])) == {"input_ids", "labels"}
-    for examples in ([one], [other], [one, other]):
-        batch = collate(examples, multiple=8)
-        assert {tensor.shape for tensor in batch.values()} == {(len(examples), 8)}
-        assert batch["attention_mask"].sum(1).tolist() == [len(example.input_ids) for example in examples]
-    assert collate([one, other])["labels"].tolist() == [[1, 2, 3, -100, -100], [4] * 5]
+def test_a_run_that_was_killed_continues_with_the_same_bits(
+    tiny: Path, text: Path, whole: Path, tmp_path: Path
+) -> None:
+    """SIGKILL in the fourth step: from the checkpoint after the second one."""
+    program = f"""
+import os
+from pathlib import Path
+from tenant.model.hf import RemoteConfig
+from tenant.training.finetune import finetune
+from tenant.training.options import FineTuning
+finetune(
+    Path({str(tiny)!r}),
+    Path({str(text)!r}),
+    Path({str(tmp_path / "adapter")!r}),
+    remote=RemoteConfig(masking="simulate"),
+    options={OPTIONS!r},
+    on_progress=lambda step: os.kill(os.getpid(), 9) if step.done == 3 else None,
+)
+"""
+    with Popen([sys.executable, "-c", program]) as process:
+        assert process.wait(60) == -signal.SIGKILL
+    assert last_checkpoint(tmp_path / "adapter").name == "checkpoint-2"
+    finetune(tiny, text, tmp_path / "adapter", remote=SIMULATE, options=replace(OPTIONS, resume=True))
+    assert equal(tmp_path / "adapter", whole)
+
+
+def test_a_finished_run_says_so_and_changes_nothing(run: Run, begun: Path, tmp_path: Path) -> None:
+    output = Path(shutil.copytree(begun, tmp_path / "adapter"))
+    for options in ({"steps": 1}, {"steps": None, "epochs": 0.01}):
+        with pytest.raises(FinishedError, match=r"^finished: .*, after step 1 of 1; "):
+            run(output, at=2, event=pytest.fail, resume=True, **options)
+    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert equal(output, begun)
+
+
+def test_checkpoints_of_another_run_are_not_deleted(run: Run, begun: Path, tmp_path: Path) -> None:
+    """A trainer deletes all checkpoints in its folder but the last one."""
+    output = Path(shutil.copytree(begun, tmp_path / "adapter"))
+    other = Path(shutil.copytree(output / "checkpoint-1", output / "checkpoint-0"))
+    record = json.loads((other / "run.json").read_text())
+    for written, message in ((json.dumps(record | {"seed": 9}), "seed 9, now 0"), (None, "run.json cannot be read")):
+        (other / "run.json").write_text(written) if written else (other / "run.json").unlink()
+        with pytest.raises(ConfigError, match=message):
+            run(output, resume=True, steps=3)
+        assert other.is_dir()
+
+
+def test_packed_chats_are_learned_as_unpacked_ones(tiny: Path, tmp_path: Path) -> None:
+    """No chat attends to another one in its row."""
+    lines = tmp_path / "pairs.jsonl"
+    pairs = [{"prompt": f"{'Report ' * i}{i}:", "completion": f" {2 * i}"} for i in range(8)]
+    lines.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    options = replace(OPTIONS, steps=1, sequence_length=96, dropout=0.0)
+    cases: dict[str, Any] = {"packed": {"batch_size": 4, "packing": True}, "apart": {"batch_size": 8}}
+    packed, apart = (
+        finetune(tiny, lines, tmp_path / name, remote=SIMULATE, options=replace(options, **changes))
+        for name, changes in cases.items()
+    )
+    assert packed.losses == pytest.approx(apart.losses, rel=1e-6)
+    assert packed.tokens < apart.tokens / 1.5  # no padding
+    for name, tensor in tensors(tmp_path / "apart").items():
+        torch.testing.assert_close(tensors(tmp_path / "packed")[name], tensor, rtol=1e-2, atol=1e-3)
+    with pytest.raises(ConfigError, match="--packing"):
+        finetune(tiny, lines, tmp_path / "x", remote=SIMULATE, options=FineTuning(packing=True, overlap=2))
+
+
+def test_nothing_is_told_to_other_machines(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's trainers send the model's architecture to Hugging Face."""
+    monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", pytest.fail)
+    run(tmp_path / "adapter", steps=1)
+
+
+def test_the_extra_is_named_if_trl_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"trl is not installed; .*\[finetune\]"):
+        check_installed()

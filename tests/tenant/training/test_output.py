@@ -93,6 +93,7 @@ CHANGES = {
     "batch_size": 8,
     "gradient_accumulation": 2,
     "overlap": 2,
+    "packing": True,
     "sequence_length": 128,
     "seed": 1,
     "pad_to_multiple_of": 8,

@@ -1,0 +1,230 @@
+"""The tokens that the model reads and learns: those that TRL prepares, and what a chat template cannot say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from symbiosis_priv.errors import ConfigError
+from tenant.training.corpus import read, to_blocks
+from tenant.training.examples import NOT_LEARNED, Example, learned_parts, make_examples, rows_of
+from tests.tenant.training.conftest import TEMPLATE, Write
+from tests.tenant.training.test_corpus import CALL, reply, user
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def learned(example: Example, tokenizer: Any) -> list[str]:
+    """The parts of an example that are learned."""
+    assert all(label in (NOT_LEARNED, token) for token, label in zip(*example, strict=True))
+    parts = list(learned_parts(example, tokenizer))
+    assert "".join(text for text, _ in parts) == tokenizer.decode(example.input_ids)
+    return [text for text, is_learned in parts if is_learned]
+
+
+def encoded(path: Path, tokenizer: Any, *, length: int = 10_000) -> list[Any]:
+    return make_examples(read(path), tokenizer, length=length).found
+
+
+def turns(i: int, *, start: int = 0, **more: Any) -> list[dict[str, Any]]:
+    return [user(f"What is {i}?"), reply(f"It is {i}.", **more), user("Why?" * (1 + i % 3)), reply("So.")][start:]
+
+
+FORMS: dict[str, tuple[str, Any]] = {
+    "text": ("llama3", lambda i: {"text": f"The number is {i}."}),
+    "prompt and completion": ("llama3", lambda i: {"prompt": f"{i} + {i} =", "completion": f" {2 * i}."}),
+    "chat": ("llama3", lambda i: {"messages": turns(i)}),
+    "chat that the assistant begins": ("llama3", lambda i: {"messages": turns(i, start=1)}),
+    "chat, a template with marks of its own": ("lfm2_2_5", lambda i: {"messages": turns(i)}),
+    "chat with thoughts": ("qwen3", lambda i: {"messages": turns(i, reasoning_content=f"They ask for {i}.")}),
+    "chat, thoughts are opened for it": ("deepseek_r1_distill", lambda i: {"messages": turns(i)}),
+    "chat with tools": (
+        "qwen3",
+        lambda i: {
+            "messages": [
+                user(f"Add {i}."),
+                reply("", tool_calls=[CALL]),
+                {"role": "tool", "content": "2"},
+                reply("2."),
+            ],
+            "tools": TOOLS,
+        },
+    ),
+    "chat with an option of the template": (
+        "qwen3",
+        lambda i: {"messages": turns(i), "chat_template_kwargs": {"enable_thinking": False}},
+    ),
+    "prompt and completion, chats": ("phi3", lambda i: {"prompt": turns(i)[:3], "completion": turns(i)[3:]}),
+    "completion, thoughts are opened for it": (
+        "deepseek_r1_distill",
+        lambda i: {"prompt": turns(i)[:3], "completion": turns(i)[3:]},
+    ),
+    "preference": ("llama3", lambda i: {"prompt": f"{i} is", "chosen": " few.", "rejected": " a lot of them."}),
+    "preference without prompt": ("llama3", lambda i: {"chosen": f"{i} is few.", "rejected": f"{i} is much."}),
+    "preference, chats": (
+        "qwen3",
+        lambda i: {"prompt": turns(i)[:1], "chosen": [reply("Few.")], "rejected": [reply("A lot.")], "tools": TOOLS},
+    ),
+    "preference without prompt, chats": (
+        "llama3",
+        lambda i: {"chosen": [*turns(i)[:3], reply("Few.")], "rejected": [*turns(i)[:3], reply("A lot.")]},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", FORMS)
+def test_the_tokens_are_those_that_trl_prepares(name: str, write: Write, tokenizer: Any, tmp_path: Path) -> None:
+    template, row = FORMS[name]
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    rows = [row(i) for i in range(20)]
+    found = encoded(write(*rows), tokenizer)
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    model, preferences = LlamaForCausalLM(config), "chosen" in rows[0]
+    given: dict[str, Any] = {"output_dir": str(tmp_path), "report_to": [], "bf16": False, "max_length": None}
+    kind: Any = trl.DPOTrainer if preferences else trl.SFTTrainer
+    trainer = kind(
+        model,
+        args=trl.DPOConfig(**given)
+        if preferences
+        else trl.SFTConfig(**given, assistant_only_loss="messages" in rows[0]),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]),
+    )
+    if preferences:
+        names = ("prompt_ids", "chosen_ids", "rejected_ids")
+        assert [one.columns() for one in found] == trainer.train_dataset.select_columns(names).to_list()
+    elif name == "text":
+        whole = [token for one in trainer.train_dataset for token in one["input_ids"]]
+        assert to_blocks([one["text"] for one in rows], tokenizer, length=len(whole)) == [whole]
+    else:
+        assert [one._asdict() for one in found] == trainer.train_dataset.select_columns(
+            ("input_ids", "labels")
+        ).to_list()
+    assert all(any(label != NOT_LEARNED for label in one.labels) for one in rows_of(found))
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, "qwen3"], ids=["by prefix", "by template"])
+def test_a_message_with_weight_0_is_not_learned(template: str, write: Write, tokenizer: Any) -> None:
+    tokenizer.chat_template = template if template == TEMPLATE else (TEMPLATES / f"{template}.jinja").read_text()
+    chat = [user("Hi"), reply("BAD", weight=0), user("Bye"), reply("GOOD", weight=1), reply("BEST")]
+    (example,) = encoded(write({"messages": chat}), tokenizer)
+    parts = learned(example, tokenizer)
+    assert len(parts) == 2
+    assert [word for part in parts for word in ("BAD", "GOOD", "BEST") if word in part] == ["GOOD", "BEST"]
+    assert "BAD" in tokenizer.decode(example.input_ids)
+
+
+OPENS = TEMPLATE.replace("<|assistant|>{% endif %}", "<|assistant|><think>{% endif %}")
+STRICT = "{{ messages[0].role }}" + TEMPLATE  # refuses an empty chat
+CALLS = TEMPLATE.replace("{{ message.content }}", "{{ message.content }}{{ (message.tool_calls or []) | tojson }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "expected"),
+    [
+        (TEMPLATE, [*turns(1)], ["It is 1.<|end|>", "So.<|end|>"]),
+        (TEMPLATE, [user("<|assistant|>x<|end|>"), reply("y")], ["y<|end|>"]),
+        (OPENS, [*turns(1)], ["It is 1.<|end|>", "So.<|end|>"]),
+        (OPENS, [user("Hi"), reply("<think>Hm.</think>Yes")], ["Hm.</think>Yes<|end|>"]),
+        (OPENS, [user("Hi"), reply("<table>")], ["<table><|end|>"]),
+        (STRICT, [*turns(1, start=1)], ["It is 1.<|end|>", "So.<|end|>"]),
+        (CALLS, [user("Hi"), reply("", tool_calls=[CALL])], [json.dumps([CALL]) + "<|end|>"]),
+    ],
+)
+def test_without_marks_a_message_is_found_by_what_precedes_it(
+    template: str, chat: list[Any], expected: list[str], write: Write, tokenizer: Any
+) -> None:
+    tokenizer.chat_template = template
+    (example,) = encoded(write({"messages": chat}), tokenizer)
+    assert learned(example, tokenizer) == expected
+
+
+FORGETS = TEMPLATE.replace("{{ message.content }}", "{{ message.content if loop.last else message.content[:1] }}")
+LEFT_OUT: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a message that is rendered in another way later": (
+        FORGETS,
+        {"messages": turns(1)},
+        r"messages\[1\] in another way",
+    ),
+    "tools": (TEMPLATE, {"messages": turns(1), "tools": TOOLS}, "leaves out tools"),
+    "a call": (TEMPLATE, {"messages": [user("a"), reply("", tool_calls=[CALL])]}, r"messages\[1\]\.tool_calls\[0\]"),
+    "a second call": (
+        CALLS.replace("or [])", "or [])[:1]"),
+        {"messages": [user("a"), reply("", tool_calls=[CALL, CALL])]},
+        r"messages\[1\]\.tool_calls\[",
+    ),
+    "a thought": (TEMPLATE, {"messages": turns(1, reasoning_content="b")}, r"messages\[1\]\.reasoning_content"),
+    "a name": (TEMPLATE, {"messages": [{**user("a"), "name": "b"}, reply("c")]}, r"messages\[0\]\.name"),
+    "a thought in a completion": (
+        TEMPLATE,
+        {"prompt": [user("a")], "completion": [reply("c", reasoning_content="b")]},
+        r"messages\[1\]\.reasoning_content",
+    ),
+    "a content beside a call": (
+        CALLS.replace("{{ message.content }}", "{{ message.content if not message.tool_calls }}"),
+        {"messages": [user("a"), reply("b", tool_calls=[CALL])]},
+        r"messages\[1\]\.content",
+    ),
+    "a message of a tool": (
+        TEMPLATE.replace("in messages %}", "in messages if message.role != 'tool' %}"),
+        {"messages": [user("a"), {"role": "tool", "content": "b"}, reply("c")]},
+        r"messages\[1\]\.content",
+    ),
+    "an option": (TEMPLATE, {"messages": turns(1), "chat_template_kwargs": {"thinking": True}}, "kwargs.thinking"),
+    "an option that is another field": (
+        TEMPLATE,
+        {"messages": turns(1), "chat_template_kwargs": {"add_generation_prompt": True}},
+        "kwargs.add_generation_prompt",
+    ),
+    "weights that the marks do not tell apart": (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+        {"messages": [user("a"), reply("b", weight=0), reply("c")]},
+        "no weight can be 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_a_template_leaves_out_is_refused_by_name(name: str, write: Write, tokenizer: Any) -> None:
+    template, row, message = LEFT_OUT[name]
+    tokenizer.chat_template = template
+    with pytest.raises(ConfigError, match=f"line 2: .*{message}"):
+        encoded(
+            write(
+                {"messages": turns(0)[2:]}
+                if "messages" in row
+                else {"prompt": turns(0)[2:3], "completion": [reply("x")]},
+                row,
+            ),
+            tokenizer,
+        )
+
+
+def test_long_examples_are_cut_and_those_left_out_are_counted_apart(write: Write, tokenizer: Any) -> None:
+    file = write(
+        {"prompt": "abc", "completion": "defgh"},
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "far too long", "completion": "nothing is left of this"},
+    )
+    examples = make_examples(read(file), tokenizer, length=5)
+    assert [learned(example, tokenizer) for example in examples.found] == [["de"], ["b</s>"]]
+    assert (examples.cut, examples.left_out) == (1, 1)
+    with pytest.raises(ConfigError, match="--sequence-length"):
+        encoded(file, tokenizer, length=1)
+
+
+def test_texts_are_packed_like_plain_text(write: Write, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    lines = write({"text": "one\u2028line"}, {"text": "two"})
+    plain = write("one\u2028line\n", "two", name="plain.txt")
+    assert encoded(lines, tokenizer, length=4) == encoded(plain, tokenizer, length=4)
+    (example,) = encoded(lines, tokenizer, length=100)
+    assert learned(example, tokenizer) == ["one\u2028line</s>two</s>"]
+    assert "fewer than a block of 100" in caplog.text

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from symbiosis_priv.checkpoints.layers import RoundTrips, Scope
 from symbiosis_priv.display import terminal
-from symbiosis_priv.errors import ConfigError, one_line
+from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_SECONDS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
 from symbiosis_priv.network.addresses import local_address, parse_address
 from symbiosis_priv.system.interrupts import importing, loading
@@ -163,10 +163,7 @@ def usage(
     database = load(config).usage.database
     assert database is not None, "load() sets it"
 
-    def warn(row: str) -> None:
-        typer.echo(f"warning: {one_line(row)}; the other values are good. Restore {database} from a copy", err=True)
-
-    rows = list(read(database, since="" if since is None else f"{since:%Y-%m-%d}", damaged=warn))
+    rows = list(read(database, since="" if since is None else f"{since:%Y-%m-%d}"))
     if format is Format.JSON:
         typer.echo(msgspec.json.format(msgspec.json.encode(rows)).decode())
         return

@@ -6,6 +6,7 @@ cannot get into a line: callers pass named fields, and exceptions are logged by 
 
 import json
 import logging
+import sys
 import threading
 import time
 import traceback
@@ -49,7 +50,8 @@ def setup(level: str) -> None:
 def announce(event: str, **fields: Field) -> None:
     """Print an event to stdout as a line of the log, for programs that wait for it."""
     record = logging.makeLogRecord({"name": "provider", "levelname": "INFO", "msg": event, _FIELDS: fields})
-    print(JsonLines().format(record), flush=True)
+    sys.stdout.write(JsonLines().format(record) + "\n")  # in one piece: ranks share stdout
+    sys.stdout.flush()
 
 
 class EventLog:

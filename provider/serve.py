@@ -129,7 +129,8 @@ class Provider:
         or the executor does not start; `CertificateError`: a certificate, a key or the revocation list cannot be used;
         `CheckpointError`, `UnsupportedModelError`: the model cannot be read or served."""
         self._reloader = Reloader(self._watched_files, self._reload)  # later changes are reloaded
-        _require_free(self.config)
+        if self._lines is None:  # otherwise the other ranks would wait for this one
+            _require_free(self.config)
         config = self.config = placed(self.config, progress=self._progress)
         helpers, member = config.relay.helpers, self._member
         self._credentials = credentials = Credentials.load(config.tls, helpers=helpers, before=self._credentials)

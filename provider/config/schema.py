@@ -271,12 +271,9 @@ class UsageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Args:
         database: the file of the counts, for `symbiosis-priv provider usage`; provider.usage.sqlite beside
             provider.toml if left out. A configuration that is made in code counts in memory only.
-        max_unwritten_s: longest time that tenants are served while the database cannot be written. Their usage is
-            written later. After this time, requests are refused as BUSY.
     """
 
     database: Path | None = None
-    max_unwritten_s: _Seconds = 3600.0
 
 
 class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,12 +12,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from provider.gateway.usage import read
 from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.checkpoints.manifest import while_decoding
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError
 from symbiosis_priv.federation import Peer
-from symbiosis_priv.harness.local import LocalFederation
+from symbiosis_priv.harness.local import METRICS, LocalFederation
 from symbiosis_priv.network import wire
 from tenant import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of
@@ -39,7 +38,7 @@ def served(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lo
         layers={"executor-1": "0", "executor-2": "1"},
         relay=True,
         scope=Scope(round_trips=2),
-        provider_options={"executor": {"threads": 1}},
+        provider_options={"executor": {"threads": 1}, "metrics": METRICS},
     ) as federation:
         yield federation
 
@@ -103,8 +102,8 @@ class _Meeting:
 
 def billed(served: LocalFederation, name: str) -> int:
     """The rows and multiply-adds on both executors' bills."""
-    files = [served.directory / f"executor-{number}.usage.sqlite" for number in (1, 2)]
-    return sum(int(row[name]) for file in files for row in read(file) if row["role"] == "executor")
+    bills = [bill for number in (1, 2) for bill in served.status(f"executor-{number}")["tenants"]]
+    return sum(bill["counts"][name] for bill in bills if bill["role"] == "executor")
 
 
 def test_a_token_waits_half_as_often_and_is_relayed_and_billed(llama: Path, served: LocalFederation) -> None:

@@ -1,7 +1,17 @@
-"""Every count is on the bill once, whenever a provider is killed."""
+"""Every count is on the bill once, and a provider that is killed loses the last second of counts at most."""
 
+import contextlib
 import os
+import resource
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,17 +22,31 @@ from provider.gateway import usage
 from provider.gateway.usage import UsageCounters, UsageCounts, read
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.network.tls import TenantIdentity
+from tests.warm import Popen
 
-STRANGER = 12_345  # a user id
-TENANTS = [TenantIdentity(name, authority="sha256:a") for name in ("alice", "bob", "carol", "dave", "erin")]
+ANOTHER_USER = 12_345
+ALICE, BOB, CAROL = (TenantIdentity(name, authority="sha256:a") for name in ("alice", "bob", "carol"))
+TENANTS = [ALICE, BOB, CAROL]
 
 
-def kill(counters: UsageCounters) -> None:
-    """Leave the files as SIGKILL leaves them: descriptors and locks are gone, nothing else is written."""
-    assert counters._flusher.close(20)
-    for each in counters._logs:
-        each.close(remove=False)
-    counters._connection.close()
+@pytest.fixture(autouse=True)
+def commits_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "_COMMIT_S", 600.0)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    return tmp_path / "usage.sqlite"
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def count(counters: UsageCounters, tenant: TenantIdentity) -> None:
@@ -35,163 +59,228 @@ def billed(database: Path) -> Counter[str]:
     return Counter({str(row["tenant"]): int(row["requests"]) for row in bill})
 
 
-def files(database: Path) -> int:
-    """Number of logs."""
-    return len(usage._logs_of(database))
-
-
-@pytest.mark.parametrize("end", ["-wal", "-shm", "-journal", ".log-0123"])
-def test_a_file_that_another_user_plants_is_named(tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a sticky folder such as /tmp, any user can add a file, with counts that are forged."""
-    database, planted = tmp_path / "usage.sqlite", tmp_path / f"usage.sqlite{end}"
-    planted.touch()
-    if os.geteuid() == 0:
-        os.chown(planted, STRANGER, -1)
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
-    with pytest.raises(ConfigError, match=f"{end} belongs to another user"):
-        UsageCounters(database)
-    with pytest.raises(ConfigError, match=f"{end} belongs to another user"):
-        list(read(database))
-    assert planted.exists()
-
-
-def test_counts_of_an_earlier_release_are_not_lost_silently(tmp_path: Path) -> None:
-    (tmp_path / "usage.sqlite.counts-0123").touch()
-    with pytest.raises(ConfigError, match="Start that release once"):
-        UsageCounters(tmp_path / "usage.sqlite")
-
-
-@settings(max_examples=12)
+@settings(max_examples=12, deadline=None)
 @given(
     steps=st.lists(
-        st.integers(0, 2) | st.sampled_from(["settle", "busy", "flush", "kill", "stop", "start another"]), max_size=20
+        st.sampled_from(TENANTS) | st.sampled_from(["settle", "locked", "full", "kill", "stop", "start"]), max_size=20
     )
 )
-def test_every_count_is_on_the_bill_once(steps: list[int | str]) -> None:
-    """At any time, for any ends, with commits that fail, and with several providers at one file."""
+def test_every_count_is_on_the_bill_once(steps: list[TenantIdentity | str]) -> None:
+    """For any ends and starts, with commits that fail, and with several providers at one file."""
     with TemporaryDirectory() as folder:
         database = Path(folder) / "usage.sqlite"
-        running, true = [UsageCounters(database)], Counter[str]()
+        running, committed = [(UsageCounters(database), Counter[str]())], Counter[str]()
         for step in steps:
-            counters = running[-1]
-            if isinstance(step, int):
-                count(counters, TENANTS[step])
-                true[TENANTS[step].name] += 1
+            counters, new = running[-1]
+            if isinstance(step, TenantIdentity):
+                count(counters, step)
+                new[step.name] += 1
             elif step == "settle":
                 counters.settle()
-            elif step == "busy":
-                counters._connection.execute("PRAGMA query_only = ON")
-                counters.settle()
-                counters._connection.execute("PRAGMA query_only = OFF")
-            elif step == "flush":
-                counters.flush()
-            elif step == "start another":
-                running.append(UsageCounters(database))
+                committed += new
+                new.clear()
+            elif step == "locked":
+                with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as holder:
+                    holder.execute("BEGIN IMMEDIATE")
+                    counters.settle()
+            elif step == "full":
+                with full_disk():
+                    counters.settle()
+            elif step == "start":
+                running.append((UsageCounters(database), Counter()))
             else:
-                (kill if step == "kill" else UsageCounters.close)(running.pop())
-                running = running or [UsageCounters(database)]
-            assert billed(database) == true
-        for counters in running:
+                running.pop()
+                if step == "stop":
+                    counters.close()
+                    committed += new
+                running = running or [(UsageCounters(database), Counter())]
+            if step in ("settle", "locked", "full"):
+                assert (counters.unwritten_s > 0) == (step != "settle" and new.total() > 0)
+            assert billed(database) == committed
+        for counters, new in running:
             counters.close()
-        UsageCounters(database).close()
-        assert billed(database) == true
-        assert files(database) == 0
+            committed += new
+        assert billed(database) == committed
 
 
-@pytest.mark.parametrize("size", [200, 500])
-def test_a_full_log_is_replaced(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines that do not fit are in memory until the next commit, and none is lost after it."""
-    monkeypatch.setattr(usage, "_LOG_BYTES", size)
-    database, true = tmp_path / "usage.sqlite", Counter[str]()
+def test_nobody_who_reads_the_bill_sees_a_count_twice(database: Path) -> None:
+    """In particular not beside a provider that stops."""
+    UsageCounters(database).close()
+    counted, over = 0, threading.Event()
+
+    def look() -> int:
+        reads = 0
+        while not over.is_set():
+            assert billed(database)["alice"] <= counted
+            reads += 1
+        return reads
+
+    with ThreadPoolExecutor(1) as pool:
+        looked = pool.submit(look)
+        try:
+            while counted < 60 and not looked.done():
+                counters, counted = UsageCounters(database), counted + 1
+                count(counters, ALICE)
+                counters.close()
+        finally:
+            over.set()
+        assert looked.result() > 10
+    assert billed(database) == {"alice": 60}
+
+
+COUNTING = """
+import sys
+from pathlib import Path
+from provider.gateway.usage import UsageCounters, UsageCounts
+from symbiosis_priv.network.tls import TenantIdentity
+counters = UsageCounters(Path(sys.argv[1]))
+while True:
+    counters.count(TenantIdentity(sys.argv[2], authority="sha256:a"), "executor", UsageCounts(requests=1, rows=7))
+    print(end="+", flush=True)
+    counters.settle()
+    print(end="." if not counters.unwritten_s else "", flush=True)
+"""
+
+
+def test_a_killed_process_loses_what_it_has_not_committed(database: Path) -> None:
+    """Two processes at one file, which are killed at any place of a commit."""
+    processes = {
+        name: Popen([sys.executable, "-c", COUNTING, str(database), name], stdout=subprocess.PIPE)
+        for name in ("alice", "bob")
+    }
+    least, most = {}, {}
+    for name, process in processes.items():
+        assert process.stdout is not None
+        said = process.stdout.read(40)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(20)
+        with process.stdout:
+            said += process.stdout.read()
+        most[name] = said.count(b"+")
+        least[name] = said[: said.rfind(b".")].count(b"+")
+        assert least[name] > 0
+    found = billed(database)
+    assert all(least[name] <= found[name] <= most[name] for name in processes), (least, found, most)
     counters = UsageCounters(database)
-    for tenant in (*TENANTS, *TENANTS):
+    count(counters, CAROL)
+    counters.close()
+    assert billed(database) == found + Counter(carol=1)
+
+
+def test_a_provider_commits_every_second(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert usage._COMMIT_S == 1.0
+    counters = UsageCounters(database)
+    count(counters, ALICE)
+    end = time.monotonic() + 20
+    while not billed(database) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert billed(database) == {"alice": 1}
+    counters.close()
+
+
+@pytest.mark.parametrize("change", ["deleted", "moved", "replaced"])
+def test_a_file_that_was_moved_is_made_again(database: Path, change: str) -> None:
+    """Nothing is written to the old file, and no count is lost."""
+    counters = UsageCounters(database)
+    count(counters, ALICE)
+    counters.settle()
+    before = database.read_bytes()
+    old = database.rename(database.with_name("old.sqlite"))
+    if change == "deleted":
+        old.unlink()
+    elif change == "replaced":
+        database.touch()
+    for tenant in (ALICE, BOB):
         count(counters, tenant)
-        true[tenant.name] += 1
-    counters.settle()
-    assert billed(database) == true
-    count(counters, TENANTS[4])
-    true["erin"] += 1
-    assert billed(database) == true
-    counters.settle()
-    assert files(database) == len(counters._logs) == 1
-    kill(counters)
-    UsageCounters(database).close()
-    assert billed(database) == true
-    assert files(database) == 0
+    counters.close()
+    assert billed(database) == {"alice": 1, "bob": 1}
+    assert change == "deleted" or old.read_bytes() == before
 
 
-def test_an_earlier_copy_of_the_file_gets_the_later_counts_again(tmp_path: Path) -> None:
-    database = tmp_path / "usage.sqlite"
+def test_a_damaged_file_is_an_error_and_no_count_is_lost(database: Path) -> None:
     counters = UsageCounters(database)
-    count(counters, TENANTS[0])
-    counters.flush()
-    copy = database.read_bytes()
-    count(counters, TENANTS[0])
+    count(counters, ALICE)
     counters.settle()
-    kill(counters)
-    for name in ("-wal", "-shm"):
-        database.with_name(database.name + name).unlink(missing_ok=True)
-    database.write_bytes(copy)
-    UsageCounters(database).close()
+    whole = database.read_bytes()
+    os.truncate(database, 100)
+    count(counters, ALICE)
+    counters.settle()
+    assert counters.unwritten_s > 0
+    with pytest.raises(ConfigError, match="is not a provider's usage database"):
+        list(read(database))
+    assert counters.totals() == {(ALICE, "executor"): UsageCounts(requests=2, rows=14)}
+    database.write_bytes(whole)
+    counters.close()
+    assert counters.unwritten_s == 0
     assert billed(database) == {"alice": 2}
 
 
-@pytest.mark.parametrize("damage", ["cut", "newline", "bytes", "negative", "fields", "power cut"])
-def test_a_damaged_line_stops_neither_the_bill_nor_the_counting(damage: str, tmp_path: Path) -> None:
-    """A process that is killed within a line, a power cut, and a bad disk."""
-    database = tmp_path / "usage.sqlite"
+def test_counts_that_cannot_be_written_at_the_stop_are_warned_about(
+    database: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     counters = UsageCounters(database)
-    for tenant in TENANTS[:3]:
-        count(counters, tenant)
-    path = counters._logs[0].path
-    kill(counters)
-    lines = path.read_bytes().rstrip(b"\0").splitlines(keepends=True)
-    if damage == "cut":  # the newline is written last
-        lines[1:] = [lines[1][:-1] + bytes(300)]
-    elif damage == "newline":
-        lines[1] = lines[1][:-1] + b" "
-    elif damage == "bytes":
-        lines[1] = b"\xff\0{[" + lines[1][4:]
-    elif damage == "negative":
-        lines[1] = lines[1].replace(b"7", b"-7")
-    elif damage == "fields":
-        lines[1] = lines[1].replace(b"[1,", b"[")
-    else:
-        lines[1:] = [bytes(5000)]
-    path.write_bytes(b"".join(lines))
-    left = {"alice": 1} | ({"carol": 1} if damage in ("bytes", "negative", "fields") else {})
-    said: list[str] = []
-    assert {row["tenant"]: row["requests"] for row in read(database, damaged=said.append)} == left
-    assert len(said) == (damage not in ("cut", "power cut"))
+    count(counters, ALICE)
+    with full_disk():
+        counters.close()
+    assert "usage_lost" in caplog.messages
+    assert billed(database) == {}
+
+
+def test_an_unusable_database_is_an_error_at_the_start(tmp_path: Path, database: Path) -> None:
+    """Damaged, of a later release, another file, or on a full disk: no tenant is served without a bill."""
     counters = UsageCounters(database)
-    count(counters, TENANTS[4])
+    for number in range(300):
+        count(counters, TenantIdentity(f"tenant-{number}", authority="sha256:a"))
     counters.close()
-    assert billed(database) == left | {"erin": 1}
-    assert files(database) == 0
+    data = database.read_bytes()
+    (tmp_path / "junk").write_bytes(b"nothing of SQLite's" * 100)
+    (tmp_path / "damaged").write_bytes(data[:8192] + bytes(4096) + data[8192 + 4096 :])
+    (tmp_path / "short").write_bytes(data[:-4096])
+    for name, change in (("later", "PRAGMA user_version = 3"), ("other", "ALTER TABLE usage ADD COLUMN more INTEGER")):
+        (tmp_path / name).write_bytes(data)
+        with contextlib.closing(sqlite3.connect(tmp_path / name)) as connection:
+            connection.execute(change)
+    (tmp_path / "folder").mkdir()
+    for name in ("junk", "damaged", "short", "later", "other", "folder"):
+        with pytest.raises(ConfigError, match="choose another file"):
+            UsageCounters(tmp_path / name)
+    with full_disk(), pytest.raises(ConfigError, match="free disk space"):
+        UsageCounters(database)
+    UsageCounters(database).close()
 
 
-def test_a_log_belongs_to_its_process_until_it_ends(tmp_path: Path) -> None:
-    first, second = UsageCounters(tmp_path / "usage.sqlite"), UsageCounters(tmp_path / "usage.sqlite")
-    assert files(tmp_path / "usage.sqlite") == 2
-    kill(first)
-    UsageCounters(tmp_path / "usage.sqlite").close()
-    assert usage._logs_of(tmp_path / "usage.sqlite") == [each.path for each in second._logs]
-    second.close()
+@pytest.mark.parametrize("end", ["-wal", "-shm", "-journal"])
+def test_a_file_that_another_user_plants_is_named(database: Path, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a sticky folder such as /tmp, any user can add a file, with counts that are forged."""
+    planted = database.with_name(database.name + end)
+    planted.touch()
+    if os.geteuid() == 0:
+        os.chown(planted, ANOTHER_USER, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: ANOTHER_USER)
+    for use in (UsageCounters, lambda path: list(read(path))):
+        with pytest.raises(ConfigError, match=f"{end} belongs to another user"):
+            use(database)
+    planted.unlink()
+    os.mkfifo(planted)
+    with pytest.raises(ConfigError, match="no regular file"):
+        UsageCounters(database)
 
 
-def test_sums_have_a_largest_value(tmp_path: Path) -> None:
-    counters = UsageCounters(tmp_path / "usage.sqlite")
+@pytest.mark.parametrize("end", [".log-0123", ".counts-0123"])
+def test_counts_of_an_earlier_release_are_not_lost_silently(database: Path, end: str) -> None:
+    database.with_name(database.name + end).touch()
+    with pytest.raises(ConfigError, match="Start that release once"):
+        UsageCounters(database)
+
+
+def test_sums_have_a_largest_value(database: Path) -> None:
+    counters = UsageCounters(database)
     for _ in range(3):
-        counters.count(TENANTS[0], "executor", UsageCounts(requests=1, work=usage._MOST))
+        counters.count(ALICE, "executor", UsageCounts(requests=1, work=usage._MOST))
         counters.settle()
     assert counters.unwritten_s == 0
     counters.close()
-    (bill,) = read(tmp_path / "usage.sqlite")
+    (bill,) = read(database)
     assert (bill["requests"], bill["work"]) == (3, usage._MOST)
-
-
-def test_nothing_but_files_is_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "usage.sqlite.log-fifo")
-    with pytest.raises(ConfigError, match="no regular file"):
-        UsageCounters(tmp_path / "usage.sqlite")

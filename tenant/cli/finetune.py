@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -22,8 +22,7 @@ from tenant.training.options import FineTuning, check_installed
 from tenant.training.output import check_output
 
 if TYPE_CHECKING:  # importing torch would delay --help
-    from tenant.training.trainer import Progress as OnProgress
-    from tenant.training.trainer import Step
+    from tenant.training.trainer import Progress as Figures
 
 
 _SECONDS_PER_LINE = 10.0  # between two lines of progress without a terminal
@@ -84,7 +83,7 @@ def finetune(
 
 
 @contextmanager
-def _training_progress() -> Iterator[OnProgress]:
+def _training_progress() -> Iterator[Callable[[Figures], None]]:
     """Context manager: one line on stderr that shows steps, loss, speed, time left and traffic, and what happens before
     and after the steps. Without a terminal, the line is printed for the first and the last step, and at most every ten
     seconds in between."""
@@ -94,7 +93,7 @@ def _training_progress() -> Iterator[OnProgress]:
             stage.enter_context(terminal.working(_BEFORE))
             due = 0.0
 
-            def tell(step: Step) -> None:
+            def tell(step: Figures) -> None:
                 nonlocal due
                 stage.close()
                 if (now := time.monotonic()) >= due or step.done == step.total:
@@ -110,16 +109,22 @@ def _training_progress() -> Iterator[OnProgress]:
         )
         task = bar.add_task(_BEFORE, total=None)
 
-        def update(step: Step) -> None:
+        def update(step: Figures) -> None:
             what = f"{_line(step)}; {_AFTER}" if step.done == step.total else _line(step)
             bar.update(task, completed=step.done, total=step.total, description=what)
 
         yield update
 
 
-def _line(step: Step) -> str:
+def _line(step: Figures) -> str:
     from tenant.model.ledger import size
+    from tenant.session.tally import Ledger
 
-    left = timedelta(seconds=round(step.seconds / step.ran * (step.total - step.done)))
-    traffic = f", {size(step.traffic)} sent and received" if step.traffic else ""
-    return f"loss {step.loss:.4f}, {step.tokens / step.seconds:,.0f} tokens/s, {left} left{traffic}"
+    left = timedelta(seconds=round(step.seconds / len(step.losses) * (step.total - step.done)))
+    used = step.ledger or Ledger()
+    sent, received = (
+        used.bytes_to_executors + used.bytes_to_helpers,
+        used.bytes_from_executors + used.bytes_from_helpers,
+    )
+    traffic = f", {size(sent + received)} sent and received" if sent else ""
+    return f"loss {step.losses[-1]:.4f}, {step.tokens / step.seconds:,.0f} tokens/s, {left} left{traffic}"

@@ -43,7 +43,7 @@ from tenant.training.finetune import FineTuned, finetune
 from tenant.training.generate import open_model
 from tenant.training.options import FineTuning
 from tenant.training.quantisation_error import compare
-from tenant.training.trainer import Step
+from tenant.training.trainer import Progress as Figures
 
 _TAMPERED = 48
 _REQUESTS = 7  # requests of a step after which an executor is killed
@@ -106,7 +106,7 @@ def run(
             work / "reference",
             remote=simulate,
             options=options,
-            on_progress=lambda step: progress(step.done, step.total, step.loss),
+            on_progress=lambda step: progress(step.done, step.total, step.losses[-1]),
         )
     local = LocalFederation(path, work / "federation", executors=2, provider_options={"executor": {"threads": 1}})
     try:
@@ -116,8 +116,8 @@ def run(
         remote = RemoteConfig(federation=local.federation, cache=work / "cache", wiretap=killer)
         with stages.stage("masked run") as progress:
 
-            def on_progress(step: Step) -> None:
-                progress(step.done, step.total, step.loss)
+            def on_progress(step: Figures) -> None:
+                progress(step.done, step.total, step.losses[-1])
                 if step.done == steps // 2:  # an executor is killed in the middle of the next step
                     killer.arm(requests=_REQUESTS)
 

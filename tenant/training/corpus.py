@@ -76,20 +76,16 @@ class _Message(msgspec.Struct):
     weight: Literal[0, 1] | None = None
 
 
-_Messages = Annotated[list[_Message], msgspec.Meta(min_length=1)]
-
-
-class _Line(msgspec.Struct, forbid_unknown_fields=True):
-    """A line in TRL's forms."""
-
-    text: str | None = None
-    prompt: str | _Messages | None = None
-    completion: str | _Messages | None = None
-    messages: _Messages | None = None
-    chosen: str | _Messages | None = None
-    rejected: str | _Messages | None = None
-    tools: str | list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+_Chat = Annotated[list[_Message], msgspec.Meta(min_length=1)]
+_Line = msgspec.defstruct(
+    "Line",
+    [
+        *((name, str | _Chat | None, None) for name in ("prompt", "completion", "chosen", "rejected")),
+        *(("text", str | None, None), ("messages", _Chat | None, None)),
+        *(("tools", str | list[dict[str, Any]] | None, None), ("chat_template_kwargs", dict[str, Any] | None, None)),
+    ],
+)
+"""A line in TRL's forms."""
 
 
 @dataclass(frozen=True)
@@ -142,19 +138,18 @@ def _row(line: bytes) -> tuple[Form, dict[str, Any]]:
         row = {name: value for name, value in row.items() if _given(value)}
         for name in row.keys() - _Line.__struct_fields__:
             raise ConfigError(f"the field {name!r} would not be learned; {_INSTEAD.get(name, 'remove it')}")
-        msgspec.convert(row, _Line)
+        msgspec.convert(row, _Line)  # checks the types
     except msgspec.ValidationError as error:
         raise ConfigError(f"{error}; {_WRITE}") from error
     except UNDECODABLE as error:
         raise ConfigError(f"this is not one whole JSON object; {_WRITE}") from error
-    form = _FORMS.get(frozenset(row.keys() - _OF_CHATS))
-    fields = {name: value for name, value in row.items() if name not in _OF_CHATS}
-    kinds = {type(value) for value in fields.values()}
-    if form is None or len(kinds) > 1 or (kinds == {str} and len(fields) < len(row)):
+    answers = row.keys() - _OF_CHATS
+    form = _FORMS.get(frozenset(answers))
+    kinds = {type(row[name]) for name in answers}
+    if form is None or len(kinds) > 1 or (kinds == {str} and len(answers) < len(row)):
         raise ConfigError(f"{', '.join(sorted(row))} do not go together; {_WRITE}")
     if kinds == {list}:
-        for name in fields:
-            row[name] = [_message(one) for one in row[name]]
+        row |= {name: [_message(one) for one in row[name]] for name in answers}
         row |= {"tools": _json(row["tools"])} if isinstance(row.get("tools"), str) else {}
     if form == "preferences" and "prompt" not in row:  # it is what both answers begin with, as in TRL
         chosen, rejected = row["chosen"], row["rejected"]
@@ -163,7 +158,14 @@ def _row(line: bytes) -> tuple[Form, dict[str, Any]]:
         start -= start > 0 and chosen[start - 1] == " "
         row |= {"prompt": chosen[:start], "chosen": chosen[start:], "rejected": rejected[start:]}
     if kinds == {list}:
-        _check_answers(form, row)
+        learned = [one for name in answers - {"prompt"} for one in row[name] if one.get("weight") != 0]
+        roles = {one["role"] for one in learned}
+        if "assistant" not in roles:
+            raise ConfigError("there is no message of role assistant to learn")
+        if form != "chats" and len(roles) > 1:
+            raise ConfigError("an answer has another role than assistant; write the chat as messages")
+        if not row.get("prompt", True):
+            raise ConfigError("chosen and rejected begin with different messages, so there is no prompt")
     return form, row
 
 
@@ -202,21 +204,6 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
         if isinstance(arguments := call["function"]["arguments"], str):
             call["function"]["arguments"] = _json(arguments)
     return message
-
-
-def _check_answers(form: Form, row: dict[str, Any]) -> None:
-    """Refuse a row whose answers are not the assistant's."""
-    answers = [one for name in ("messages", "completion", "chosen", "rejected") for one in row.get(name, ())]
-    own = [one for one in answers if one["role"] == "assistant"]
-    if form == "chats" and all(one.get("weight") == 0 for one in own):
-        raise ConfigError("there is no message of role assistant to learn")
-    if form != "chats" and len(own) < len(answers):
-        raise ConfigError("an answer has another role than assistant; write the chat as messages")
-    if form != "chats" and not row["prompt"]:
-        raise ConfigError("chosen and rejected do not begin with the same message")
-    weighted = [one for one in (*row.get("prompt", ()), *answers) if "weight" in one]
-    if any(form != "chats" or one["role"] != "assistant" for one in weighted):
-        raise ConfigError("weight is only for the assistant's messages of a chat; remove it")
 
 
 def _json(text: str) -> Any:

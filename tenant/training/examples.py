@@ -6,9 +6,7 @@ TRL has such a twin of it. Otherwise each message is found by rendering the chat
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from inspect import signature
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
@@ -41,17 +39,19 @@ class Preference(NamedTuple):
     chosen: Example
     rejected: Example
 
-    def columns(self) -> dict[str, list[int]]:
-        """Return the fields that TRL's collator takes."""
-        start = self.chosen.labels.count(NOT_LEARNED)
-        chosen, rejected = self.chosen.input_ids, self.rejected.input_ids
-        return {"prompt_ids": chosen[:start], "chosen_ids": chosen[start:], "rejected_ids": rejected[start:]}
+
+def columns(one: Example | Preference) -> dict[str, list[int]]:
+    """Return the fields of an example that TRL's collators take."""
+    if isinstance(one, Example):
+        return one._asdict()
+    start = one.chosen.labels.count(NOT_LEARNED)
+    chosen, rejected = one.chosen.input_ids, one.rejected.input_ids
+    return {"prompt_ids": chosen[:start], "chosen_ids": chosen[start:], "rejected_ids": rejected[start:]}
 
 
-@dataclass(frozen=True)
-class Examples:
-    """The examples or preferences of a corpus, how many were cut to the sequence length, and how many were left out,
-    because nothing to learn stands within it."""
+class Examples(NamedTuple):
+    """Examples or preferences, how many were cut to the sequence length, and how many have nothing to learn within it
+    and were left out."""
 
     found: list[Any]
     cut: int = 0
@@ -65,7 +65,12 @@ def make_examples(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, *, length:
     if corpus.form == "text":
         blocks = to_blocks([row["text"] for _, row in corpus.rows], tokenizer, length=length)
         return Examples([Example(block, block) for block in blocks])
-    encode = _Chats(tokenizer).encode if corpus.has_chats else _encode_texts(tokenizer)
+
+    def encode_texts(row: dict[str, Any]) -> list[Example]:
+        wholes = [ended(tokenizer(whole)["input_ids"], tokenizer) for whole in _wholes(row)]
+        return _after(tokenizer(row["prompt"])["input_ids"], wholes)
+
+    encode = _Chats(tokenizer).encode if corpus.has_chats else encode_texts
     found, cut = [], 0
     for place, row in corpus.rows:
         try:
@@ -92,8 +97,8 @@ def learned_parts(example: Example, tokenizer: PreTrainedTokenizerBase) -> Itera
         yield str(tokenizer.decode([token for token, _ in part])), learned
 
 
-def _after(prompt: list[int], *wholes: list[int]) -> list[Example]:
-    """Return the example of each answer: the tokens after those that it shares with the prompt are learned."""
+def _after(prompt: list[int], wholes: list[list[int]]) -> list[Example]:
+    """Return the examples of the answers to a prompt. The tokens after those that all begin with are learned."""
     start = min(_common(prompt, whole) for whole in wholes)
     return [Example(whole, [NOT_LEARNED] * start + whole[start:]) for whole in wholes]
 
@@ -104,13 +109,9 @@ def _common(one: Sequence[T], other: Sequence[T]) -> int:
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _encode_texts(tokenizer: PreTrainedTokenizerBase) -> Callable[[dict[str, Any]], list[Example]]:
-    def encode(row: dict[str, Any]) -> list[Example]:
-        answers = [row[name] for name in ("completion", "chosen", "rejected") if name in row]
-        wholes = [ended(tokenizer(row["prompt"] + answer)["input_ids"], tokenizer) for answer in answers]
-        return _after(tokenizer(row["prompt"])["input_ids"], *wholes)
-
-    return encode
+def _wholes(row: dict[str, Any]) -> list[Any]:
+    """Return the prompt of a row with each of its answers."""
+    return [row["prompt"] + row[name] for name in ("completion", "chosen", "rejected") if name in row]
 
 
 class _Chats:
@@ -125,66 +126,61 @@ class _Chats:
 
     def encode(self, row: dict[str, Any]) -> list[Example]:
         options = {"tools": row.get("tools"), **self._template_options(row)}
-        if "messages" in row:
-            messages = [{name: value for name, value in one.items() if name != "weight"} for one in row["messages"]]
-            learned = [one["role"] == "assistant" and one.get("weight", 1) == 1 for one in row["messages"]]
-            options["chat_template"] = self._training_template
-            self._check_used(messages, options)
-            return [(self._by_template if self._marked else self._by_prefix)(messages, learned, options)]
-        wholes = [row["prompt"] + row[name] for name in ("completion", "chosen", "rejected") if name in row]
-        for whole in wholes:
-            self._check_used(whole, options)
-        prompt = self._ids(self._render(row["prompt"], options, add_generation_prompt=True))
-        return _after(prompt, *(self._ids(self._render(whole, options)) for whole in wholes))
+        if "messages" not in row:
+            for whole in _wholes(row):
+                self._check_used(whole, options)
+            prompt = self._ids(row["prompt"], options, add_generation_prompt=True)
+            return _after(prompt, [self._ids(whole, options) for whole in _wholes(row)])
+        options["chat_template"] = self._training_template
+        learned = [one["role"] == "assistant" and one.get("weight") != 0 for one in row["messages"]]
+        messages = [
+            {name: value for name, value in one.items() if (one["role"], name) != ("assistant", "weight")}
+            for one in row["messages"]
+        ]
+        self._check_used(messages, options)
+        return [(self._by_template if self._marked else self._by_prefix)(messages, learned, options)]
 
     def _render(self, messages: Chat, options: dict[str, Any], **more: Any) -> str:
         return render_chat(messages, self._tokenizer, **options, **more)
 
-    def _ids(self, text: str) -> list[int]:
+    def _ids(self, messages: Chat, options: dict[str, Any], **more: Any) -> list[int]:
+        text = self._render(messages, options, **more)
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])  # the template adds them
 
     def _template_options(self, row: dict[str, Any]) -> dict[str, Any]:
-        options = row.get("chat_template_kwargs", {})
+        options: dict[str, Any] = row.get("chat_template_kwargs", {})
         taken = signature(self._tokenizer.apply_chat_template).parameters.keys() | {"messages"}
         for name in options:
             if name in taken or not re.search(rf"\b{re.escape(name)}\b", str(self._tokenizer.chat_template)):
                 raise ConfigError(f"the chat template does not use chat_template_kwargs.{name}; remove it")
-        return dict(options)
+        return options
 
-    def _check_used(self, messages: Chat, options: dict[str, Any]) -> None:
+    def _check_used(self, chat: Chat, options: dict[str, Any]) -> None:
         """Refuse a field that changes nothing in the rendered chat. Chats with the same fields are checked once."""
-        fields = [
-            (i, name, j)
-            for i, one in enumerate(messages)
-            for name, value in one.items()
-            if name not in ("role", "tool_call_id") and (one["role"], name) != ("tool", "name")
-            if (value.strip() if isinstance(value, str) else value)
-            for j in (range(len(value)) if name == "tool_calls" else (None,))
-        ]
-        kind = (tuple(one["role"] for one in messages), tuple(fields), bool(options["tools"]), len(options))
+        fields = ((one["role"], *one, one["content"] != "", len(one.get("tool_calls", ()))) for one in chat)
+        kind = *fields, bool(options["tools"]), *options
         if kind in self._checked:
             return
-        whole = self._render(messages, options)
-
-        def unused(messages: Chat, **changed: Any) -> bool:
+        whole = self._render(chat, options)
+        changes = [("tools", chat, options | {"tools": None})] if options["tools"] else []
+        for i, one in enumerate(chat):
+            for name, value in one.items():
+                others: Chat = [{key: one[key] for key in one if key != name}]
+                if name == "content":
+                    others = [{**one, name: "\0"}]  # some templates need a content
+                elif name == "tool_calls":
+                    others = [{**one, name: value[:j] + value[j + 1 :]} for j in range(len(value))]
+                # ids link calls and results, and so does the name of a tool
+                if name not in ("role", "tool_call_id") and (one["role"], name) != ("tool", "name") and value != "":
+                    chats = ([*chat[:i], other, *chat[i + 1 :]] for other in others)
+                    changes += [(f"messages[{i}].{name}", changed, options) for changed in chats]
+        for name, changed, given in changes:
             try:
-                return self._render(messages, options | changed) == whole
+                same = self._render(changed, given) == whole
             except ConfigError:  # the template needs the field
-                return False
-
-        if options["tools"] and unused(messages, tools=None):
-            raise ConfigError("the chat template leaves out tools; remove them, or use a template that renders them")
-        for i, name, j in fields:
-            without = deepcopy(messages)
-            if j is not None:
-                del without[i][name][j]
-            elif name == "content":
-                without[i][name] = "\0"  # some templates need a content
-            else:
-                del without[i][name]
-            if unused(without):
-                what = f"messages[{i}].{name}" + ("" if j is None else f"[{j}]")
-                raise ConfigError(f"the chat template leaves out {what}; remove it, or use a template that renders it")
+                continue
+            if same:
+                raise ConfigError(f"the chat template leaves out {name}; remove it, or use a template that renders it")
         self._checked.add(kind)
 
     def _by_template(self, messages: Chat, learned: list[bool], options: dict[str, Any]) -> Example:

@@ -4,7 +4,7 @@ Only the loading of the model, the reading of the data and what is saved differ 
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -14,7 +14,7 @@ import msgspec
 from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig
 from torch import nn
-from transformers.integrations import get_reporting_integration_callbacks, integration_utils
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.pytorch_utils import Conv1D
 from trl import DPOConfig, SFTConfig, pack_dataset
 
@@ -27,10 +27,10 @@ from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.loading import load_language_model, load_tokenizer
 from tenant.session.tally import Ledger
 from tenant.training.corpus import context_of, hold_out, read
-from tenant.training.examples import Example, Preference, make_examples, rows_of
+from tenant.training.examples import Example, Preference, columns, make_examples, rows_of
 from tenant.training.options import ALL_LINEAR, DEFAULT_BETA, FineTuning
-from tenant.training.output import RunRecord, check_output, check_space, claimed, last_checkpoint, step_of
-from tenant.training.trainer import PreferenceTrainer, Progress, TextTrainer, TrainingMeter
+from tenant.training.output import check_output, check_space, claimed, last_checkpoint, make_record, step_of
+from tenant.training.trainer import PreferenceTrainer, Progress, TextTrainer
 
 _DEFAULTS = FineTuning()
 
@@ -70,7 +70,7 @@ def finetune(
     *,
     remote: RemoteConfig,
     options: FineTuning = _DEFAULTS,
-    on_progress: Progress | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
 ) -> FineTuned:
     """Fine-tune a LoRA adapter on a text or JSONL file and write it to `output` as an ordinary PEFT folder.
 
@@ -102,13 +102,12 @@ def finetune(
     if options.packing and (corpus.form in ("text", "preferences") or options.overlap > 1):
         raise ConfigError("--packing is for chats and for prompts with completions, without --overlap; leave it out")
     examples = make_examples(corpus, tokenizer, length=options.sequence_length)
-    settings = {name: getattr(options, name) for name in RunRecord.__struct_fields__ if hasattr(options, name)}
-    record = RunRecord(
+    record = make_record(
+        options,
         model=None if remote.federation is None else load_federation(Path(remote.federation)).model_digest,
         data=hashlib.sha256(msgspec.json.encode(rows_of(examples.found))).hexdigest(),
-        **settings | {"alpha": 2 * options.rank if options.alpha is None else options.alpha},
     )
-    train, held_out = (_columns(part, options) for part in hold_out(examples.found))
+    train, held_out = (_dataset(part, options) for part in hold_out(examples.found))
     steps_of_epoch = ceil(ceil(len(train) / options.batch_size) / options.gradient_accumulation)
     steps = options.steps or ceil(options.epochs * steps_of_epoch)
     start = last_checkpoint(output, of=record) if options.resume else None
@@ -121,12 +120,12 @@ def finetune(
             lora = LoraConfig(
                 task_type="CAUSAL_LM",
                 target_modules=_targets(model, options.target_modules),
-                r=record.rank,
-                lora_alpha=record.alpha,
+                r=options.rank,
+                lora_alpha=record["alpha"],
                 lora_dropout=options.dropout,
                 fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
             )
-            meter = TrainingMeter(on_progress)
+            progress = Progress(on_progress)
             arguments: dict[str, Any] = {
                 "output_dir": str(output),
                 "max_steps": steps,
@@ -154,6 +153,7 @@ def finetune(
             trainer: Any = (PreferenceTrainer if preferences else TextTrainer)(
                 output=output,
                 record=record,
+                progress=progress,
                 interrupts=interrupts,
                 overlap=options.overlap,
                 model=model,
@@ -164,35 +164,33 @@ def finetune(
                 eval_dataset=held_out or train,
                 processing_class=tokenizer,
                 peft_config=lora,
-                callbacks=[meter],
             )
             # a checkpoint holds the adapter and AdamW's two averages; the adapter is also written beside it
             check_space(output, 4 * sum(one.nbytes for one in trainer.model.parameters() if one.requires_grad))
             before, after = trainer.run(resume_from=start)
             return FineTuned(
                 adapter=output,
-                losses=tuple(meter.losses),
+                losses=tuple(progress.losses),
                 loss_before=before,
                 loss_after=after,
                 preferences=preferences,
                 held_out=bool(held_out),
                 cut=examples.cut,
                 left_out=examples.left_out,
-                tokens=meter.tokens,
-                seconds=meter.seconds,
-                ledger=meter.ledger,
+                tokens=progress.tokens,
+                seconds=progress.seconds,
+                ledger=progress.ledger,
             )
         finally:
             backend.close()
 
 
-def _columns(examples: Sequence[Example | Preference], options: FineTuning) -> Any:
+def _dataset(examples: Sequence[Example | Preference], options: FineTuning) -> Any:
     """Return the data set that TRL's trainers take, or None without examples."""
     if not examples:
         return None
     disable_progress_bars()
-    columns = [one.columns() if isinstance(one, Preference) else one._asdict() for one in examples]
-    found: Any = Dataset.from_list(columns)
+    found: Any = Dataset.from_list([columns(one) for one in examples])
     return pack_dataset(found, options.sequence_length) if options.packing else found
 
 
@@ -214,12 +212,8 @@ def _targets(model: nn.Module, names: str) -> str | list[str]:
 def _check_trackers(names: Sequence[str]) -> None:
     """Refuse experiment trackers that transformers does not know, or whose package is not installed, before the model
     is loaded. A tracker sees losses and options, never data."""
-    known = sorted(integration_utils.INTEGRATION_TO_CALLBACK)
     for name in names:
-        if name not in known:
-            raise ConfigError(f"--report-to {name} is unknown; choose from {', '.join(known)}")
-        (callback,) = get_reporting_integration_callbacks([name])
         try:
-            callback()
-        except (RuntimeError, ImportError) as error:
+            get_reporting_integration_callbacks([name])[0]()
+        except (ValueError, RuntimeError, ImportError) as error:
             raise ConfigError(f"--report-to {name}: {error}") from error

@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -21,49 +21,50 @@ from symbiosis_priv.checkpoints.checkpoint import hub_name, resolve
 from symbiosis_priv.checkpoints.vetting import read_json
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.system.files import UNDECODABLE, check_unused, default_cache, lock, read_limited, storing
+from tenant.training.options import FineTuning
 
 _RECORD = "run.json"
 _LAST_WRITTEN = "trainer_state.json"
+_SHARED = (
+    *("rank", "alpha", "dropout", "target_modules", "learning_rate", "beta", "batch_size", "gradient_accumulation"),
+    *("sequence_length", "pad_to_multiple_of", "packing", "overlap", "seed"),
+)
 _MOST_BYTES = 256 << 20  # largest size of a JSON file; trainer_state.json has a line for each step
 
 
-class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The settings that a resumed run must share with the run that it continues, named as in `FineTuning`.
+Record = dict[str, Any]
+"""The settings that a resumed run must share with the run that it continues, by name."""
 
-    Args:
-        model: digest of the quantised base model; None without a federation.
-        data: SHA-256 of the token ids and labels.
-    """
 
-    model: str | None
-    data: str
-    rank: int
-    alpha: int
-    dropout: float
-    target_modules: str
-    learning_rate: float
-    batch_size: int
-    gradient_accumulation: int
-    sequence_length: int
-    seed: int
-    pad_to_multiple_of: int = 1
-    overlap: int = 1
-    packing: bool = False
-    beta: float | None = None
+def make_record(options: FineTuning, *, model: str | None, data: str) -> Record:
+    """Return the record of a run. `model`: digest of the quantised base model; None without a federation. `data`:
+    SHA-256 of the token ids and labels."""
+    chosen = {name: getattr(options, name) for name in _SHARED}
+    return {
+        **chosen,
+        "model": model,
+        "data": data,
+        "alpha": 2 * options.rank if options.alpha is None else options.alpha,
+    }
 
-    def check_continues(self, before: Self) -> None:
-        """Refuse to continue from a run with other settings. Raises `ConfigError`, which names every difference."""
-        was, now = msgspec.structs.asdict(before), msgspec.structs.asdict(self)
-        changed = [name for name in was if was[name] != now[name]]
-        if changed:
-            differences = ", ".join(
-                "other data" if name == "data" else f"{name.replace('_', ' ')} {was[name]}, now {now[name]}"
-                for name in changed
-            )
-            raise ConfigError(
-                f"--resume needs the settings of the run in --output, and these differ: {differences}. "
-                f"Use the same settings, or start a new run in another --output"
-            )
+
+def check_continues(record: Record, checkpoint: Path) -> None:
+    """Refuse a checkpoint of a run with other settings. Raises `ConfigError`, which names every difference."""
+    path = checkpoint / _RECORD
+    try:
+        written: Record = msgspec.json.decode(read_limited(path, _MOST_BYTES), type=dict[str, Any])
+    except (OSError, *UNDECODABLE) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); start a new run in another --output") from error
+    was = {**record, **{name: getattr(FineTuning(), name) for name in _SHARED}, **written}  # older ones have fewer
+    if changed := [name for name in was if was[name] != record.get(name)]:
+        differences = ", ".join(
+            "other data" if name == "data" else f"{name.replace('_', ' ')} {was[name]}, now {record.get(name)}"
+            for name in changed
+        )
+        raise ConfigError(
+            f"--resume needs the settings of the run in {checkpoint}, and these differ: {differences}. "
+            f"Use the same settings, or start a new run in another --output"
+        )
 
 
 def check_output(
@@ -128,7 +129,7 @@ def check_space(output: Path, size: int) -> None:
             os.posix_fallocate(file.fileno(), 0, size)
 
 
-def last_checkpoint(output: Path, *, of: RunRecord | None = None) -> Path:
+def last_checkpoint(output: Path, *, of: Record | None = None) -> Path:
     """Return the newest complete checkpoint. Raises `ConfigError` if `output` has none, or has a checkpoint of another
     run than `of`, which the run would delete."""
     found = [path for path in output.glob("checkpoint-*") if path.is_dir() and any(path.iterdir())]
@@ -136,7 +137,7 @@ def last_checkpoint(output: Path, *, of: RunRecord | None = None) -> Path:
         raise ConfigError(f"there is no checkpoint to resume from in {output}; leave --resume out to start")
     if of is not None:
         for path in found:
-            of.check_continues(read_record(path))
+            check_continues(of, path)
     return max(whole, key=step_of)
 
 
@@ -154,21 +155,10 @@ def is_whole(checkpoint: Path) -> bool:
         return False
 
 
-def write_record(checkpoint: Path, record: RunRecord) -> None:
+def write_record(checkpoint: Path, record: Record) -> None:
     """Write a run's settings into the folder of a new checkpoint."""
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / _RECORD).write_bytes(msgspec.json.encode(record))
-
-
-def read_record(checkpoint: Path) -> RunRecord:
-    """Read the settings of the run that wrote a checkpoint. Raises `ConfigError` if the record is missing, damaged, or
-    of another release."""
-    try:
-        return msgspec.json.decode(read_limited(checkpoint / _RECORD, _MOST_BYTES), type=RunRecord)
-    except (OSError, *UNDECODABLE) as error:
-        raise ConfigError(
-            f"{checkpoint / _RECORD} cannot be read ({error}); start a new run in another --output"
-        ) from error
 
 
 def save_adapter(model: Any, output: Path) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,34 +32,57 @@ from tenant.model.overlap import overlapped
 from tenant.model.remote_linear import RemoteLayer
 from tenant.session.tally import Ledger
 from tenant.training.examples import NOT_LEARNED
-from tenant.training.output import RunRecord, is_whole, last_checkpoint, save_adapter, write_record
+from tenant.training.output import Record, is_whole, last_checkpoint, save_adapter, write_record
 
 _STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
 _ANEW = "delete it, or start a new run in another --output"
 _SHOWN = 160  # characters of another library's message that an error message quotes
 
 
-@dataclass(frozen=True)
-class Step:
-    """The state of a run after a step.
+class Progress(TrainerCallback):
+    """The figures of a run so far, without the evaluations before and after it.
 
     Args:
+        report: called with this object after every step.
+
+    Attributes:
         done, total: number of steps, earlier runs included.
-        loss: in nats per token.
-        ran, tokens, seconds, traffic: steps, tokens, time, and bytes sent and received, of this run so far.
+        losses: of each step of this run, in nats per token.
+        tokens, seconds: of this run.
+        ledger: the session's counters in this run; None without a session ("simulate", "paper-pool").
+        random: state of torch's random generator after the last completed step.
     """
 
-    done: int
-    total: int
-    loss: float
-    ran: int
-    tokens: int
-    seconds: float
-    traffic: int
+    def __init__(self, report: Callable[["Progress"], None] | None) -> None:
+        self._report = report
+        self._began, self._tokens_before, self._ledger_before = 0.0, 0, Ledger()
+        self.done = self.total = self.tokens = 0
+        self.seconds = 0.0
+        self.losses: list[float] = []
+        self.ledger: Ledger | None = None
+        self.random = torch.get_rng_state()
 
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        self.random = torch.get_rng_state()
 
-Progress = Callable[[Step], None]
-"""Called after every step."""
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        self._tokens_before = state.num_input_tokens_seen  # of earlier runs
+        self._ledger_before = ledger_of(kwargs["model"]) or Ledger()
+        self._began = time.perf_counter()
+
+    def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        self.done, self.total = state.global_step, state.max_steps
+        self.tokens = state.num_input_tokens_seen - self._tokens_before
+        self.seconds = time.perf_counter() - self._began
+        if (now := ledger_of(kwargs["model"])) is not None:
+            self.ledger = since(self._ledger_before, now)
+
+    def on_log(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        if "loss" in kwargs["logs"]:
+            self.losses.append(float(kwargs["logs"]["loss"]))
+            self.on_train_end(args, state, control, **kwargs)
+            if self._report:
+                self._report(self)
 
 
 class Resumable(Trainer):
@@ -73,13 +95,20 @@ class Resumable(Trainer):
     """
 
     def __init__(
-        self, *, output: Path, record: RunRecord, interrupts: Interrupts, overlap: int = 1, **options: Any
+        self,
+        *,
+        output: Path,
+        record: Record,
+        progress: Progress,
+        interrupts: Interrupts,
+        overlap: int = 1,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self.remove_callback(PrinterCallback)
-        self._random = _RandomState()
-        self.add_callback(self._random)
-        self._output, self._record, self._interrupts, self._overlap = output, record, interrupts, overlap
+        self.add_callback(progress)
+        self._output, self._record, self._progress = output, record, progress
+        self._interrupts, self._overlap = interrupts, overlap
 
     def run(self, *, resume_from: Path | None) -> tuple[float, float]:
         """Train, and save the adapter in the output folder.
@@ -183,7 +212,7 @@ class Resumable(Trainer):
         if not done:
             return "nothing is saved: no step was completed"
         try:
-            self._random.restore()
+            torch.set_rng_state(self._progress.random)
             assert self.model is not None
             self._save_checkpoint(self.model, trial=None)
             save_adapter(self.model, self._output)
@@ -251,52 +280,3 @@ def _reading(checkpoint: str | None) -> Iterator[None]:
         raise
     except Exception as error:  # torch and PEFT raise many types for malformed files
         raise CheckpointError(f"{checkpoint} is damaged ({one_line(str(error))[:_SHOWN]}); {_ANEW}") from error
-
-
-class _RandomState(TrainerCallback):
-    """Keeps the state of torch's random generator after the last completed step."""
-
-    def __init__(self) -> None:
-        self._state = torch.get_rng_state()
-
-    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        self._state = torch.get_rng_state()
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._state)
-
-
-class TrainingMeter(TrainerCallback):
-    """Measures losses, tokens, time and traffic of training, without the evaluations before and after it."""
-
-    def __init__(self, report: Progress | None) -> None:
-        self._report = report
-        self.losses: list[float] = []
-        self.tokens = 0
-        self.seconds = 0.0
-        self.ledger: Ledger | None = None
-
-    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        self.tokens = -int(state.num_input_tokens_seen)  # a resumed run counts the tokens of earlier runs
-        self.ledger = ledger_of(kwargs["model"])
-        self.seconds = -time.perf_counter()
-
-    def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        self.seconds += time.perf_counter()
-        self.tokens += int(state.num_input_tokens_seen)
-        now = ledger_of(kwargs["model"])
-        self.ledger = since(self.ledger, now) if self.ledger and now else None
-
-    def on_log(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        loss = kwargs["logs"].get("loss")
-        if loss is not None:
-            self.losses.append(float(loss))
-            if self._report:
-                now = ledger_of(kwargs["model"])
-                spent = since(self.ledger, now) if self.ledger and now else Ledger()
-                traffic = spent.bytes_to_executors + spent.bytes_to_helpers
-                traffic += spent.bytes_from_executors + spent.bytes_from_helpers
-                tokens = self.tokens + int(state.num_input_tokens_seen)
-                seconds = self.seconds + time.perf_counter()
-                done, total, ran = state.global_step, state.max_steps, len(self.losses)
-                self._report(Step(done, total, float(loss), ran, tokens, seconds, traffic))

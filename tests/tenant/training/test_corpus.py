@@ -113,8 +113,6 @@ WRONG: dict[str, tuple[list[Any], str]] = {
     "nobody answers": ([{"messages": [user("a")]}], "line 1: .*assistant"),
     "nobody is learned": ([{"messages": [user("a"), reply("b", weight=0)]}], "line 1: .*assistant"),
     "half a weight": ([{"messages": [user("a"), reply("b", weight=0.5)]}], r"line 1: .*weight"),
-    "a weight of a user": ([{"messages": [{**user("a"), "weight": 0}, reply("b")]}], "line 1: weight"),
-    "a weight of a completion": ([{"prompt": [user("a")], "completion": [reply("b", weight=1)]}], "line 1: weight"),
     "no content": ([{"messages": [user("a"), {"role": "assistant"}]}], "line 1: .*assistant has no content"),
     "a picture": ([{"messages": [user([{"type": "image"}])]}], r"line 1: .*content\[0\]"),  # type: ignore[arg-type]
     "a call without arguments": (
@@ -132,7 +130,7 @@ WRONG: dict[str, tuple[list[Any], str]] = {
     "an answer of a user": ([PREFERENCE | {"preferred_output": [user("4")]}], "line 1: an answer has another role"),
     "answers to nothing": (
         [{"chosen": [reply("a")], "rejected": [reply("b")]}],
-        "line 1: chosen and rejected do not begin",
+        "line 1: chosen and rejected begin with different",
     ),
     "nobody known": ([{"conversations": [{"from": "observation", "value": "a"}]}], "line 1: .*'observation'"),
 }

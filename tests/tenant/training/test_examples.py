@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from symbiosis_priv.errors import ConfigError
 from tenant.training.corpus import read, to_blocks
-from tenant.training.examples import NOT_LEARNED, Example, learned_parts, make_examples, rows_of
+from tenant.training.examples import NOT_LEARNED, Example, columns, learned_parts, make_examples, rows_of
 from tests.tenant.training.conftest import TEMPLATE, Write
 from tests.tenant.training.test_corpus import CALL, reply, user
 
@@ -100,12 +100,12 @@ def test_the_tokens_are_those_that_trl_prepares(name: str, write: Write, tokeniz
     )
     if preferences:
         names = ("prompt_ids", "chosen_ids", "rejected_ids")
-        assert [one.columns() for one in found] == trainer.train_dataset.select_columns(names).to_list()
+        assert [columns(one) for one in found] == trainer.train_dataset.select_columns(names).to_list()
     elif name == "text":
         whole = [token for one in trainer.train_dataset for token in one["input_ids"]]
         assert to_blocks([one["text"] for one in rows], tokenizer, length=len(whole)) == [whole]
     else:
-        assert [one._asdict() for one in found] == trainer.train_dataset.select_columns(
+        assert [columns(one) for one in found] == trainer.train_dataset.select_columns(
             ("input_ids", "labels")
         ).to_list()
     assert all(any(label != NOT_LEARNED for label in one.labels) for one in rows_of(found))
@@ -155,11 +155,11 @@ LEFT_OUT: dict[str, tuple[str, dict[str, Any], str]] = {
         r"messages\[1\] in another way",
     ),
     "tools": (TEMPLATE, {"messages": turns(1), "tools": TOOLS}, "leaves out tools"),
-    "a call": (TEMPLATE, {"messages": [user("a"), reply("", tool_calls=[CALL])]}, r"messages\[1\]\.tool_calls\[0\]"),
+    "a call": (TEMPLATE, {"messages": [user("a"), reply("", tool_calls=[CALL])]}, r"messages\[1\]\.tool_calls"),
     "a second call": (
         CALLS.replace("or [])", "or [])[:1]"),
         {"messages": [user("a"), reply("", tool_calls=[CALL, CALL])]},
-        r"messages\[1\]\.tool_calls\[",
+        r"messages\[1\]\.tool_calls",
     ),
     "a thought": (TEMPLATE, {"messages": turns(1, reasoning_content="b")}, r"messages\[1\]\.reasoning_content"),
     "a name": (TEMPLATE, {"messages": [{**user("a"), "name": "b"}, reply("c")]}, r"messages\[0\]\.name"),
@@ -177,6 +177,12 @@ LEFT_OUT: dict[str, tuple[str, dict[str, Any], str]] = {
         TEMPLATE.replace("in messages %}", "in messages if message.role != 'tool' %}"),
         {"messages": [user("a"), {"role": "tool", "content": "b"}, reply("c")]},
         r"messages\[1\]\.content",
+    ),
+    "a weight of a user": (TEMPLATE, {"messages": [{**user("a"), "weight": 0}, reply("b")]}, r"messages\[0\]\.weight"),
+    "a weight of a completion": (
+        TEMPLATE,
+        {"prompt": [user("a")], "completion": [reply("b", weight=1)]},
+        r"messages\[1\]\.weight",
     ),
     "an option": (TEMPLATE, {"messages": turns(1), "chat_template_kwargs": {"thinking": True}}, "kwargs.thinking"),
     "an option that is another field": (
@@ -206,6 +212,13 @@ def test_what_a_template_leaves_out_is_refused_by_name(name: str, write: Write, 
             ),
             tokenizer,
         )
+
+
+def test_a_field_that_the_first_chat_leaves_empty_is_looked_at_later(write: Write, tokenizer: Any) -> None:
+    tokenizer.chat_template = CALLS.replace("{{ message.content }}", "{{ message.content if not message.tool_calls }}")
+    chats = [{"messages": [user("a"), reply(content, tool_calls=[CALL])]} for content in ("", "", "b")]
+    with pytest.raises(ConfigError, match=r"line 3: .*messages\[1\]\.content"):
+        encoded(write(*chats), tokenizer)
 
 
 def test_long_examples_are_cut_and_those_left_out_are_counted_apart(write: Write, tokenizer: Any) -> None:

@@ -26,7 +26,7 @@ from tenant.model.loading import load_adapter, load_model
 from tenant.training.finetune import FineTuned, finetune
 from tenant.training.options import FineTuning, check_installed
 from tenant.training.output import claimed, last_checkpoint
-from tenant.training.trainer import Step
+from tenant.training.trainer import Progress
 from tests.warm import Popen
 
 OPTIONS = FineTuning(steps=5, batch_size=2, sequence_length=16, rank=4, dropout=0.2, learning_rate=1e-2, save_every=2)
@@ -48,7 +48,7 @@ def run(tiny: Path, text: Path) -> Run:
     def run(output: Path, *, at: int | None = None, event: Callable[[], None] = lambda: None, **changes: Any) -> Any:
         """`event` is called when step `at` is logged."""
 
-        def progress(step: Step) -> None:
+        def progress(step: Progress) -> None:
             assert step.seconds > 0
             assert step.tokens > 0
             if step.done == at:
@@ -291,7 +291,7 @@ def test_lora_has_the_chosen_options(run: Run, tmp_path: Path) -> None:
 
 
 def test_trackers_are_checked_before_loading(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"--report-to nobody is unknown; choose from .*tensorboard.*wandb"):
+    with pytest.raises(ConfigError, match=r"--report-to nobody: .*not supported, only .*tensorboard.*wandb"):
         run(tmp_path / "adapter", report_to=("nobody",))
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"--report-to wandb: .*pip install wandb"):

@@ -3,25 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from symbiosis_priv.errors import ConfigError
-from tenant.training.output import RunRecord, check_output, last_checkpoint, read_record, write_record
+from tenant.training.options import FineTuning
+from tenant.training.output import check_output, last_checkpoint, make_record, write_record
 
-RECORD = RunRecord(
-    model="sha256:0",
-    data="0",
-    rank=8,
-    alpha=16,
-    dropout=0.0,
-    target_modules="all-linear",
-    learning_rate=2e-4,
-    batch_size=4,
-    gradient_accumulation=1,
-    sequence_length=256,
-    seed=0,
-)
+RECORD = make_record(FineTuning(), model="sha256:0", data="0")
 
 
 def used(folder: Path) -> Path:
@@ -102,16 +90,27 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_run_resumes_only_with_its_own_options(name: str) -> None:
-    assert set(CHANGES) == set(RECORD.__struct_fields__)
-    RECORD.check_continues(RECORD)
-    changed = msgspec.structs.replace(RECORD, **{name: CHANGES[name]})
+def test_a_run_resumes_only_with_its_own_options(name: str, tmp_path: Path) -> None:
+    assert CHANGES.keys() == RECORD.keys()
+    whole = checkpoint(tmp_path, 1)
+    assert last_checkpoint(tmp_path, of=RECORD) == whole
     with pytest.raises(ConfigError, match=f"differ: .*{name.replace('_', ' ')}"):
-        changed.check_continues(RECORD)
+        last_checkpoint(tmp_path, of=RECORD | {name: CHANGES[name]})
+
+
+def test_a_record_of_an_earlier_release_has_fewer_names(tmp_path: Path) -> None:
+    write_record(checkpoint(tmp_path, 1), {name: value for name, value in RECORD.items() if name != "packing"})
+    assert last_checkpoint(tmp_path, of=RECORD)
+    with pytest.raises(ConfigError, match="packing False, now True"):
+        last_checkpoint(tmp_path, of=RECORD | {"packing": True})
 
 
 def test_a_device_in_place_of_a_record_is_not_read(tmp_path: Path) -> None:
     """A link to /dev/zero would fill the memory."""
-    link(tmp_path / "run.json", Path("/dev/null"))
+    (checkpoint(tmp_path, 1) / "run.json").unlink()
+    link(tmp_path / "checkpoint-1" / "run.json", Path("/dev/null"))
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        last_checkpoint(tmp_path, of=RECORD)
+    checkpoint(tmp_path, 2)
     with pytest.raises(ConfigError, match="device"):
-        read_record(tmp_path)
+        last_checkpoint(tmp_path, of=RECORD)

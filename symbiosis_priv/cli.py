@@ -44,20 +44,15 @@ _SHORT_HELP = {
     "cache": "Show or clear this machine's cache of quantised weights and secret keys.",
     "bench.step": "Measure a LoRA step of a Llama, whole and split: CPU seconds and peak memory of every process.",
     "bench.token": "Measure a generated token of a Llama, whole and split.",
-    "bench.scale": "Measure the tenant's cost of a step against rows, width and depth.",
     "bench.linear": "Time one masked, verified linear and its parts.",
     "bench.network": "Measure steps and tokens per second over a slow network.",
     "bench.bytes": "Compute the bytes that a tenant moves for a token and a step of well-known Llamas.",
     "bench.provider": "Let many tenants send requests to one provider, and compare all answers.",
     "bench.tasks": "Serve many tasks over one BERT.",
     "bench.endpoint": "Answer many requests together, and one after another.",
-    "bench.start": "Time a provider's start, the tenant's verification keys, and reading the checkpoint.",
     "bench.kernels": "Time every exact kernel and float32.",
-    "bench.quality": "Compare rings and weight bits with bfloat16 on real weights.",
     "bench.report": "Print --json files as tables in Markdown.",
     "bench.abuse": "Measure a tenant's requests alone and during the abuse of other tenants.",
-    "bench.chaos": "Kill random providers while a tenant trains and generates, and compare every bit.",
-    "bench.ranks": "Kill or stop a rank of a sharded executor while tenants send requests.",
 }
 
 

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable
-from itertools import pairwise
 
 from torch import Tensor
 
@@ -31,12 +30,6 @@ class AnswerTimes:
         """The time and the executor's name of each answer since the time `since`."""
         with self._lock:
             return [answer for answer in self._answers if answer[0] >= since]
-
-    def longest_pause(self, *, since: float, until: float) -> float:
-        """The longest time between two answers that overlaps this period, in seconds; 0 without answers."""
-        with self._lock:
-            times = [when for when, _ in self._answers]
-        return max((end - start for start, end in pairwise(times) if start <= until and end >= since), default=0.0)
 
 
 class ExecutorKiller(AnswerTimes):

@@ -11,15 +11,12 @@ measured_models   the measured models, providers of them, and a tenant process
 processes         child processes, and what processes cost
 options           options of the commands, and `benchmark`, which makes a command of a function that measures
 steps_and_tokens  `bench step` and `bench token`
-scaling           `bench scale`
 masked_linear     `bench linear`
 link, network     `bench network` (over an emulated link) and `bench bytes`
 many_tenants      `bench provider`, with the tenants of request_load
 many_tasks        `bench tasks`
 many_requests     `bench endpoint`
-startup           `bench start`
 kernels           `bench kernels`
-quality           `bench quality`
 """
 
 import typer

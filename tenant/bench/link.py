@@ -1,4 +1,4 @@
-"""An emulated link between a tenant and its providers: latency, limited bandwidth and loss, for `bench network`.
+"""An emulated link between a tenant and its providers, with a latency and a bandwidth, for `bench network`.
 
     with open_link() as link, LocalFederation(model, folder, host=link.host) as local:
         federation = link.federation(local.federation)
@@ -7,15 +7,13 @@
 
 A process forwards the bytes of connections on loopback, without changing TLS. All providers share the bandwidth, which
 is separate for each direction. The process reads at most a few round trips ahead, so that the bandwidth limits a
-sender. A new connection waits for the round trip of TCP's handshake before its first byte is forwarded. A lost segment
-delays the following bytes of its connection by the round trip of a retransmission. TCP itself has no delay, so there is
-no slow start.
+sender. A new connection waits for the round trip of TCP's handshake before its first byte is forwarded. TCP itself has
+no delay, so there is no slow start, and nothing is lost.
 """
 
 import asyncio
 import contextlib
 import math
-import random
 import re
 import selectors
 import threading
@@ -31,32 +29,30 @@ from symbiosis_priv.system.files import write_atomically
 from tenant.bench.processes import Child
 
 _NUMBER = r"\d*\.?\d+"
-_FORM = re.compile(rf"(?P<rate>{_NUMBER})(?P<unit>mbit|gbit)/(?P<delay>{_NUMBER})ms(?:/(?P<loss>{_NUMBER})%)?")
+_FORM = re.compile(rf"(?P<rate>{_NUMBER})(?P<unit>mbit|gbit)/(?P<delay>{_NUMBER})ms")
 _MBIT = 1e6 / 8
 _BUFFER = 1 << 20
 _HERE = "127.0.0.1"
 _CHUNK = 32 << 10
-_SEGMENT = 1448  # bytes of a packet
 _CONNECT_S, _ANSWER_S = 10.0, 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """The state of a link between a tenant and its providers, in each direction: bandwidth (None for no limit), half of
-    the round trip, and the share of packets that are lost."""
+    """The state of a link between a tenant and its providers: bandwidth of each direction (None for no limit), and the
+    round trip."""
 
     mbit_per_s: float | None = None
     round_trip_ms: float = 0.0
-    loss: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse `100mbit/100ms`, `1gbit/5ms`, or `100mbit/100ms/0.1%` with losses. Raises `ConfigError`."""
+        """Parse `100mbit/100ms` or `1gbit/5ms`. Raises `ConfigError`."""
         found = _FORM.fullmatch(text.strip())
-        rate, delay, loss = (float(found[name] or 0) if found else 0.0 for name in ("rate", "delay", "loss"))
-        if found is None or rate <= 0 or loss >= 100:
-            raise ConfigError(f"condition {text!r}: write rate and round trip like 100mbit/100ms, or 1gbit/5ms/0.1%")
-        return cls(mbit_per_s=rate * (1000 if found["unit"] == "gbit" else 1), round_trip_ms=delay, loss=loss / 100)
+        if found is None or not float(found["rate"]):
+            raise ConfigError(f"condition {text!r}: write rate and round trip like 100mbit/100ms")
+        rate = float(found["rate"]) * (1000 if found["unit"] == "gbit" else 1)
+        return cls(mbit_per_s=rate, round_trip_ms=float(found["delay"]))
 
     @property
     def bytes_per_s(self) -> float:
@@ -77,7 +73,7 @@ class Condition:
             rate = "no limit"
         else:
             rate = f"{self.mbit_per_s / 1000:g} Gbit/s" if self.mbit_per_s >= 1000 else f"{self.mbit_per_s:g} Mbit/s"
-        return f"{rate}, {self.round_trip_ms:g} ms" + (f", {self.loss:.2g} lost" if self.loss else "")
+        return f"{rate}, {self.round_trip_ms:g} ms"
 
 
 class Link:
@@ -135,20 +131,14 @@ def serve_proxy() -> Iterator[Callable[[Condition | list[int]], list[int]]]:
 class DelayLine:
     """One direction of a link: bytes leave in order at the bandwidth, and arrive after the delay."""
 
-    def __init__(self, condition: Condition, *, seed: int) -> None:
+    def __init__(self, condition: Condition) -> None:
         self._condition = condition
-        self._random = random.Random(seed)
         self._free = -math.inf  # time at which the last byte has left
 
     def arrival(self, now: float, size: int) -> float:
         """Return the arrival time of the last of `size` bytes sent at `now`, in seconds. Times must not decrease."""
         self._free = max(now, self._free) + size / self._condition.bytes_per_s
         return self._free + self._condition.delay_s
-
-    def lost(self, packets: int) -> int:
-        if not self._condition.loss:
-            return 0
-        return sum(self._random.random() < self._condition.loss for _ in range(packets))
 
 
 class Proxy:
@@ -161,7 +151,7 @@ class Proxy:
     def apply(self, condition: Condition) -> None:
         """Apply a condition to all later bytes."""
         self._condition = condition
-        self._directions = [DelayLine(condition, seed=seed) for seed in range(2)]
+        self._directions = [DelayLine(condition) for _ in range(2)]
 
     async def listen(self, port: int) -> int:
         """Open a port of the proxy, and forward its connections to `port`."""
@@ -200,7 +190,6 @@ class Proxy:
             data = await source.read(_CHUNK)
             now, condition, direction = loop.time(), self._condition, self._directions[index]
             held = max(held, direction.arrival(now, len(data)))
-            held += 2 * condition.delay_s * bool(direction.lost(-(-len(data) // _SEGMENT)))
             due.put_nowait((held, data))
             under_way += len(data)
             while under_way > condition.bytes_under_way and not delivery.done():

@@ -78,12 +78,11 @@ class Llama:
             tie_word_embeddings=True,
         )
 
-    def save(self, folder: Path, *, dtype: torch.dtype | None = None, shard: str = "50GB") -> Path:
-        """Write a checkpoint with random weights, always the same, and return its folder. `dtype`: of the weights;
-        float32 if None. `shard`: largest size of one file."""
+    def save(self, folder: Path) -> Path:
+        """Write a checkpoint with random weights, always the same, and return its folder."""
         torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(self.config(), dtype=dtype or torch.float32)
-        model.save_pretrained(folder, max_shard_size=shard)
+        model: Any = AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32)
+        model.save_pretrained(folder)
         return folder
 
 

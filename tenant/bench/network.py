@@ -76,7 +76,7 @@ def network(
     progress: Progress,
     *,
     condition: Annotated[
-        str, typer.Option(help="Bandwidth, round trip and loss, like 100mbit/100ms/0.1%; several separated by commas.")
+        str, typer.Option(help="Bandwidth and round trip, like 100mbit/100ms; several separated by commas.")
     ] = "1gbit/1ms,1gbit/10ms,1gbit/50ms,100mbit/1ms,100mbit/10ms,100mbit/50ms",
     shape: models.Llama = _SHAPE,
     batch: Batch = 2,
@@ -89,7 +89,7 @@ def network(
 ) -> Iterator[Row]:
     """Measure steps and tokens per second over a slow network, and predict them from round trips and bytes.
 
-    The tenant's link is emulated on loopback with a bandwidth, a delay and losses.
+    The tenant's link is emulated on loopback.
 
     Example: symbiosis-priv bench network --layers 3 --condition 100mbit/10ms
     """

@@ -185,18 +185,8 @@ def lower_own_priority(nice: int) -> None:
     """
     os.setsid()
     os.nice(nice)
-    lower_session_priority(os.getpid(), nice)
-
-
-def lower_session_priority(pid: int, nice: int) -> None:
-    """Let a process's session use only CPU time that other sessions leave. `nice` is 1 to 19."""
-    with contextlib.suppress(OSError):  # the system has no autogroups, or the process has ended
-        (_PROC / str(pid) / "autogroup").write_text(str(nice))
-
-
-def sessions(pid: int) -> set[int]:
-    """Return the sessions of a process and its living descendants."""
-    return {int(stat[3]) for member in descendants([pid]) if (stat := _stat(member))}
+    with contextlib.suppress(OSError):  # the system has no autogroups
+        (_PROC / "self" / "autogroup").write_text(str(nice))
 
 
 def _stat(pid: int) -> list[str]:

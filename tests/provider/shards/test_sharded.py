@@ -124,7 +124,7 @@ def test_a_group_uses_a_private_folder_restarts_after_a_hanging_rank_and_ends_wi
     """A hanging rank is found long before the group's timeout, whatever torchrun options the environment has.
 
     Tenants are told immediately that the provider is busy, and get the same bits later.
-    `tests/threat_model/availability/test_ranks.py` kills a rank.
+    `tests/end_to_end/test_ranks.py` kills a rank.
     """
     monkeypatch.setenv("PET_STANDALONE", "1")
     monkeypatch.setattr(supervisor, "_FIRST_BACKOFF_S", 2.0)  # forks start soon; tenants are refused for that long

@@ -46,7 +46,7 @@ def shared(running: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps_and_tokens, "comparison", already)
 
 
-def check_step(rows: list[Row], folder: Path, shown: str) -> None:
+def check_step(rows: list[Row], shown: str) -> None:
     whole, split = rows
     assert (whole["variant"], split["variant"]) == ("whole, fp32", "split, pad")
     assert all(number(row[figure]) > 0 for row in rows for figure in ("wall_s", "tenant_peak_mib"))
@@ -54,27 +54,13 @@ def check_step(rows: list[Row], folder: Path, shown: str) -> None:
     assert number(split["helper_peak_mib"]) > 0
 
 
-def check_token(rows: list[Row], folder: Path, shown: str) -> None:
+def check_token(rows: list[Row], shown: str) -> None:
     assert [row["variant"] for row in rows] == ["whole, fp32", "split, pad"]
     assert all(number(row["token_ms"]) > 0 for row in rows)
     assert rows[0]["token_over_whole"] == 1.0
 
 
-def check_scale(rows: list[Row], folder: Path, shown: str) -> None:
-    points = [("rows", 4), ("rows", 16), ("width", 64), ("layers", 1)]
-    assert [(row["axis"], row["at"]) for row in rows[::2]] == points
-    assert rows[0]["slope"] is not None
-    assert rows[-1]["slope"] is None
-    assert {path.stem for path in folder.glob("*.svg")} == {"scale-layers", "scale-rows", "scale-width"}
-
-
-def check_start(rows: list[Row], folder: Path, shown: str) -> None:
-    figures = {row["what"]: row["over_reading"] for row in rows}
-    assert figures["read the checkpoint"] == 1
-    assert {"provider, first start", "provider, warm cache", "tenant, verification keys"} < set(figures)
-
-
-def check_linear(rows: list[Row], folder: Path, shown: str) -> None:
+def check_linear(rows: list[Row], shown: str) -> None:
     assert [row["rows"] for row in rows] == [1, 4]
     for row in rows:
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
@@ -87,7 +73,7 @@ def check_linear(rows: list[Row], folder: Path, shown: str) -> None:
         assert numbers["back_to_back_over_floor"] == pytest.approx(numbers["back_to_back_p50_us"] / floor)
 
 
-def check_network(rows: list[Row], folder: Path, shown: str) -> None:
+def check_network(rows: list[Row], shown: str) -> None:
     """A session's traffic equals the design's prediction to the byte, and a link delays as its condition says."""
     works = ["step", "step, 2 parts", "step, 2 parts overlapped", "token"]
     assert [(row["condition"], row["work"], row["masking"]) for row in rows] == [
@@ -109,7 +95,7 @@ def check_network(rows: list[Row], folder: Path, shown: str) -> None:
         assert str(row["difference"]) in shown
 
 
-def check_bytes(rows: list[Row], folder: Path, shown: str) -> None:
+def check_bytes(rows: list[Row], shown: str) -> None:
     """DESIGN: 23,296 words up and 42,496 words of answers and of effects for a token and a layer of Llama-2-7B."""
     today, narrow = rows[:2]
     assert number(today["up_mb"]) == pytest.approx(32 * 4 * 23_296 / 1e6, rel=0.01)
@@ -118,7 +104,7 @@ def check_bytes(rows: list[Row], folder: Path, shown: str) -> None:
     assert len(rows) == 2 * 4 * 3
 
 
-def check_provider(rows: list[Row], folder: Path, shown: str) -> None:
+def check_provider(rows: list[Row], shown: str) -> None:
     """Four tenants in separate processes: every answer equals the answer that the tenant got alone."""
     assert [(row["generating_rows"], row["policy"]) for row in rows] == [("1", "none"), ("1", "opportunistic")]
     assert all(row["wrong"] == 0 and number(row["answers"]) > 0 for row in rows)
@@ -127,19 +113,19 @@ def check_provider(rows: list[Row], folder: Path, shown: str) -> None:
     assert all(row["batch_requests"] == 1 for row in rows if row["policy"] == "none")
 
 
-def check_kernels(rows: list[Row], folder: Path, shown: str) -> None:
+def check_kernels(rows: list[Row], shown: str) -> None:
     assert {row["rows"] for row in rows} == {1, 32}
     assert [row["chosen"] for row in rows].count("yes") >= 2
 
 
-def check_tasks(rows: list[Row], folder: Path, shown: str) -> None:
+def check_tasks(rows: list[Row], shown: str) -> None:
     gains = {(row["measurement"], row["variant"]): number(row["gain"]) for row in rows}
     assert len(gains) == 2 + 2 + 4 + 2
     assert gains["batch, split model", "mixed batch"] == 4  # one request per layer group, whatever the methods
     assert shown.count("at least") == 4
 
 
-def check_endpoint(rows: list[Row], folder: Path, shown: str) -> None:
+def check_endpoint(rows: list[Row], shown: str) -> None:
     one, together = rows
     assert (one["variant"], together["variant"]) == ("one after another", "all together")
     # 4 layer groups; the prompts are read in one step or, if a request came a step late, in two
@@ -150,11 +136,9 @@ def check_endpoint(rows: list[Row], folder: Path, shown: str) -> None:
 
 
 MODEL = "--width 64 --layers 1 --inner 64 --repeat 1 --threads 1"
-CHECKS: dict[str, Callable[[list[Row], Path, str], None]] = {
+CHECKS: dict[str, Callable[[list[Row], str], None]] = {
     f"step {MODEL} --masking pad --batch 2 --tokens 8": check_step,
     f"token {MODEL} --masking pad --prompt 2 --tokens 3": check_token,
-    "scale --rows 4,16 --width 64 --layers 1 --masking pad --repeat 1 --threads 1 --svg FOLDER": check_scale,
-    f"start {MODEL}": check_start,
     "linear --rows 1,4 --width 64 --repeat 1 --threads 1": check_linear,
     f"network {MODEL} --tokens 8 --masking pad/24,pad/24/relay,pad/24/two --condition 20mbit/20ms": check_network,
     "bytes": check_bytes,
@@ -171,10 +155,10 @@ CHECKS: dict[str, Callable[[list[Row], Path, str], None]] = {
 @pytest.mark.parametrize("command", CHECKS, ids=lambda command: command.split()[0])
 def test_each_benchmark_gives_its_figures(command: str, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    shown = bench(*command.replace("FOLDER", str(tmp_path)).split(), "--json", str(file))
+    shown = bench(*command.split(), "--json", str(file))
     found = read(file)
     assert found.benchmark == command.split()[0]
-    CHECKS[command](found.rows, tmp_path, shown)
+    CHECKS[command](found.rows, shown)
     assert bench("report", str(file)).startswith(f"## bench {found.benchmark}\n")
 
 
@@ -206,7 +190,6 @@ def test_a_turn_ends_when_all_processes_are_idle(running: Comparison) -> None:
         ["linear", "--rows", "none"],
         ["linear", "--width", "30"],
         ["kernels", "--shape", "32"],
-        ["scale", "--layers", "0"],
         ["step", "--width", "100"],
         ["network", "--condition", "slow"],
         ["network", "--overlap", "3"],

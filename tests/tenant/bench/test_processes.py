@@ -111,18 +111,6 @@ def test_a_process_with_low_priority_has_a_session_of_its_own() -> None:
     assert told.stdout.split() == ["True", "7", "7"]
 
 
-def test_a_session_that_a_process_has_started_is_one_of_its_sessions() -> None:
-    command = [sys.executable, "-c", "input()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as child:
-        assert processes.sessions(os.getpid()) >= {os.getsid(0), child.pid}
-        processes.lower_session_priority(child.pid, 5)
-        group = Path(f"/proc/{child.pid}/autogroup")
-        assert not group.exists() or group.read_text().split()[-1] == "5"
-        child.communicate(b"\n")
-    assert child.pid not in processes.sessions(os.getpid())
-    processes.lower_session_priority(child.pid, 5)  # the process has ended, which is not an error
-
-
 CHILD = """
 import time
 memory = bytearray(128 << 20)

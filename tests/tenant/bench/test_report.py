@@ -14,7 +14,6 @@ from symbiosis_priv.errors import ConfigError, ProtocolError
 from tenant.bench import report
 from tenant.bench.options import Progress, benchmark
 from tenant.bench.report import Goal, Table, render, this_run
-from tenant.bench.scaling import picture, slope
 from tenant.session import tally
 
 ROWS: list[report.Row] = [
@@ -70,34 +69,6 @@ def test_a_page_has_a_section_per_benchmark() -> None:
 def test_a_figure_that_is_not_a_number_reaches_no_goal_in_the_file(tmp_path: Path) -> None:
     report.write(tmp_path / "r.json", this_run("step", ROWS, [Goal("it", math.nan, at_least=0)]))
     assert [(goal.measured, goal.verdict) for goal in report.read(tmp_path / "r.json").goals] == [(None, "missed")]
-
-
-@given(
-    exponent=st.floats(-3, 3),
-    factor=st.floats(0.1, 100),
-    places=st.lists(st.integers(1, 10_000), min_size=2, max_size=6, unique=True),
-)
-def test_the_slope_of_a_power_is_its_exponent(exponent: float, factor: float, places: list[int]) -> None:
-    line = [(float(x), 1e6 * factor * x**exponent / min(1.0, *(p**exponent for p in places))) for x in places]
-    found = slope(line)
-    assert found is not None
-    assert math.isclose(found, exponent, abs_tol=1e-6)
-
-
-def test_a_single_point_has_no_slope() -> None:
-    assert slope([(3.0, 1.0)]) is None
-    assert slope([(3.0, 1.0), (3.0, 2.0)]) is None
-
-
-def test_a_picture_has_a_line_per_variant() -> None:
-    rows: list[report.Row] = [
-        {"axis": "rows", "at": at, "variant": variant, "tenant_cpu_s": 0.1 * at}
-        for variant in ("whole, fp32", "split, pad")
-        for at in (64, 128)
-    ]
-    drawn = picture(rows, "rows")
-    assert drawn.count("<polyline") == 2
-    assert "split, pad: slope 1.00" in drawn
 
 
 def test_parts_are_recorded_only_inside_a_recording() -> None:

@@ -1,0 +1,40 @@
+"""An executor of two ranks loses one of them while a tenant sends requests; another executor answers meanwhile."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from symbiosis_priv.harness.local import METRICS, LocalFederation, ProviderOptions
+from symbiosis_priv.harness.wiretaps import AnswerTimes
+from tenant import RemoteConfig
+from tenant.bench.processes import descendants
+from tests.end_to_end.conftest import Open
+
+
+@pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="the processes of ranks are found in /proc")
+def test_a_lost_rank_delays_no_tenant_that_has_another_executor(llama: Path, open_model: Open, tmp_path: Path) -> None:
+    answers = AnswerTimes()
+    options: ProviderOptions = {"executor": {"threads": 1, "ranks": 2}, "metrics": METRICS}
+    with LocalFederation(llama, tmp_path / "run", executors=2, helpers=0, provider_options=options) as local:
+        remote = RemoteConfig(federation=local.federation, masking="none", wiretap=answers)
+        model, ids = open_model(llama, remote, adapter=False), torch.arange(3, 9)[None]
+        expected = model(input_ids=ids).logits
+        victim = answers.answered(since=0.0)[-1][1]
+        gateway, logged = local.pid(victim), len(local.logs(victim))
+        assert gateway is not None
+        before = descendants([gateway])
+        [rank] = [pid for pid in before if Path(f"/proc/{pid}/comm").read_text().strip() == "rank 1"]
+        lost = time.monotonic()
+        os.kill(rank, signal.SIGKILL)
+        while not local.status(victim)["restarts"] or not local.status(victim)["ready"]:
+            assert torch.equal(model(input_ids=ids).logits, expected)
+            assert time.monotonic() < lost + 120
+        meanwhile = [name for at, name in answers.answered(since=lost) if name != victim]
+        assert meanwhile, "the other executor has not answered before the first was back"
+        assert re.search(r"\brank\s*:? 1\b", local.logs(victim)[logged:])
+        assert len(descendants([gateway])) == len(before)

@@ -175,6 +175,8 @@ def describe_reader() -> tuple[str, str | None]:
             for word in f"{function}.{module}".lower().replace("_", ".").split("."):
                 if word in _READERS:
                     return _READERS[word]
+        if module.startswith("trl."):
+            return "TRL's product with the LM head", "Call tenant.compute_all_logits(trainer) after the trainer is made"
         if module.startswith("peft.tuners."):
             return f"PEFT's {module.split('.')[2]}", None
         if module.startswith("transformers.models."):

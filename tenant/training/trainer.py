@@ -16,22 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import DPOTrainer, SFTTrainer
-from trl.trainer.utils import FusedCausalLMOutput
 
 from symbiosis_priv.checkpoints.vetting import vet_adapter
 from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError, SymbiosisError, one_line
 from symbiosis_priv.system.files import storing
 from symbiosis_priv.system.interrupts import Interrupts
+from tenant.model.all_logits import compute_all_logits
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_adapter_tensors
 from tenant.model.overlap import overlapped
-from tenant.model.remote_linear import RemoteLayer
 from tenant.session.tally import Ledger
-from tenant.training.examples import NOT_LEARNED
 from tenant.training.output import Record, is_whole, last_checkpoint, save_adapter, write_record
 
 _STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
@@ -239,35 +236,10 @@ class PreferenceTrainer(Resumable, DPOTrainer):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        model: Any = self.model
-        base = model.get_base_model()
-        if isinstance(base.get_output_embeddings(), RemoteLayer):
-            base.forward = _scoring(base.forward)
+        compute_all_logits(self)
 
     def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
         return dataset
-
-
-def _scoring(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward pass that takes TRL's `fused_lm_head` and computes all logits. TRL would read the weight of the
-    LM head, which is at the providers. `forward`: the model's forward pass, as TRL has extended it."""
-
-    def scoring(*inputs: Any, fused_lm_head: bool = False, labels: Any = None, **options: Any) -> Any:
-        if not fused_lm_head:
-            return forward(*inputs, labels=labels, **options)
-        logits, labels = forward(*inputs, **options).logits[:, :-1].float(), labels[:, 1:]
-        with torch.no_grad():
-            shares = logits.log_softmax(-1)
-            entropy = -(shares.exp() * shares).sum(-1)
-        return FusedCausalLMOutput(
-            log_probs=-cross_entropy(logits.mT, labels, ignore_index=NOT_LEARNED, reduction="none"),
-            entropy=entropy,
-            mean_logits=logits.detach().mean(-1),
-            is_top1=logits.argmax(-1) == labels,
-            label_mask=labels != NOT_LEARNED,
-        )
-
-    return scoring
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 import trl
 from peft import LoraConfig
 
+from symbiosis_priv.errors import UnsupportedMethodError
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
-from tenant import RemoteConfig, rounded_model
+from tenant import RemoteConfig, compute_all_logits, rounded_model
 from tenant.model.loading import load_tokenizer
 from tenant.training.finetune import finetune
 from tenant.training.options import FineTuning
@@ -40,6 +42,7 @@ def losses(recipe: str, tiny: Path, folder: Path, masking: str | None) -> list[f
         code = re.sub(r"^remote = .*$", "remote = None", code, flags=re.MULTILINE)
         code = re.sub(r"^model = .*$", f'model = rounded_model("{tiny}")', code, flags=re.MULTILINE)
     names: dict[str, Any] = {"RUNS": str(folder), "rounded_model": rounded_model, "RemoteConfig": RemoteConfig}
+    names["compute_all_logits"] = compute_all_logits
     torch.manual_seed(3)
     exec(code, names)
     logged = names["trainer"].state.log_history
@@ -54,11 +57,30 @@ def test_a_recipe_gives_the_losses_of_the_plain_model(recipe: str, tiny: Path, t
     assert split == pytest.approx(plain, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied LM head", "offloaded LM head"])
-def test_preferences_are_learned_as_with_the_plain_model(tied: bool, tmp_path: Path) -> None:
-    """Losses and adapters of the same steps, up to the rounding of activations."""
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model like `tiny`, whose LM head is offloaded."""
     sizes: Any = {"steps": 4, "batch": 2, "window": 16, "sentences": 300, "vocab": 320, "width": 64, "blocks": 2}
-    model = make_base_model(tmp_path / "model", recipe=Pretraining(**sizes, tied=tied))
+    return make_base_model(tmp_path_factory.mktemp("untied") / "model", recipe=Pretraining(**sizes, tied=False))
+
+
+@pytest.mark.parametrize("recipe", [one for one in RECIPES if "Reward" not in one], ids=NAMES[:-2] + NAMES[-1:])
+def test_a_recipe_works_with_an_offloaded_lm_head(recipe: str, untied: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedMethodError, match=r"TRL's product with the LM head .*compute_all_logits\(trainer\)"):
+        losses(recipe, untied, tmp_path / "refused", "simulate")
+    ready = recipe.replace("trainer.train()", "compute_all_logits(trainer)\ntrainer.train()")
+    split = losses(ready, untied, tmp_path / "split", "simulate")
+    plain = losses(recipe, untied, tmp_path / "plain", None)
+    assert len(split) == 2
+    assert split == pytest.approx(plain, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("model", ["tiny", "untied"], ids=["tied LM head", "offloaded LM head"])
+def test_preferences_are_learned_as_with_the_plain_model(
+    model: Any, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Losses and adapters of the same steps, up to the rounding of activations."""
+    model = Path(shutil.copytree(request.getfixturevalue(model), tmp_path / "model"))
     (model / "chat_template.jinja").write_text(TEMPLATE)
     asked = [[{"role": "user", "content": f"Report {number}" * (number + 1)}] for number in range(6)]
     asked[2:2] = [[*asked[0], {"role": "assistant", "content": "Which?"}, *asked[1]]]

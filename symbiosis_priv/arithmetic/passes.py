@@ -36,7 +36,7 @@ from symbiosis_priv.arithmetic.modular import Column, dot
 from symbiosis_priv.arithmetic.ring import Bound, dequantise, quantise_rows, row_blocks
 from symbiosis_priv.errors import NonFiniteError, RangeError
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
-from symbiosis_priv.native import FORMATS, addresses, all_rows, layout, pointer, readable
+from symbiosis_priv.native import FORMATS, all_rows, array_of, layout, readable
 
 
 def encode(
@@ -54,9 +54,9 @@ def encode(
     if width != bound.inputs or not _are_float_rows(inputs, rows, width):
         shapes = [list(part.shape) for part in inputs]
         raise RangeError(f"expected float rows of shape [{rows}, {bound.inputs}], got {inputs[0].dtype} {shapes}")
-    scale = torch.empty(rows, dtype=torch.float64, device="cpu")
-    library = native.library()
-    if library is None:
+    scale = vector(rows, np.float64)
+    compiled = native.compiled(brief=rows * width <= BRIEF)
+    if compiled is None:
         for start, stop in row_blocks(rows, width):
             block = inputs[0][start:stop] if len(inputs) == 1 else torch.cat([p[start:stop] for p in inputs], dim=1)
             out[start:stop], block_scale = quantise_rows(block, bound, fold=fold)
@@ -65,10 +65,25 @@ def encode(
                 expected[start:stop] = dot(out[start:stop], v)
         return scale
 
+    library, isa = compiled
     parts = readable(inputs)
-    read = layout(parts), width, pointer(fold), bound.l1, bound.l2, None if v is None else v.limbs.data_ptr()
-    written = None, 0, out.data_ptr(), scale.data_ptr(), pointer(expected)
-    if not all_rows(library.ring_encode, native.best(library), *read, *written, rows=rows, width=width):
+    if not all_rows(
+        library.ring_encode,
+        isa,
+        layout(parts),
+        width,
+        None if fold is None else fold.data_ptr(),
+        bound.l1,
+        bound.l2,
+        None if v is None else v.limbs.data_ptr(),
+        None,
+        0,
+        out.data_ptr(),
+        scale.data_ptr(),
+        None if expected is None else expected.data_ptr(),
+        rows=rows,
+        width=width,
+    ):
         raise NonFiniteError
     return scale
 
@@ -88,8 +103,8 @@ def decode(
     """Turn masked answers into float rows, and check them. Returns the numbers of the rows that failed the check. Their
     floats must not be used."""
     rows, width = answer.shape
-    library = native.library()
-    if library is None:
+    compiled = native.compiled(brief=rows * width <= BRIEF)
+    if compiled is None:
         wrong = []
         for start, stop in row_blocks(rows, width):
             block = unmask(answer[start:stop], [effect[start:stop] for effect in effects], ring_bits=ring_bits)
@@ -102,25 +117,22 @@ def decode(
                 out[start:stop] = part
         return wrong
 
-    written = []
-    for out in outputs:  # torch rounds in the same way when it copies
-        if out.dtype not in FORMATS or out.stride(1) != 1:
-            out = torch.empty(out.shape, dtype=out.dtype if out.dtype in FORMATS else torch.float32, device="cpu")
-        written.append(out)
+    library, isa = compiled
+    written = [out if out.dtype in FORMATS and out.stride(1) == 1 else _writable(out) for out in outputs]
     flags = (ctypes.c_uint8 * rows)()  # its address takes less time than an array's or a tensor's
     all_rows(
         library.ring_decode,
-        native.best(library),
+        isa,
         answer.data_ptr(),
-        addresses(effects),
+        array_of([effect.data_ptr() for effect in effects]),
         len(effects),
         width,
         DEFAULT_RING_BITS - ring_bits,
         None if column is None else column.limbs.data_ptr(),
-        pointer(expected),
+        None if expected is None else expected.data_ptr(),
         scale.data_ptr(),
-        pointer(channel_scale),
-        pointer(bias),
+        None if channel_scale is None else channel_scale.data_ptr(),
+        None if bias is None else bias.data_ptr(),
         layout(written),
         flags,
         rows=rows,
@@ -131,6 +143,11 @@ def decode(
             out.copy_(part)
     marks = bytes(flags)
     return [row for row, mark in enumerate(marks) if mark] if 1 in marks else []
+
+
+def _writable(out: Tensor) -> Tensor:
+    """Return a tensor that the compiled code can write to, from which torch copies with the same rounding."""
+    return torch.empty(out.shape, dtype=out.dtype if out.dtype in FORMATS else torch.float32, device="cpu")
 
 
 def unmask(answer: Tensor, effects: Sequence[Tensor], *, ring_bits: RingBits = DEFAULT_RING_BITS) -> Tensor:
@@ -147,15 +164,23 @@ def refused(rows: Tensor, column: Column, expected: Tensor) -> list[int]:
     return wrong
 
 
+def vector(size: int, dtype: type[np.generic]) -> Tensor:
+    """Return an uninitialised CPU vector. numpy allocates a small one in a fifth of torch's time."""
+    return torch.from_numpy(np.empty(size, dtype=dtype))
+
+
 def _are_float_rows(parts: Sequence[Tensor], rows: int, width: int) -> bool:
     """Returns True if all parts are float matrices with `rows` rows, and have `width` columns together."""
     for part in parts:
-        if part.dim() != 2 or part.shape[0] != rows or not part.is_floating_point():
+        shape = part.shape
+        if len(shape) != 2 or shape[0] != rows or not part.dtype.is_floating_point:
             return False
-        width -= part.shape[1]
+        width -= shape[1]
     return width == 0
 
 
+BRIEF = 1 << 14
+"""Entries of a matrix whose pass takes less time than reacquiring the GIL."""
 _SMALL = 1 << 18  # the C library pools smaller blocks itself
 _STEPS = 8  # sizes between a power of two and the next
 

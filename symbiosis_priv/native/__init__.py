@@ -77,6 +77,26 @@ def brief_library() -> ctypes.PyDLL:
     return _load_with_gil()
 
 
+class Compiled(NamedTuple):
+    """The library, and the best instruction set that CPU and switches allow."""
+
+    library: ctypes.CDLL
+    isa: int
+
+
+def compiled(*, brief: bool = False) -> Compiled | None:
+    """The compiled code; None as for `library`. `brief`: calls do not release the GIL, as with `brief_library`."""
+    return _compiled(switches(), brief)
+
+
+@functools.cache
+def _compiled(switches: Switches, brief: bool) -> Compiled | None:
+    lib = _load() if switches.native else None
+    if lib is None:
+        return None
+    return Compiled(_load_with_gil() if brief else lib, int(_usable(lib, switches.isa)[-1]))
+
+
 def isas() -> tuple[Isa, ...]:
     """The instruction sets usable here, best last; empty without a library.
 
@@ -218,16 +238,10 @@ def layout(matrices: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
 
     Each row of a matrix must be contiguous. The caller keeps the matrices alive.
     """
-    count = len(matrices)
-    fields = [FORMATS[matrices[0].dtype], count]
+    fields = [FORMATS[matrices[0].dtype], len(matrices)]
     for matrix in matrices:
         fields += matrix.data_ptr(), matrix.stride(0), matrix.shape[1]
-    return array_of(fields)
-
-
-def addresses(matrices: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
-    """The addresses of matrices. The caller keeps the matrices alive."""
-    return array_of([matrix.data_ptr() for matrix in matrices])
+    return _fields(len(fields))(*fields)
 
 
 def readable(matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -256,7 +270,10 @@ def all_rows(work: Callable[..., int], *arguments: object, rows: int, width: int
     """Run a function of the library over all rows, on several threads if there are many. `work` takes the arguments,
     the first row and the end row, and returns the row at which it stopped. Returns True if all succeed."""
     if rows * width <= _SHARE:
-        return _is_done(work(*arguments, 0, rows), rows)
+        reached = work(*arguments, 0, rows)
+        if reached == _NO_MEMORY:
+            raise MemoryError
+        return reached == rows
     failed: list[int] = []
 
     def share(start: int, stop: int) -> None:

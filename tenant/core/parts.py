@@ -13,27 +13,22 @@ objects and never leaves the tenant (rule 5). Rows for the experts of a stack ar
 number of rows of each expert, and every expert has its own V and channel scales.
 """
 
-import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from symbiosis_priv import native
 from symbiosis_priv.arithmetic import passes
 from symbiosis_priv.arithmetic.modular import PRIME, Column
-from symbiosis_priv.arithmetic.ring import FORWARD, Bound, Direction
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts, check_counts, clip, pick, segments
 from symbiosis_priv.checkpoints.manifest import GroupFacts
-from symbiosis_priv.errors import NonFiniteError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import DEFAULT_RING_BITS, GroupIndex, RingBits
-from symbiosis_priv.native import array_of, pointer
 from symbiosis_priv.network import wire
 from tenant.core.masked import MaskedRows, mask, remask
 from tenant.core.pads import Pad, row_range, with_first_rows
@@ -155,46 +150,54 @@ class FloatRows(Rows):
         self.fold = None if forward else facts.channel_scale
         self.channel_scale = facts.channel_scale if forward else None
         self.bias = facts.bias if forward else None
-        self._set_bound(facts.bounds[direction])
+        self.bound = bound = facts.bounds[direction]
+        self.ring_bits, self.most_wraps = bound.ring_bits, bound.most_wraps
 
     def encode(self, out: Tensor, *, v: V | None = None, expected: Tensor | None = None) -> None:
-        encode = partial(passes.encode, bound=self.bound)
         if self.counts is None:
             assert v is None or isinstance(v, Column)
-            self.scale = encode(self.inputs, out=out, fold=self.fold, v=v, expected=expected)
+            self.scale = passes.encode(self.inputs, bound=self.bound, out=out, fold=self.fold, v=v, expected=expected)
             return
         scales = []
         for expert, rows in segments(self.counts):
             inputs, fold = [part[rows] for part in self.inputs], _at(self.fold, expert)
             own = v if v is None or isinstance(v, Column) else v[expert]
-            scales.append(encode(inputs, out=out[rows], fold=fold, v=own, expected=_at(expected, rows)))
+            mine = _at(expected, rows)
+            scales.append(passes.encode(inputs, bound=self.bound, out=out[rows], fold=fold, v=own, expected=mine))
         self.scale = torch.cat(scales)
 
     def decode(self, product: UncheckedProduct) -> list[int]:
         start, count, outputs, scale = product.start, product.answer.shape[0], self.outputs, self.scale
         if count != self.count:
             outputs, scale = [out[start : start + count] for out in outputs], scale[start : start + count]
-        parts = [(product, outputs, scale, self.channel_scale, self.bias)]
-        if self.counts is not None:
-            parts.clear()
-            for expert, rows in segments(clip(self.counts, start, count)):
-                factors, bias = _at(self.channel_scale, expert), _at(self.bias, expert)
-                parts.append((product.rows(rows), [out[rows] for out in outputs], scale[rows], factors, bias))
+        if self.counts is None:
+            return self._decode(product, outputs, scale, self.channel_scale, self.bias)
         wrong = list[int]()
-        for part, outputs, scale, factors, bias in parts:
-            failed = passes.decode(
-                part.answer,
-                outputs,
-                scale=scale,
-                effects=part.effects,
-                channel_scale=factors,
-                bias=bias,
-                column=part.column,
-                expected=part.expected,
-                ring_bits=part.ring_bits,
-            )
-            wrong += [part.start - start + row for row in failed]
+        for expert, rows in segments(clip(self.counts, start, count)):
+            factors, bias = _at(self.channel_scale, expert), _at(self.bias, expert)
+            own = self._decode(product.rows(rows), [out[rows] for out in outputs], scale[rows], factors, bias)
+            wrong += [rows.start + row for row in own]
         return wrong
+
+    def _decode(
+        self,
+        product: UncheckedProduct,
+        outputs: Sequence[Tensor],
+        scale: Tensor,
+        channel_scale: Tensor | None,
+        bias: Tensor | None,
+    ) -> list[int]:
+        return passes.decode(
+            product.answer,
+            outputs,
+            scale=scale,
+            effects=product.effects,
+            channel_scale=channel_scale,
+            bias=bias,
+            column=product.column,
+            expected=product.expected,
+            ring_bits=product.ring_bits,
+        )
 
     def selected(self, numbers: Sequence[int], *, halved: bool = False) -> Self:
         copied = copy(self)
@@ -202,15 +205,13 @@ class FloatRows(Rows):
         copied.inputs = [part.detach()[numbers] for part in self.inputs]
         copied.outputs = [out.new_empty((copied.count, out.shape[1])) for out in self.outputs]
         if halved:
-            copied._set_bound(self.bound.halved())
+            copied.bound = bound = self.bound.halved()
+            copied.ring_bits, copied.most_wraps = bound.ring_bits, bound.most_wraps
         return copied
 
     def put(self, numbers: Sequence[int], source: Self, places: Sequence[int]) -> None:
         for out, part in zip(self.outputs, source.outputs, strict=True):
             out[numbers] = part[places]
-
-    def _set_bound(self, bound: Bound) -> None:
-        self.bound, self.ring_bits, self.most_wraps = bound, bound.ring_bits, bound.most_wraps
 
 
 def _at(values: Tensor | None, place: int | slice) -> Tensor | None:
@@ -218,25 +219,43 @@ def _at(values: Tensor | None, place: int | slice) -> Tensor | None:
     return None if values is None else values[place]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What all products of one layer group and direction have in common. Rows that each belong to one expert of a stack
+    have a plan of their own.
+
+    Args:
+        index: index of the layer group.
+        inputs, outputs: width of a row and of an answer's row.
+        column: the secret column R.
+        v: V, for each expert if rows belong to experts.
+        second: returns another R and its V, which are read only for rows that fail the check in a narrow ring.
+    """
+
+    index: GroupIndex
+    direction: Direction
+    inputs: int
+    outputs: int
+    column: Column
+    v: V
+    second: Callable[[], tuple[Column, V]]
+
+
 class Part:
     """The rows of one request, under pads that were burnt for them.
 
     Args:
-        index: index of the layer group.
         rows: all rows of the product.
         start: index of the part's first row in the product.
         encoded: int32 `[r, d]`, the part's rows in the ring, followed by rows of zeros if the bucket requires more
             rows.
-        column: the secret column R.
         expected: int64 `[r]`, R applied to the true product of the rows.
-        second: returns another R and its V, which are read only for rows that fail the check in a narrow ring.
         pads: pads for these rows; `UNMASKED_BY_CHOICE` without masking.
-        outputs: width of an answer's row.
         counts: rows of every expert, zeros of the bucket included, if rows belong to experts of a stack.
 
     Attributes:
-        count, width: r and d. widest: the larger of d and `outputs`.
+        index, direction, outputs: those of the plan.
+        count: r. widest: the larger of d and `outputs`.
         size: bytes of rows and answer, 4 bytes per integer.
         sent: the masked rows, after `mask`.
         relayed: True if the executor has subtracted blocks from the latest answer.
@@ -244,31 +263,39 @@ class Part:
             the nonce (rule 3).
     """
 
-    index: GroupIndex
-    direction: Direction
-    rows: Rows
-    start: int
-    encoded: Tensor
-    column: Column
-    expected: Tensor
-    second: Callable[[], tuple[Column, V]]
-    pads: Sequence[Pad]
-    outputs: int
-    counts: Counts | None = None
-    sent: MaskedRows = field(init=False)
-    relayed: bool = field(default=False, init=False)
-    requests: dict[tuple[Hashable, int], list[wire.Execute]] = field(default_factory=dict, init=False)
+    sent: MaskedRows
+    relayed = False
 
-    def __post_init__(self) -> None:
-        self.count, self.width = self.encoded.shape
-        self.widest = max(self.width, self.outputs)
-        self.size = wire.RING32.size(self.count, self.width + self.outputs)
+    def __init__(
+        self,
+        plan: Plan,
+        rows: Rows,
+        start: int,
+        encoded: Tensor,
+        expected: Tensor,
+        pads: Sequence[Pad],
+        counts: Counts | None = None,
+    ) -> None:
+        self.plan, self.rows, self.start, self.encoded = plan, rows, start, encoded
+        self.expected, self.pads, self.counts = expected, pads, counts
+        self.index, self.direction, self.outputs = plan.index, plan.direction, plan.outputs
+        self.count, width = encoded.shape
+        self.widest = width if width > plan.outputs else plan.outputs
+        self.size = 4 * self.count * (width + plan.outputs)
+        self.requests: dict[tuple[Hashable, int], list[wire.Execute]] = {}
 
     @property
     def relayed_to(self) -> Peer | None:
         """The executor to which the effects of the first rows were relayed; None if they were not."""
         block = self.pads[0].shares[0].block if self.pads else None
         return block.executor if block is not None and self.pads[0].blocks() else None
+
+    def rows_from(self, first: int, rows: int, pads: Sequence[Pad]) -> "Part":
+        """Return `rows` rows of this part from `first` on, with pads for them, as a part of its own. Neither is masked
+        yet."""
+        encoded, expected = row_range(self.encoded, first, rows), row_range(self.expected, first, rows)
+        counts = self.counts_of(first, rows)
+        return Part(self.plan, self.rows, self.start + first, encoded, expected, pads, counts)
 
     def mask(self) -> None:
         """Mask the rows (`masked.mask`). Afterwards the part holds no unmasked rows."""
@@ -290,6 +317,14 @@ class Part:
         self.pads = self.sent.pads
         self.requests.clear()
 
+    def lacks_effects(self) -> bool:
+        """Returns True if an effect has not arrived, or was relayed."""
+        for pad in self.pads:
+            for share in pad.shares:
+                if share.effect.kept is None:  # without a lock, so it may arrive now
+                    return True
+        return False
+
     def open(self, answer: Tensor, *, relayed: bool = False) -> list[int]:
         """Subtract the effects from an answer, check it, and write the results.
 
@@ -306,149 +341,39 @@ class Part:
                 pad.open_relayed(row_range(answer, first, pad.rows))
         refused = list[int]()
         for product in self.opened(answer):
-            first = product.start - self.start
-            refused += [first + row for row in self._check(product)]
+            if wrong := self._check(product):
+                first = product.start - self.start
+                refused += [first + row for row in wrong]
         return refused
 
     def opened(self, answer: Tensor) -> list[UncheckedProduct]:
         """Return the unchecked product of each pad's rows."""
+        column, bits = self.plan.column, self.rows.ring_bits
         if self.relayed or not self.pads:
-            return [self._unchecked(0, answer, ())]
-        placed = with_first_rows(self.pads)
-        return [
-            self._unchecked(first, *pad.open(row_range(answer, first, pad.rows)), pad.correction())
-            for first, pad in placed
-        ]
+            return [UncheckedProduct(self.start, answer, (), column, self.expected, bits)]
+        found = []
+        for first, pad in with_first_rows(self.pads):
+            expected, correction = row_range(self.expected, first, pad.rows), pad.correction()
+            if correction is not None:  # another pad brings another one, so `self.expected` stays that of the rows
+                expected = (expected + correction).remainder_(PRIME)
+            own, effects = pad.open(row_range(answer, first, pad.rows))
+            found.append(UncheckedProduct(self.start + first, own, effects, column, expected, bits))
+        return found
 
     def put(self, rows: Sequence[int], some: Rows, products: Tensor) -> list[int]:
         """Check products of rows, int32 `[n, o]`, and write the results of those that pass. Returns the others."""
-        product = UncheckedProduct(0, products, column=self.column, expected=self.expected[list(rows)])
+        product = UncheckedProduct(0, products, column=self.plan.column, expected=self.expected[list(rows)])
         wrong = set(some.decode(product))
         right = [place for place in range(len(rows)) if place not in wrong]
         self.rows.put([self.start + rows[place] for place in right], some, right)
         return [rows[place] for place in sorted(wrong)]
 
-    def _unchecked(
-        self, first: int, answer: Tensor, effects: Sequence[Tensor], correction: Tensor | None = None
-    ) -> UncheckedProduct:
-        expected = row_range(self.expected, first, answer.shape[0])
-        if correction is not None:  # another pad brings another one, so `self.expected` stays that of the rows
-            expected = (expected + correction).remainder_(PRIME)
-        return UncheckedProduct(self.start + first, answer, effects, self.column, expected, self.rows.ring_bits)
-
     def _check(self, product: UncheckedProduct) -> list[int]:
-        count = product.answer.shape[0]
-        real = min(max(0, self.rows.count - product.start), count)
-        if real == count:
+        count, left = product.answer.shape[0], self.rows.count - product.start
+        if left >= count:
             return self.rows.decode(product)
         # rows of zeros are checked like other rows, so that no provider can tell them apart
+        real = max(0, left)
         wrong = self.rows.decode(product.rows(slice(0, real))) if real else []
         _, zeros = product.rows(slice(real, count)).unmasked()
         return wrong + [real + row for row in zeros]
-
-
-MOST_FEW = 16
-"""Largest number of rows of `FewRows`."""
-_BRIEF = 1 << 14  # entries that take less time than reacquiring the GIL
-
-Layout = ctypes.Array[ctypes.c_int64]
-"""Addresses, or the column blocks of a matrix (`native.layout`)."""
-Places = tuple[Layout, Layout]
-"""Where the rows of a product are read, and where its results are written."""
-
-
-class Space(NamedTuple):
-    """Memory for one product of `FewRows`: `words` int32 `[r, d]`, `numbers` float64 `[2, r]`, `answer` int32 `[r, o]`,
-    and a flag for each row. `numbers` holds the rows' scales, and the bits of R applied to their true product, int64.
-    """
-
-    words: Tensor
-    numbers: Tensor
-    answer: Tensor
-    refused: ctypes.Array[ctypes.c_uint8]
-    addresses: tuple[int, int, int]
-
-
-class PreparedPads(NamedTuple):
-    """Pads for the rows of `FewRows`, with the addresses of their masks and of their effects, which are `kept`."""
-
-    pads: Sequence[Pad]
-    kept: Sequence[object]
-    masks: Layout
-    effects: Layout
-
-
-class FewRows:
-    """A few rows in two compiled calls, whose arguments are prepared once: `like.count` rows of the layer group and
-    direction of `like`. For a few rows, Python's way through `Part` takes longer than the arithmetic. `space` and
-    `prepared` prepare the rest, which does not depend on the rows, while another answer is awaited.
-
-    The steps and their order are the same: quantise, compute the expected check and add the masks; later subtract the
-    effects, check, dequantise. A pad is burnt before its rows become `MaskedRows`. Whenever anything is unusual, `part`
-    makes the `Part` with which the usual way goes on: the same integers, pads and masked rows.
-
-    Args:
-        like: a part of float rows for one matrix; all rows of its product.
-        v: V of the matrix.
-    """
-
-    def __init__(self, like: Part, v: Column) -> None:
-        rows, library = like.rows, native.library()
-        assert isinstance(rows, FloatRows)
-        assert library is not None
-        self.count, self.width, self.outputs = like.count, like.width, like.outputs
-        self._place = like.index, like.direction
-        self.bound, self._column, self._second = rows.bound, like.column, like.second
-        if like.count * like.widest <= _BRIEF:
-            library = native.brief_library()
-        self._encode, self._decode, self._isa = library.ring_encode, library.ring_decode, int(native.best(library))
-        self._kept = v, rows.fold, rows.channel_scale, rows.bias  # the library reads them through their addresses
-        self._before = like.width, pointer(rows.fold), rows.bound.l1, rows.bound.l2, v.limbs.data_ptr()
-        self._check = self.outputs, DEFAULT_RING_BITS - rows.ring_bits, like.column.limbs.data_ptr()
-        self._after = pointer(rows.channel_scale), pointer(rows.bias)
-        self._flags = ctypes.c_uint8 * like.count
-        self.entries = 4 * self.count + self.count * (self.width + self.outputs)
-
-    def space(self, memory: Tensor) -> Space:
-        """Return memory of one product: the first `entries` of `memory`, int32."""
-        rows, scales = self.count, memory.data_ptr()  # float64 first, because of their alignment
-        numbers, words, answer = memory[: self.entries].split([4 * rows, rows * self.width, rows * self.outputs])
-        addresses = words.data_ptr(), scales, scales + 8 * rows
-        numbers = numbers.view(torch.float64).view(2, rows)
-        return Space(words.view(rows, -1), numbers, answer.view(rows, -1), self._flags(), addresses)
-
-    def prepared(self, pads: Sequence[Pad]) -> list[PreparedPads]:
-        """Prepare a pad whose effects have arrived, or no pad, for one or several products, the last one first."""
-        if not pads:
-            return [PreparedPads(pads, (), array_of(()), array_of(()))]
-        [pad], count, found = pads, self.count, list[PreparedPads]()
-        masks, effects = [share.keystream.expand(share.first_row, pad.rows) for share in pad.shares], pad.effects()
-        for first, one in zip(range(0, pad.rows, count), pad.cut(count), strict=True):
-            places = [array_of([m.data_ptr() + 4 * first * m.shape[1] for m in kept]) for kept in (masks, effects)]
-            found.append(PreparedPads([one], (masks, effects), *places))
-        return found[::-1]
-
-    def mask(self, inputs: Layout, pads: PreparedPads, space: Space) -> MaskedRows:
-        """Quantise and mask rows. Raises `NonFiniteError`: inf or nan among the rows; no pad was burnt."""
-        mine = *self._before, pads.masks, len(pads.masks), *space.addresses
-        done = self._encode(self._isa, inputs, *mine, 0, self.count)
-        if done != self.count:
-            raise MemoryError if done < 0 else NonFiniteError
-        return mask(space.words, pads.pads, added=True)
-
-    def decode(self, answer: Tensor, pads: PreparedPads, space: Space, outputs: Layout) -> bool:
-        """Unmask and check an answer, int32 `[r, o]`, and write the results. Returns False if a row failed the check:
-        the results must then not be used."""
-        _, scales, expected = space.addresses
-        opened = answer.data_ptr(), pads.effects, len(pads.effects), *self._check, expected, scales, *self._after
-        if self._decode(self._isa, *opened, outputs, space.refused, 0, self.count) != self.count:
-            raise MemoryError
-        return not any(space.refused)
-
-    def part(self, rows: FloatRows, space: Space, sent: MaskedRows) -> Part:
-        """The part with which the usual way goes on."""
-        rows.scale, expected = space.numbers[0], space.numbers[1].view(torch.int64)
-        part = Part(*self._place, rows, 0, space.words, self._column, expected, self._second, sent.pads, self.outputs)
-        part.sent = sent
-        del part.encoded
-        return part

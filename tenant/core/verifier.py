@@ -25,7 +25,6 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.keystream import SEED_BYTES, StreamKey, derive
 from symbiosis_priv.arithmetic.modular import PRIME, Column, multiply, uniform, weigh
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction, opposite
-from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.limits import GroupIndex
 
 Place = tuple[GroupIndex, Direction]
@@ -110,9 +109,9 @@ class VerificationKeys(dict[Place, tuple[Column, Column]]):
             v = v.view(len(self.products[index, opposite(direction)]), -1)
         return self._r(index, direction), [Column(values) for values in v]
 
-    def for_rows(self, index: GroupIndex, direction: Direction, counts: Counts | None) -> tuple[Column, V]:
+    def for_rows(self, index: GroupIndex, direction: Direction, *, by_expert: bool) -> tuple[Column, V]:
         """`expert_columns` for rows that each belong to one expert of a stack, `self[index, direction]` for others."""
-        return self[index, direction] if counts is None else self.expert_columns(index, direction)
+        return self.expert_columns(index, direction) if by_expert else self[index, direction]
 
     def __repr__(self) -> str:
         return f"VerificationKeys({len(self.products)} products)"

@@ -1,16 +1,17 @@
-"""What a request does after something has failed: another executor, other pads, or an error that says why.
+"""The attempts of one request: who is asked, and what is tried after a failure.
 
 If an executor is lost, late, busy or refuses, another executor that may see rows under the same pads gets identical
 bytes. If there is no such executor, or if an effect is lost or late and another helper could compute one, the rows get
 fresh pads and are sent again. A provider whose result is wrong is quarantined before the next request leaves;
 `tenant.core.blame` finds out who it is.
 
-`session.send_part` has the only loop. It makes a `Recovery` for a part when something has failed, and from then on the
-`Recovery` chooses each executor, and holds all that the request remembers: failures, faults, pauses, the deadline.
+`session.send_part` has the only loop. Its `Attempts` choose each executor, and hold all that the request remembers:
+failures, faults, pauses, the deadline.
 
 This module cannot weaken a promise: rows leave only as `MaskedRows` and through the gate, and results are checked.
 """
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -35,9 +36,11 @@ from tenant.core.blame import attribute
 from tenant.core.pads import Pad, PadOrder, Share, with_first_rows
 from tenant.core.parts import Part
 from tenant.routing.known_provider import KnownProvider
+from tenant.session.lane import Attempt
 from tenant.session.refused import restore_product
 from tenant.session.runtime import Runtime
 from tenant.session.supply import is_lost
+from tenant.session.tally import after_answer, clock, record, sights
 from tenant.worker import Promise
 
 log = logging.getLogger(__name__)
@@ -46,17 +49,18 @@ _MANY_REDRAWS = 4  # after more redraws, all helpers fail, and retrying without 
 _LOOK_AGAIN_S = 1.0  # how often a waiting request looks for another helper
 
 
-class Recovery:
-    """The state of one request after a failure, and the decision what is tried next. `began` and `deadline` are the
-    start of the first attempt and the end of the last, by `time.monotonic`."""
+class Attempts:
+    """The state of one request, and the decision what is tried next."""
 
     def __init__(
-        self, runtime: Runtime, part: Part, preferred: KnownProvider | None, *, began: float, deadline: float
+        self, runtime: Runtime, part: Part, preferred: KnownProvider | None, made: Attempt | None = None
     ) -> None:
         self._runtime, self._routes, self._tally = runtime, runtime.routes, runtime.tally
-        self._part, self._preferred = part, preferred
-        self._began, self._deadline = began, deadline
-        self._backoff = Backoff(0.015, 0.75, jitter=1 / 3)
+        self._part, self._preferred, self._made = part, preferred, made
+        self._asked_at = self._began = began = time.monotonic() if made is None else made.began
+        self._deadline = began + runtime.options.deadline_s
+        self._usual = True  # no provider has failed, or is not known yet
+        self._patience_s = 0.0
         # executors that were lost, late or busy, or refused, with the time of their first failure; the last one
         self._failed: dict[KnownProvider, float] = {}
         self._last: KnownProvider | None = None
@@ -69,37 +73,82 @@ class Recovery:
         self._fault: Exception | None = None  # to be raised if no provider is left
         self._faults = 0
 
+    @functools.cached_property
+    def _backoff(self) -> Backoff:
+        return Backoff(0.015, 0.75, jitter=1 / 3)
+
     # The next executor
 
     def choose(self) -> KnownProvider:
         """Choose the executor to ask. Waits until an executor is available. Replaces pads if an effect of them was
         lost, or if no executor may see rows under them. Raises `DeadlineExceededError` if no executor came back in
         time, or the error of the last one that was asked."""
+        if self._made is not None:
+            return self._made.provider
+        if self._usual and self._routes.all_up and (provider := self._able()) is not None:
+            return provider
+        self._usual = False
         while True:
             self._replace_spoilt_pads()
             provider = self._next()
             if self._routes.may_be_asked(provider, self._part.index):
+                self._asked_at = time.monotonic()
                 return provider
             self._routes.cancelled(provider)
 
-    def succeeded(self, provider: KnownProvider) -> None:
-        """Count a takeover if another executor had failed before this one answered."""
-        if failed := [(since, other) for other, since in self._failed.items() if other is not provider]:
+    def ask(self, provider: KnownProvider, *, meanwhile: Callable[[], None]) -> Answer:
+        """Send the request to an executor once, unless a lane has done so. Raises what `ExecutorClient.ask` raises;
+        then call `failed`."""
+        part, routes = self._part, self._routes
+        self._patience_s = routes.patience_s(provider, part.index, part.size, left_s=self._deadline - self._asked_at)
+        made, self._made = self._made, None
+        if made is not None:
+            answer = made.result()
+        else:
+            answer = self._runtime.executors[provider].ask(
+                part, patience_s=self._patience_s, deadline=self._deadline, since=self._began, meanwhile=meanwhile
+            )
+        routes.answered(provider, seconds=answer.seconds, size=part.size)
+        if answer.missed and (relays := self._runtime.pads.relays) is not None:
+            relays.pause(provider.peer)
+        return answer
+
+    def succeeded(self, provider: KnownProvider, answer: Answer, *, corrected: int, repeated: int) -> bool:
+        """Count a part whose product passed the check, except for `corrected` rows and rows that must be `repeated`.
+        Count a takeover if another executor had failed before. Returns True if nothing was unusual."""
+        part, counts = self._part, self._tally.counts
+        with self._tally.lock:
+            counts.answers_verified += part.count
+            counts.effects_verified += part.count if part.sent.holders else 0
+            counts.rows_relayed += part.count if answer.relayed else 0
+            counts.rows_corrected += corrected
+            counts.rows_repeated += repeated
+        if sights:
+            after_answer(part.sent, ring_bits=part.rows.ring_bits)
+        self._routes.record_verified(provider, part.sent.holders)
+        if self._failed and (
+            failed := [(since, other) for other, since in self._failed.items() if other is not provider]
+        ):
             since, other = min(failed, key=lambda pair: pair[0])
             seconds = time.monotonic() - since
             with self._tally.lock:
-                self._tally.counts.takeovers += 1
-                self._tally.counts.takeover_s += seconds
+                counts.takeovers += 1
+                counts.takeover_s += seconds
             log.info("%s took over from %s within %.2f s", provider, other, seconds)
+        return self._usual
+
+    def _able(self) -> KnownProvider | None:
+        part = self._part
+        return self._routes.choose(
+            part.index, part.size, holders=part.sent.holders, prefer=self._preferred, relayed_to=part.relayed_to
+        )
 
     def _next(self) -> KnownProvider:
         part = self._part
         while True:
             self._runtime.prober.reconnect()
             self._check()
-            provider = self._routes.choose(
-                part.index, part.size, holders=part.sent.holders, prefer=self._preferred, relayed_to=part.relayed_to
-            )
+            provider = self._able()
             other = None if provider else self._routes.choose(part.index, part.size, holders=None)
             if provider is None and other is None:
                 self._runtime.prober.reconnect(urgent=self._routes.executors)
@@ -144,9 +193,10 @@ class Recovery:
 
     # A request that failed
 
-    def after(self, error: BaseException, provider: KnownProvider, *, waited_s: float) -> None:
-        """Handle a request that failed, after the executor had `waited_s` for its answer. Returns normally if the part
-        may be sent again, and raises `error`, or an error that explains it, if no other provider can be asked."""
+    def failed(self, provider: KnownProvider, error: BaseException) -> None:
+        """Handle a request that failed. Returns normally if the part may be sent again, and raises `error`, or an error
+        that explains it, if no other provider can be asked."""
+        self._usual = False
         if isinstance(error, NoFreeChannelError):
             self._routes.cancelled(provider)
             why = f": {error} by other threads of this program. Use fewer threads at once;"
@@ -154,6 +204,8 @@ class Recovery:
         if isinstance(error, TransportError | ProviderError | CertificateError):
             if self._runtime.closing.is_set():
                 raise error
+            # the rest of the time was spent waiting for a connection
+            waited_s = min(self._patience_s, time.monotonic() - self._asked_at)
             self._routes.failed(provider, error, waited_s=waited_s)
             self._has_failed(provider, error)
             if isinstance(error, TransportError):
@@ -177,10 +229,15 @@ class Recovery:
 
     # Effects that are late or lost
 
-    def effects_are_there(self) -> bool:
-        """Wait for the effects of the part's pads. Returns False if pads must be replaced. Raises the error of an
-        effect that no other helper can compute."""
+    def effects_are_there(self, answer: Answer) -> bool:
+        """Wait for the effects of the part's pads, unless the executor has subtracted them from the answer. Returns
+        False if pads must be replaced. Raises the error of an effect that no other helper can compute."""
+        if answer.relayed or not self._part.lacks_effects():
+            return True
+        started = clock()
         self._wait_for_effects()
+        record("wait for effects", since=started)
+        self._usual = False
         for share in _shares(self._part):
             if share.holder in self._late:
                 return False
@@ -270,7 +327,7 @@ class Recovery:
 
     # Results that are wrong
 
-    def product_refused(self, provider: KnownProvider, answer: Answer, *, may_wrap: bool = False) -> bool:
+    def refused(self, provider: KnownProvider, answer: Answer, *, may_wrap: bool = False) -> bool:
         """Handle a product that failed the check: the executor's answer or an effect of its pads is wrong; or, if
         `may_wrap` is True, the product has left a narrow ring.
 

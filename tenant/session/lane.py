@@ -2,7 +2,7 @@
 
 Decoding sends one row per product, and Python's way through the session takes longer than the product. After the usual
 way (`session`) has computed a product of a few rows at its first attempt, a `Lane` repeats it with all that does not
-change prepared: the arguments of the compiled passes (`core.parts.FewRows`), and the bytes of both headers, in which
+change prepared: the arguments of the compiled passes (`core.few`), and the bytes of both headers, in which
 only the nonce changes. The next product's pads and masks are made ready while an answer is awaited, and memory is used
 again. The steps and every bit are the same: encode, mask, burn pads, gate, send, check.
 
@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv import native
-from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.errors import NonFiniteError
 from symbiosis_priv.native import FORMATS, array_of
 from tenant.connections.channel import KnownFrames, RepeatedRequest, fresh_nonce
 from tenant.connections.executor_client import Answer, ExecutorClient
+from tenant.core.few import MOST_FEW, FewRows, Layout, Places, PreparedPads, Space
 from tenant.core.pads import Pad
-from tenant.core.parts import MOST_FEW, FewRows, FloatRows, Layout, Part, Places, PreparedPads, Space
-from tenant.core.verifier import V
+from tenant.core.parts import FloatRows, Part
 from tenant.routing.known_provider import KnownProvider
 from tenant.routing.routes import Routes
 from tenant.session import tally
@@ -62,7 +61,6 @@ class Lane:
 
     Args:
         part: its only part.
-        v: V of the matrix.
         client: the executor that has answered.
         memory: of finished products, which lanes use again.
     """
@@ -70,7 +68,6 @@ class Lane:
     def __init__(
         self,
         part: Part,
-        v: V,
         client: ExecutorClient,
         routes: Routes,
         pads: Supply,
@@ -80,12 +77,11 @@ class Lane:
         deadline_s: float,
     ) -> None:
         [[request]] = part.requests.values()
-        assert isinstance(v, Column)
         self._routes, self._tally, self._deadline_s, self._memory = routes, counters, deadline_s, memory
         self._client, self._provider = client, client.provider
-        self.few = FewRows(part, v)
+        self.few = FewRows(part)
         self.place, self._pads = (part.index, part.direction), pads
-        self._frames = KnownFrames(request, inputs=part.width, outputs=part.outputs)
+        self._frames = KnownFrames(request, inputs=part.plan.inputs, outputs=part.outputs)
         self._size = part.size
         self._asked = next(iter(part.requests))
         self._version, self._welcome = routes.version, client.provider.welcome

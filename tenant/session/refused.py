@@ -47,7 +47,7 @@ _ENTRIES = 1 << 22  # of the rows that are copied and corrected together
 
 
 class ProductRefused(Protocol):
-    """`failover.Recovery.product_refused`, for one answer."""
+    """`failover.Attempts.refused`, for one answer."""
 
     def __call__(self, *, may_wrap: bool) -> bool:
         """Find the provider at fault. Returns False if `may_wrap` is True and there is none."""
@@ -92,7 +92,7 @@ def correct(part: Part, rows: Sequence[int], answer: Tensor, *, entries: int = w
     if not rows:
         return []
     bits, left = part.rows.ring_bits, list[int]()
-    corrector = wraps.Corrector(part.column, ring_bits=bits, most=part.rows.most_wraps)
+    corrector = wraps.Corrector(part.plan.column, ring_bits=bits, most=part.rows.most_wraps)
     look, step = _one_entry if entries == 1 else _two_entries, max(1, _ENTRIES // part.outputs)
     for product in part.opened(answer):
         first = product.start - part.start
@@ -128,10 +128,10 @@ def _two_entries(part: Part, corrector: wraps.Corrector, numbers: Sequence[int],
 
 def _second(part: Part, rows: Sequence[int]) -> tuple[Rows, Column, Tensor]:
     """Encode rows. Returns them, the second column, and the residues of the true products, int64 `[n]`."""
-    r, v = part.second()
+    r, v = part.plan.second()
     some = part.rows.selected([part.start + row for row in rows])
     residues = torch.empty(len(rows), dtype=torch.int64, device="cpu")
-    some.encode(torch.empty((len(rows), part.width), dtype=torch.int32, device="cpu"), v=v, expected=residues)
+    some.encode(torch.empty((len(rows), part.plan.inputs), dtype=torch.int32, device="cpu"), v=v, expected=residues)
     return some, r, residues
 
 

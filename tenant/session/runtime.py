@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.passes import Buffers
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -30,7 +31,8 @@ from tenant.connections.helper_client import HelperClient
 from tenant.connections.notices import Notices
 from tenant.core.masked import Gate
 from tenant.core.pads import SessionSecret, generation
-from tenant.core.parts import Part
+from tenant.core.parts import Part, Plan
+from tenant.core.verifier import V
 from tenant.masking.scheme import SessionScheme
 from tenant.options import SessionOptions
 from tenant.preparation.prepared import Preparation
@@ -79,9 +81,10 @@ class Runtime:
         self.buffers = Buffers(limit=_UNUSED_BYTES)
         self.notices = Notices(option=options.deadline_option)
         self.closing = threading.Event()
+        self._federation = federation
         self.lanes: dict[tuple[GroupIndex, Direction, int], Lane] = {}
         self._lane_memory: list[Tensor] = []
-        self._federation = federation
+        self._plans: dict[tuple[GroupIndex, Direction], Plan] = {}
         self.executors = _Executors(self._new_executor)
         self._probing: set[Channel] = set()
         self._flights = [Worker(f"flight-{number}") for number in range(_FLIGHTS)]
@@ -129,6 +132,22 @@ class Runtime:
         for executor in gone:
             executor.close()
 
+    def plan(self, index: GroupIndex, direction: Direction, *, by_expert: bool) -> Plan:
+        """Return what all products of a group and direction have in common; `by_expert`: with rows for experts."""
+        if (plan := self._plans.get((index, direction))) is not None and not by_expert:
+            return plan
+        preparation, facts = self.preparation, self.preparation.facts[index]
+        r, v = preparation.keys.for_rows(index, direction, by_expert=by_expert)
+
+        def second() -> tuple[Column, V]:
+            return preparation.second().for_rows(index, direction, by_expert=by_expert)
+
+        inputs, outputs = (facts.for_rows(()) if by_expert else facts).columns[direction]
+        plan = Plan(index, direction, inputs, outputs, r, v, second)
+        if not by_expert:  # V of all experts, in limbs, takes too much memory to be kept
+            self._plans[index, direction] = plan
+        return plan
+
     def flight(self) -> Worker:
         """The thread with the fewest products, for one beside the caller's."""
         return min(self._flights, key=lambda worker: worker.unfinished)
@@ -137,10 +156,9 @@ class Runtime:
         """Let a lane compute products like this one, unless there is a lane already."""
         place = part.index, part.direction, part.count
         if place not in self.lanes:
-            v = self.preparation.keys[part.index, part.direction][1]
             client, deadline_s = self.executors[provider], self.options.deadline_s
             counts, memory = self.tally, self._lane_memory
-            self.lanes[place] = Lane(part, v, client, self.routes, self.pads, counts, memory, deadline_s=deadline_s)
+            self.lanes[place] = Lane(part, client, self.routes, self.pads, counts, memory, deadline_s=deadline_s)
 
     def end_relays(self, executor: Peer) -> None:
         """End relaying to an executor for this session."""

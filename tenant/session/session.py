@@ -1,17 +1,19 @@
-"""A masked, verified session with the providers of a federation, and the usual path of one product.
+"""A masked, verified session with the providers of a federation, and the way of one product.
 
     Session     opens and closes, counts, notices forks
     multiply    one product, from top to bottom:
-        quantise            inf and nan are refused                  core.parts
-        take pads           burnt before any row leaves              supply, core.pads
-    send_part   one request of a product
-        mask                the rows are `MaskedRows` from here on   core.masked
-        send                one round trip, with a deadline          connections.executor_client, past `Gate`
-        open and check      before any result is used                core.parts, core.verifier
+        encode              quantises all rows; inf and nan are refused      core.parts
+        take pads           burnt before any row leaves                      supply, core.pads
+    send_part   the rows of one request
+        mask                the rows are `MaskedRows` from here on           core.masked
+        choose              an executor that may see them                    failover, routing.routes
+        ask                 one round trip, with a deadline, past `Gate`     connections.executor_client
+        open and check      before any result is used                        core.parts, core.verifier
 
-A large product goes out in parts (`part_queue`). Each part is a request with its own rows, pads, deadline and check.
-As long as everything is usual, `send_part` is a straight line. After the first failure a `failover.Recovery` knows what
-has failed and chooses what is tried next, and the part is sent again. The result is the same bits in every case.
+A large product goes out in parts (`part_queue`): each is a request with its own rows, pads, deadline and check. A few
+rows take the same steps in a `lane`, with all that does not change prepared. Whatever is unusual is handed to the
+request's `failover.Attempts`, which decide what is tried next, and the part is sent again. The result is the same bits
+in every case.
 
 Several threads may multiply at the same time, also by the same layer group. No thread holds a lock while it waits for
 the network. The secret, the counters, the pools and the connections belong to one process (`runtime`): after a fork the
@@ -19,16 +21,16 @@ child starts with fresh ones (rules 2 and 12).
 """
 
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.modular import Column
+from symbiosis_priv.arithmetic.passes import vector
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.manifest import GroupFacts
@@ -37,9 +39,8 @@ from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.limits import GroupIndex
 from tenant.core.masked import cut
-from tenant.core.pads import Pad, call_in_child, generation, row_range
+from tenant.core.pads import Pad, call_in_child, generation
 from tenant.core.parts import FloatRows, Part, Rows
-from tenant.core.verifier import V
 from tenant.masking.backend import RingRows, multiply_again
 from tenant.masking.registry import session_scheme
 from tenant.options import SessionOptions
@@ -47,13 +48,13 @@ from tenant.preparation.prepared import Preparation
 from tenant.routing.known_provider import KnownProvider
 from tenant.routing.probing import check_expected
 from tenant.routing.routes import Routes
-from tenant.session.failover import Recovery
+from tenant.session.failover import Attempts
 from tenant.session.lane import Attempt, Lane, Unfinished, may_repeat
 from tenant.session.part_queue import multiply_parts, part_rows, said_most
 from tenant.session.refused import correct_or_blame
 from tenant.session.runtime import Runtime, forget_all
 from tenant.session.supply import most_rows
-from tenant.session.tally import Ledger, Tally, after_answer, before_mask, clock, record, sights
+from tenant.session.tally import Ledger, Tally, before_mask, clock, record, sights
 
 
 class Session:
@@ -262,7 +263,7 @@ def multiply(runtime: Runtime, index: GroupIndex, direction: Direction, rows: Ro
     limit = most_rows(routes, whole.widest)
     if whole.count <= limit and whole.size < 2 * part_bytes:
         whole.pads = _take(runtime, whole, 0, whole.count)
-        send_part(runtime, whole, None)
+        send_part(runtime, whole)
     else:
         executors = [runtime.executors[provider] for provider in routes.open_for(index, whole.size)]
         most = part_rows(whole.count, whole.size, part_bytes=part_bytes, executors=len(executors))
@@ -276,7 +277,7 @@ def _finish(runtime: Runtime, lane: Lane, unfinished: Unfinished, rows: FloatRow
         if lane.ended:
             runtime.lanes.pop((*lane.place, rows.count), None)  # another thread may have ended it
         return False
-    send_part(runtime, lane.part(rows, unfinished), None, attempt=unfinished.attempt)
+    send_part(runtime, lane.part(rows, unfinished), attempt=unfinished.attempt)
     _count(runtime, rows)
     return True
 
@@ -287,7 +288,9 @@ def _count(runtime: Runtime, rows: Rows) -> None:
         runtime.tally.counts.rows += rows.count
 
 
-def send_part(runtime: Runtime, part: Part, preferred: KnownProvider | None, *, attempt: Attempt | None = None) -> None:
+def send_part(
+    runtime: Runtime, part: Part, preferred: KnownProvider | None = None, *, attempt: Attempt | None = None
+) -> None:
     """Compute the product of one part: its request, and the only loop that sends it again.
 
     Args:
@@ -300,88 +303,35 @@ def send_part(runtime: Runtime, part: Part, preferred: KnownProvider | None, *, 
             before_mask(part.encoded)
         part.mask()
         record("mask", since=started)
-    routes, tally = runtime.routes, runtime.tally
-    began = asked_at = time.monotonic() if attempt is None else attempt.began
-    deadline = began + runtime.options.deadline_s
-    recovery: Recovery | None = None
-
-    def recovering() -> Recovery:
-        return recovery or Recovery(runtime, part, preferred, began=began, deadline=deadline)
-
+    attempts = Attempts(runtime, part, preferred, attempt)
     while True:
-        provider = None if attempt is None else attempt.provider
-        if provider is None and recovery is None and routes.all_up:
-            provider = routes.choose(
-                part.index, part.size, holders=part.sent.holders, prefer=preferred, relayed_to=part.relayed_to
-            )
-        if provider is None:  # something has failed, or is not known yet
-            recovery = recovering()
-            provider = recovery.choose()
-            asked_at = time.monotonic()
+        provider = attempts.choose()
         started = clock()
-        patience_s = routes.patience_s(provider, part.index, part.size, left_s=deadline - asked_at)
         try:
-            if attempt is not None:
-                answer = attempt.result()
-            else:
-                answer = runtime.executors[provider].ask(
-                    part,
-                    patience_s=patience_s,
-                    deadline=deadline,
-                    since=began,
-                    meanwhile=partial(_prepare_next, runtime, part),
-                )
+            answer = attempts.ask(provider, meanwhile=partial(_prepare_next, runtime, part))
         except BaseException as error:
-            recovery = recovering()
-            # the rest of the time was spent waiting for a connection
-            recovery.after(error, provider, waited_s=min(patience_s, time.monotonic() - asked_at))
+            attempts.failed(provider, error)
             continue
         finally:
-            attempt = None
             record("network + product", since=started)
-        routes.answered(provider, seconds=answer.seconds, size=part.size)
-        if answer.missed and runtime.pads.relays is not None:
-            runtime.pads.relays.pause(provider.peer)
         try:
+            if not attempts.effects_are_there(answer):
+                continue
             started = clock()
-            # without a lock, so an effect that has just arrived may be among them
-            missing = [share for pad in part.pads for share in pad.shares if share.effect.kept is None]
-            if missing and not answer.relayed:
-                recovery = recovering()
-                complete = recovery.effects_are_there()
-                record("wait for effects", since=started)
-                if not complete:
-                    continue
-                started = clock()
             refused = part.open(answer.words, relayed=answer.relayed)
             left: Sequence[int] | None = refused
             if refused:
-                recovery = recovering()
-                left = correct_or_blame(
-                    part, answer.words, refused, partial(recovery.product_refused, provider, answer)
-                )
+                left = correct_or_blame(part, answer.words, refused, partial(attempts.refused, provider, answer))
             record("unmask + verify + dequantise", since=started)
             if left is None:
                 continue
             answer.confirm()
         finally:
             answer.close()
-        with tally.lock:
-            tally.counts.answers_verified += part.count
-            tally.counts.effects_verified += part.count if part.sent.holders else 0
-            tally.counts.rows_relayed += part.count if answer.relayed else 0
-        if sights:
-            after_answer(part.sent, ring_bits=part.rows.ring_bits)
-        routes.record_verified(provider, part.sent.holders)
-        if recovery is not None:
-            recovery.succeeded(provider)
-        elif may_repeat(part, routes, runtime.pads):
-            runtime.add_lane(part, provider)
         break
-    if refused:
-        with tally.lock:
-            tally.counts.rows_corrected += len(refused) - len(left)
-            tally.counts.rows_repeated += len(left)
+    usual = attempts.succeeded(provider, answer, corrected=len(refused) - len(left), repeated=len(left))
+    if usual and may_repeat(part, runtime.routes, runtime.pads):
+        runtime.add_lane(part, provider)
     if left:
         again = [part.start + row for row in left]
         multiply_again(part.rows, again, partial(multiply, runtime, part.index, part.direction))
@@ -390,39 +340,27 @@ def send_part(runtime: Runtime, part: Part, preferred: KnownProvider | None, *, 
 def _encode(runtime: Runtime, index: GroupIndex, direction: Direction, rows: Rows) -> Part:
     """Encode all rows in the ring, with zero rows up to the bucket, as one part without pads. Also compute the
     expected check value of the product: R applied to the true product, computed with V."""
-    preparation, counts = runtime.preparation, rows.counts
-    facts, keys = preparation.facts[index], preparation.keys
-    v: V
-    if counts is None:
-        r, v = keys[index, direction]
+    counts, bucket = rows.counts, runtime.options.row_bucket
+    plan = runtime.plan(index, direction, by_expert=counts is not None)
+    count = rows.count + -rows.count % bucket
+    encoded, expected = runtime.buffers.matrix(count, plan.inputs), vector(count, np.int64)
+    began = clock()
+    if rows.count == count:
+        rows.encode(encoded, v=plan.v, expected=expected)
     else:
-        facts = facts.for_rows(counts)
-        r, v = keys.expert_columns(index, direction)
-    (inputs, outputs), count = facts.columns[direction], rows.count + -rows.count % runtime.options.row_bucket
-    encoded = runtime.buffers.matrix(count, inputs)
-    expected = torch.empty(count, dtype=torch.int64, device="cpu")
-    real, its_value = encoded, expected
-    if rows.count < count:
-        real, its_value = encoded[: rows.count], expected[: rows.count]
+        rows.encode(encoded[: rows.count], v=plan.v, expected=expected[: rows.count])
         encoded[rows.count :] = 0
         expected[rows.count :] = 0
         if counts is not None:  # the bucket's zeros follow the last rows, so they belong to the last expert
             counts = (*counts[:-1], counts[-1] + count - rows.count)
-    began = clock()
-    rows.encode(real, v=v, expected=its_value)
     record("quantise", since=began)
-
-    def second() -> tuple[Column, V]:
-        return preparation.second().for_rows(index, direction, counts)
-
-    return Part(index, direction, rows, 0, encoded, r, expected, second, (), outputs, counts)
+    return Part(plan, rows, 0, encoded, expected, (), counts)
 
 
 def _take(runtime: Runtime, part: Part, first: int, rows: int) -> Sequence[Pad]:
     """Take pads for some rows of a part, and burn them."""
     began = clock()
-    counts = None if part.counts is None else part.counts_of(first, rows)
-    pads = runtime.pads.take(part.index, part.direction, rows, counts=counts)
+    pads = runtime.pads.take(part.index, part.direction, rows, counts=part.counts_of(first, rows))
     record("take pads", since=began)
     return pads
 
@@ -437,15 +375,7 @@ def _cut(runtime: Runtime, whole: Part, *, limit: int, most: int) -> list[Part]:
         for start in range(first, end, most):
             size = min(most, end - start)
             mine, pads = cut(pads, size)
-            part = replace(
-                whole,
-                start=whole.start + start,
-                encoded=row_range(whole.encoded, start, size),
-                expected=row_range(whole.expected, start, size),
-                pads=mine,
-                counts=whole.counts_of(start, size),
-            )
-            parts.append(part)
+            parts.append(whole.rows_from(start, size, mine))
     return parts
 
 

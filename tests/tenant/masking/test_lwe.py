@@ -21,7 +21,7 @@ from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.limits import GroupIndex, HintBits
 from tenant import RemoteConfig
 from tenant.core.pads import PadOrder, SessionSecret
-from tenant.core.parts import Part
+from tenant.core.parts import Part, Plan
 from tenant.masking.backend import RingRows
 from tenant.masking.lwe import LweSource
 from tenant.masking.registry import session_scheme
@@ -134,18 +134,8 @@ def test_replaced_pads_are_opened_with_their_own_errors(
     index, rows = GroupIndex(0), ring_rows(prepared, 0, FORWARD, 5) // 2
     r, v = prepared.keys[index, FORWARD]
     order = PadOrder(index, FORWARD, 5)
-    part = Part(
-        index,
-        FORWARD,
-        RingRows(rows, outputs=len(r)),
-        0,
-        rows.clone(),
-        r,
-        dot(rows, v),
-        lambda: (r, v),
-        [draw(order)],
-        len(r),
-    )
+    plan = Plan(index, FORWARD, rows.shape[1], len(r), r, v, lambda: (r, v))
+    part = Part(plan, RingRows(rows, outputs=len(r)), 0, rows.clone(), dot(rows, v), [draw(order)])
     part.mask()
     before = part.sent.masked_words
     part.remask({0: draw(order)})

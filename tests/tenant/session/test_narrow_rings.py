@@ -18,7 +18,7 @@ from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.masking.backend import RingBackend, Simulation
 from tenant.session import refused
-from tenant.session.failover import Recovery
+from tenant.session.failover import Attempts
 from tenant.session.session import Session
 from tests.tenant.conftest import NewProvider, NewSession, Scripted
 from tests.tenant.scripted import Heard, ScriptedProvider, frame, honest, store_of
@@ -101,7 +101,7 @@ def test_an_output_that_wraps_in_every_row_is_not_taken_for_a_lie(
 ) -> None:
     """As in SmolLM2-135M, where one output of a layer group wraps in most rows. No block is fetched, so the executor
     does not see it."""
-    monkeypatch.setattr(Recovery, "product_refused", lambda *_, **__: pytest.fail("a fault was suspected"))
+    monkeypatch.setattr(Attempts, "refused", lambda *_, **__: pytest.fail("a fault was suspected"))
     monkeypatch.setattr(refused, "_ENTRIES", 500)  # rows are corrected in several steps
     session = new_session("relay", ring_bits=24)
     rows = 0.5 * floats(session, OUT, FORWARD, 60) + store_of(session).group(OUT).weight[5].to(torch.float32) / 100

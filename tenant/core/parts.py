@@ -13,22 +13,26 @@ objects and never leaves the tenant (rule 5). Rows for the experts of a stack ar
 number of rows of each expert, and every expert has its own V and channel scales.
 """
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from symbiosis_priv import native
 from symbiosis_priv.arithmetic import passes
 from symbiosis_priv.arithmetic.modular import PRIME, Column
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts, check_counts, clip, pick, segments
 from symbiosis_priv.checkpoints.manifest import GroupFacts
+from symbiosis_priv.errors import NonFiniteError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import DEFAULT_RING_BITS, GroupIndex, RingBits
+from symbiosis_priv.native import array_of, pointer
 from symbiosis_priv.network import wire
 from tenant.core.masked import MaskedRows, mask, remask
 from tenant.core.pads import Pad, row_range, with_first_rows
@@ -170,34 +174,27 @@ class FloatRows(Rows):
         start, count, outputs, scale = product.start, product.answer.shape[0], self.outputs, self.scale
         if count != self.count:
             outputs, scale = [out[start : start + count] for out in outputs], scale[start : start + count]
-        if self.counts is None:
-            return self._decode(product, outputs, scale, self.channel_scale, self.bias)
+        parts = [(product, outputs, scale, self.channel_scale, self.bias)]
+        if self.counts is not None:
+            parts.clear()
+            for expert, rows in segments(clip(self.counts, start, count)):
+                factors, bias = _at(self.channel_scale, expert), _at(self.bias, expert)
+                parts.append((product.rows(rows), [out[rows] for out in outputs], scale[rows], factors, bias))
         wrong = list[int]()
-        for expert, rows in segments(clip(self.counts, start, count)):
-            factors, bias = _at(self.channel_scale, expert), _at(self.bias, expert)
-            own = self._decode(product.rows(rows), [out[rows] for out in outputs], scale[rows], factors, bias)
-            wrong += [rows.start + row for row in own]
+        for part, outputs, scale, factors, bias in parts:
+            own = passes.decode(
+                part.answer,
+                outputs,
+                scale=scale,
+                effects=part.effects,
+                channel_scale=factors,
+                bias=bias,
+                column=part.column,
+                expected=part.expected,
+                ring_bits=part.ring_bits,
+            )
+            wrong += [part.start - start + row for row in own]
         return wrong
-
-    def _decode(
-        self,
-        product: UncheckedProduct,
-        outputs: Sequence[Tensor],
-        scale: Tensor,
-        channel_scale: Tensor | None,
-        bias: Tensor | None,
-    ) -> list[int]:
-        return passes.decode(
-            product.answer,
-            outputs,
-            scale=scale,
-            effects=product.effects,
-            channel_scale=channel_scale,
-            bias=bias,
-            column=product.column,
-            expected=product.expected,
-            ring_bits=product.ring_bits,
-        )
 
     def selected(self, numbers: Sequence[int], *, halved: bool = False) -> Self:
         copied = copy(self)
@@ -222,25 +219,18 @@ def _at(values: Tensor | None, place: int | slice) -> Tensor | None:
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What all products of one layer group and direction have in common. Rows that each belong to one expert of a stack
-    have a plan of their own.
-
-    Args:
-        index: index of the layer group.
-        inputs, outputs: width of a row and of an answer's row.
-        column: the secret column R.
-        v: V, for each expert if rows belong to experts.
-        second: returns another R and its V, which are read only for rows that fail the check in a narrow ring.
-    """
+    have a plan of their own."""
 
     index: GroupIndex
     direction: Direction
-    inputs: int
-    outputs: int
-    column: Column
+    inputs: int  # width of a row
+    outputs: int  # width of an answer's row
+    column: Column  # R
     v: V
-    second: Callable[[], tuple[Column, V]]
+    second: Callable[[], tuple[Column, V]]  # another R and V, which are read only for rows that fail in a narrow ring
 
 
+@dataclass(eq=False)
 class Part:
     """The rows of one request, under pads that were burnt for them.
 
@@ -263,26 +253,21 @@ class Part:
             the nonce (rule 3).
     """
 
-    sent: MaskedRows
-    relayed = False
+    plan: Plan
+    rows: Rows
+    start: int
+    encoded: Tensor
+    expected: Tensor
+    pads: Sequence[Pad]
+    counts: Counts | None = None
+    sent: MaskedRows = field(init=False)
+    relayed: bool = field(default=False, init=False)
+    requests: dict[tuple[Hashable, int], list[wire.Execute]] = field(default_factory=dict, init=False)
 
-    def __init__(
-        self,
-        plan: Plan,
-        rows: Rows,
-        start: int,
-        encoded: Tensor,
-        expected: Tensor,
-        pads: Sequence[Pad],
-        counts: Counts | None = None,
-    ) -> None:
-        self.plan, self.rows, self.start, self.encoded = plan, rows, start, encoded
-        self.expected, self.pads, self.counts = expected, pads, counts
-        self.index, self.direction, self.outputs = plan.index, plan.direction, plan.outputs
-        self.count, width = encoded.shape
-        self.widest = width if width > plan.outputs else plan.outputs
-        self.size = 4 * self.count * (width + plan.outputs)
-        self.requests: dict[tuple[Hashable, int], list[wire.Execute]] = {}
+    def __post_init__(self) -> None:
+        self.index, self.direction, self.outputs = self.plan.index, self.plan.direction, self.plan.outputs
+        self.count, width = self.encoded.shape
+        self.widest, self.size = max(width, self.outputs), 4 * self.count * (width + self.outputs)
 
     @property
     def relayed_to(self) -> Peer | None:
@@ -316,14 +301,6 @@ class Part:
         self.sent = remask(self.sent, fresh)
         self.pads = self.sent.pads
         self.requests.clear()
-
-    def lacks_effects(self) -> bool:
-        """Returns True if an effect has not arrived, or was relayed."""
-        for pad in self.pads:
-            for share in pad.shares:
-                if share.effect.kept is None:  # without a lock, so it may arrive now
-                    return True
-        return False
 
     def open(self, answer: Tensor, *, relayed: bool = False) -> list[int]:
         """Subtract the effects from an answer, check it, and write the results.
@@ -377,3 +354,102 @@ class Part:
         wrong = self.rows.decode(product.rows(slice(0, real))) if real else []
         _, zeros = product.rows(slice(real, count)).unmasked()
         return wrong + [real + row for row in zeros]
+
+
+MOST_FEW = 16
+"""Largest number of rows of `FewRows`."""
+
+Layout = ctypes.Array[ctypes.c_int64]
+"""Addresses, or the column blocks of a matrix (`native.layout`)."""
+Places = tuple[Layout, Layout]
+"""Where the rows of a product are read, and where its results are written."""
+
+
+class Space(NamedTuple):
+    """Memory for one product of `FewRows`: `words` int32 `[r, d]`, `numbers` float64 `[2, r]`, `answer` int32 `[r, o]`,
+    and a flag for each row. `numbers` holds the rows' scales, and the bits of R applied to their true product, int64.
+    """
+
+    words: Tensor
+    numbers: Tensor
+    answer: Tensor
+    refused: ctypes.Array[ctypes.c_uint8]
+    addresses: tuple[int, int, int]
+
+
+class PreparedPads(NamedTuple):
+    """Pads for the rows of `FewRows`, with the addresses of their masks and of their effects, which are `kept`."""
+
+    pads: Sequence[Pad]
+    kept: Sequence[object]
+    masks: Layout
+    effects: Layout
+
+
+class FewRows:
+    """A few rows in two compiled calls, whose arguments are prepared once: `like.count` rows of the layer group and
+    direction of `like`. For a few rows, Python's way through `Part` takes longer than the arithmetic. `space` and
+    `prepared` prepare the rest, which does not depend on the rows, while another answer is awaited.
+
+    The steps and their order are those of `Part`, and a pad is burnt before its rows become `MaskedRows`. Whenever
+    anything is unusual, `part` makes the `Part` with which the usual way goes on: the same integers, pads, masked rows.
+    `like` is a part of float rows for one matrix, with all rows of its product."""
+
+    def __init__(self, like: Part) -> None:
+        plan, rows, compiled = like.plan, like.rows, native.compiled(brief=like.count * like.widest <= passes.BRIEF)
+        assert isinstance(rows, FloatRows)
+        assert isinstance(plan.v, Column)
+        assert compiled is not None
+        self.count, self.width, self.outputs = like.count, plan.inputs, plan.outputs
+        self._plan, self.bound = plan, rows.bound
+        self._encode, self._decode, self._isa = compiled.library.ring_encode, compiled.library.ring_decode, compiled.isa
+        self._kept = rows.fold, rows.channel_scale, rows.bias  # the library reads them through their addresses
+        self._before = plan.inputs, pointer(rows.fold), rows.bound.l1, rows.bound.l2, plan.v.limbs.data_ptr()
+        self._check = self.outputs, DEFAULT_RING_BITS - rows.ring_bits, plan.column.limbs.data_ptr()
+        self._after = pointer(rows.channel_scale), pointer(rows.bias)
+        self._flags = ctypes.c_uint8 * like.count
+        self.entries = 4 * self.count + self.count * (self.width + self.outputs)
+
+    def space(self, memory: Tensor) -> Space:
+        """Return memory of one product: the first `entries` of `memory`, int32."""
+        rows, scales = self.count, memory.data_ptr()  # float64 first, because of their alignment
+        numbers, words, answer = memory[: self.entries].split([4 * rows, rows * self.width, rows * self.outputs])
+        addresses = words.data_ptr(), scales, scales + 8 * rows
+        numbers = numbers.view(torch.float64).view(2, rows)
+        return Space(words.view(rows, -1), numbers, answer.view(rows, -1), self._flags(), addresses)
+
+    def prepared(self, pads: Sequence[Pad]) -> list[PreparedPads]:
+        """Prepare a pad whose effects have arrived, or no pad, for one or several products, the last one first."""
+        if not pads:
+            return [PreparedPads(pads, (), array_of(()), array_of(()))]
+        [pad], count, found = pads, self.count, list[PreparedPads]()
+        masks, effects = [share.keystream.expand(share.first_row, pad.rows) for share in pad.shares], pad.effects()
+        for first, one in zip(range(0, pad.rows, count), pad.cut(count), strict=True):
+            places = [array_of([m.data_ptr() + 4 * first * m.shape[1] for m in kept]) for kept in (masks, effects)]
+            found.append(PreparedPads([one], (masks, effects), *places))
+        return found[::-1]
+
+    def mask(self, inputs: Layout, pads: PreparedPads, space: Space) -> MaskedRows:
+        """Quantise and mask rows. Raises `NonFiniteError`: inf or nan among the rows; no pad was burnt."""
+        mine = *self._before, pads.masks, len(pads.masks), *space.addresses
+        done = self._encode(self._isa, inputs, *mine, 0, self.count)
+        if done != self.count:
+            raise MemoryError if done < 0 else NonFiniteError
+        return mask(space.words, pads.pads, added=True)
+
+    def decode(self, answer: Tensor, pads: PreparedPads, space: Space, outputs: Layout) -> bool:
+        """Unmask and check an answer, int32 `[r, o]`, and write the results. Returns False if a row failed the check:
+        the results must then not be used."""
+        _, scales, expected = space.addresses
+        opened = answer.data_ptr(), pads.effects, len(pads.effects), *self._check, expected, scales, *self._after
+        if self._decode(self._isa, *opened, outputs, space.refused, 0, self.count) != self.count:
+            raise MemoryError
+        return not any(space.refused)
+
+    def part(self, rows: FloatRows, space: Space, sent: MaskedRows) -> Part:
+        """The part with which the usual way goes on."""
+        rows.scale, expected = space.numbers[0], space.numbers[1].view(torch.int64)
+        part = Part(self._plan, rows, 0, space.words, expected, sent.pads)
+        part.sent = sent
+        del part.encoded
+        return part

@@ -232,7 +232,8 @@ class Attempts:
     def effects_are_there(self, answer: Answer) -> bool:
         """Wait for the effects of the part's pads, unless the executor has subtracted them from the answer. Returns
         False if pads must be replaced. Raises the error of an effect that no other helper can compute."""
-        if answer.relayed or not self._part.lacks_effects():
+        # without a lock, so an effect that has just arrived may be among them
+        if answer.relayed or all(share.effect.kept is not None for share in _shares(self._part)):
             return True
         started = clock()
         self._wait_for_effects()

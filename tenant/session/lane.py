@@ -2,7 +2,7 @@
 
 Decoding sends one row per product, and Python's way through the session takes longer than the product. After the usual
 way (`session`) has computed a product of a few rows at its first attempt, a `Lane` repeats it with all that does not
-change prepared: the arguments of the compiled passes (`core.few`), and the bytes of both headers, in which
+change prepared: the arguments of the compiled passes (`core.parts.FewRows`), and the bytes of both headers, in which
 only the nonce changes. The next product's pads and masks are made ready while an answer is awaited, and memory is used
 again. The steps and every bit are the same: encode, mask, burn pads, gate, send, check.
 
@@ -24,9 +24,8 @@ from symbiosis_priv.errors import NonFiniteError
 from symbiosis_priv.native import FORMATS, array_of
 from tenant.connections.channel import KnownFrames, RepeatedRequest, fresh_nonce
 from tenant.connections.executor_client import Answer, ExecutorClient
-from tenant.core.few import MOST_FEW, FewRows, Layout, Places, PreparedPads, Space
 from tenant.core.pads import Pad
-from tenant.core.parts import FloatRows, Part
+from tenant.core.parts import MOST_FEW, FewRows, FloatRows, Layout, Part, Places, PreparedPads, Space
 from tenant.routing.known_provider import KnownProvider
 from tenant.routing.routes import Routes
 from tenant.session import tally

@@ -39,9 +39,9 @@ from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.executor_client import ExecutorClient, row_limit
 from tenant.connections.helper_client import HelperClient, RelayInstruction
-from tenant.core.few import MOST_FEW
 from tenant.core.masked import UNMASKED_BY_CHOICE, Gate, UnmaskedByChoice
 from tenant.core.pads import EffectSource, Pad, PadOrder, SessionSecret
+from tenant.core.parts import MOST_FEW
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.options import SessionOptions
 from tenant.preparation.prepared import Preparation

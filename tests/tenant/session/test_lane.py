@@ -15,8 +15,7 @@ from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.errors import NonFiniteError, RangeError, SymbiosisError, VerificationError
 from symbiosis_priv.limits import GroupIndex, RingBits
 from symbiosis_priv.network import wire
-from tenant.core.few import MOST_FEW, Places
-from tenant.core.parts import FloatRows
+from tenant.core.parts import MOST_FEW, FloatRows, Places
 from tenant.masking.backend import RingBackend
 from tenant.masking.registry import session_scheme
 from tenant.routing.known_provider import Tolerance

@@ -219,6 +219,28 @@ def test_refused_requests_leave_the_connection_usable(connect: Connect, provider
     assert failure(connect(role=None).ask(execute(0, 0))) == code.BAD_REQUEST  # no hello
 
 
+@pytest.mark.parametrize("role", ["executor", "helper"])
+def test_requests_of_too_many_rows_are_refused(configure: Configure, connect: Connect, role: wire.Role) -> None:
+    """The limit of rows on its own: the matrices are far smaller than the largest payload."""
+    with Provider(configure(max_rows=4)) as provider:
+        client = connect(role=role, to=provider)
+        for rows in (4, 5):
+            request = execute(0, rows) if role == "executor" else effect(0, rows, seed=bytes(32))
+            reply = client.ask(request, bytes(4 * WIDTH * rows if role == "executor" else 0))
+            assert isinstance(reply, wire.Result) if rows == 4 else failure(reply) == wire.ErrorCode.TOO_LARGE
+
+
+def test_bytes_are_held_from_the_header_on(configure: Configure, connect: Connect) -> None:
+    """A tenant that announces rows and sends none of them holds their bytes, and those of their products."""
+    rows = 1000
+    with Provider(configure()) as provider:
+        client = connect(to=provider)
+        client.send(execute(0, rows), announced=4 * WIDTH * rows)
+        until(lambda: provider.status().bytes_held >= 2 * 4 * WIDTH * rows, within_s=30)
+        client.close()
+        until(lambda: not provider.status().bytes_held, within_s=30)
+
+
 def test_a_request_of_a_kind_that_was_accepted_is_checked_again(connect: Connect) -> None:
     """The connection keeps the sizes of accepted kinds, and nothing else of them."""
     client = connect()

@@ -69,18 +69,18 @@ def test_a_header_that_differs_in_its_nonce_only_is_the_same_request(
     assert nonce == request.nonce
 
 
-@given(request=REQUESTS.filter(is_plain), at=st.integers(0, 10_000), change=st.integers(1, 255), cut=st.booleans())
-def test_a_header_with_another_byte_is_not_known(request: wire.Execute, at: int, change: int, cut: bool) -> None:
+@given(request=REQUESTS.filter(is_plain), change=st.integers(1, 255))
+def test_a_header_with_another_byte_is_not_known(request: wire.Execute, change: int) -> None:
     """Unless the byte belongs to the nonce: then the parser reads the request with that nonce."""
-    frame = bytearray(wire.encode(request, payload_bytes=8))
+    frame = wire.encode(request, payload_bytes=8)
     known, _ = known_parts(frame)
-    if cut:
-        assert parts_of(frame[: at % len(frame)]) is None
-        return
-    frame[at % len(frame)] ^= change
-    if (parts := parts_of(frame)) is not None and parts[0] == known:
-        assert wire.decode_request(frame[wire.PREFIX.size :]) == msgspec.structs.replace(request, nonce=parts[1])
-        assert parts[1] != request.nonce
+    for at in range(len(frame)):
+        assert parts_of(frame[:at]) is None
+        other = bytearray(frame)
+        other[at] ^= change
+        if (parts := parts_of(other)) is not None and parts[0] == known:
+            assert wire.decode_request(other[wire.PREFIX.size :]) == msgspec.structs.replace(request, nonce=parts[1])
+            assert parts[1] != request.nonce
 
 
 @pytest.fixture

@@ -83,6 +83,9 @@ def test_quotas_are_each_tenants_own() -> None:
     with pytest.raises(Refusal) as refused, gate.admitted(ALICE, rows=1, work=1):
         pass
     assert refused.value.code == wire.ErrorCode.BUSY
+    gate.renew(lambda _: QuotaConfig(requests_per_s=0.1))
+    with gate.admitted(BOB, rows=1, work=1):  # the same quota, and Alice has used hers
+        pass
     gate.renew(lambda _: QuotaConfig(giga_multiply_adds_per_s=1.0))
     with gate.admitted(BOB, rows=1, work=10 * 10**9):
         pass
@@ -583,6 +586,8 @@ def test_the_revocation_list(keys: Keys, tmp_path: Path, dora: Identity) -> None
     assert revoke(listed, [dora.certificate]) == []
     assert load_revoked(listed) == frozenset(first)
     assert listed.read_text().startswith("# who left\n")
+    listed.write_text("# being copied\n")
+    assert load_revoked(listed, known=frozenset(first)) == frozenset(first)
     with pytest.raises(CertificateError, match="neither a tenant's nor a provider's"):
         revoke(listed, [keys.authority.certificate])
 

@@ -144,6 +144,18 @@ def test_an_error_of_the_modulus_of_a_smaller_prime_does_not_pass(name: str) -> 
         assert passes.refused(answer, column, expected) == [0]
 
 
+@pytest.mark.parametrize("name", BUILDS)
+def test_every_bit_of_a_residue_is_compared(name: str) -> None:
+    """Residues that differ in one of 61 bits, as the residue of a wrong row may."""
+    rows = torch.ones(61, 3, dtype=torch.int32)
+    column = modular.uniform(KEY, 3)
+    residues = modular.dot(rows, column) ^ 1 << torch.arange(61)
+    outputs, scale = [torch.empty(61, 3)], torch.ones(61, dtype=torch.float64)
+    with build(name):
+        assert passes.decode(rows, outputs, scale=scale, column=column, expected=residues) == list(range(61))
+        assert passes.refused(rows, column, residues) == list(range(61))
+
+
 @pytest.mark.parametrize("name", [name for name in BUILDS if name != TORCH])
 def test_no_value_of_a_wrong_row_is_stored(name: str) -> None:
     column = modular.uniform(KEY, 9)

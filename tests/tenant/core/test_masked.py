@@ -297,6 +297,8 @@ def test_the_gate_lets_no_company_see_rows_and_seeds(gate_of: Callable[[str], tu
                 gate.check(executor, rows)
         with pytest.raises(RoleConflictError):
             gate.check(helper, rows)
+        with pytest.raises(RoleConflictError):  # a helper sees no rows, whoever knows their pads
+            gate.check(helper, mask(zeros(2), [pad_of(2)]))
         with pytest.raises(RoleConflictError):
             gate.check(executor, None)
         gate.check(executor, mask(zeros(2), [pad_of(2)]))

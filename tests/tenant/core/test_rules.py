@@ -355,6 +355,18 @@ def test_rule_3_a_recomputation_takes_new_rows(split: Any, executor: ScriptedPro
         assert not torch.equal(heard.rows, xq)
 
 
+def test_rule_3_other_pads_leave_under_other_headers(scripted: Scripted) -> None:
+    """A helper lies: the rows are sent again under another helper's pad, with another nonce."""
+    liar, other = scripted.helper, scripted.new_provider()
+    liar.behaviour = spoil
+    session = scripted.new_session("pad", helpers=[liar, other], pad_helpers=1, pool_memory=0)
+    session.routes.helpers[1].health.answered(0.0, seconds=9.0, size=1)  # the slower one, so that the liar is asked
+    session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
+    first, second = scripted.executor.executed
+    assert repeats(masks_of([first, second], xq)) == 0
+    assert first.request.nonce != second.request.nonce
+
+
 # Rule 4. Siblings share one mask; different inputs never do; backward is masked as forward is.
 
 

@@ -1,8 +1,9 @@
 """`masking = "lwe"`: products of the row x + e, to the bit, through real providers, and the hints that they need."""
 
+import gc
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
 from symbiosis_priv.arithmetic import lattice
+from symbiosis_priv.arithmetic.keystream import StreamKey, derive, expand
 from symbiosis_priv.arithmetic.modular import dot
 from symbiosis_priv.arithmetic.quantise import QuantisedGroup
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
@@ -43,6 +45,16 @@ def prepared(store: WeightStore, cache: Path) -> Preparation:
     preparation = prepare(store, digest=store.manifest().digest, columns=16, cache=cache)
     make_hints(preparation, store, bits=16)
     return preparation
+
+
+def lwe_source(prepared: Preparation, secret: SessionSecret) -> LweSource:
+    return LweSource(Materials(preparation=prepared, secret=secret, holders=lambda *_: ((), None), store=None))
+
+
+def close(source: LweSource) -> None:
+    for worker in source.workers:
+        worker.stop()
+        assert worker.join(20.0)
 
 
 @pytest.fixture
@@ -107,6 +119,46 @@ def test_every_row_in_every_part_is_exact(
     assert session.ledger().answers_rejected == 0
     sent = torch.cat([heard.rows.flatten() for heard in executor.executed])
     assert len(sent.unique()) > 0.99 * len(sent)  # no mask was used twice, also of rows of zeros
+
+
+def test_a_mask_is_made_of_fresh_secrets_and_errors(prepared: Preparation) -> None:
+    """Every row of `c P + e` has the c and the e of its own number, from keystreams of their own."""
+    secret, index, name = SessionSecret(), GroupIndex(0), prepared.facts[0].entry.name
+    source, seed = lwe_source(prepared, secret), secret.seed_for("lwe")
+    width, first = prepared.facts[0].inputs(FORWARD), 0
+    try:
+        for rows in (3, 1, 2, 40):
+            pad = source.draw(PadOrder(index, FORWARD, rows))
+            mask = torch.zeros(rows, width, dtype=torch.int32)
+            pad.add_mask(mask)
+
+            def stream(label: str, words: int, rows: int = rows, first: int = first) -> Tensor:
+                return expand(StreamKey(derive(seed, label, name, FORWARD)), first_row=first, rows=rows, width=words)
+
+            expected = lattice.noise(stream("lwe error", lattice.NOISE_WORDS * width))
+            uniform = Hints.find(prepared).matrix(width)
+            uniform.add_product(lattice.secrets(stream("lwe secret", lattice.WORDS)), expected)
+            assert torch.equal(mask, expected)
+            first += rows
+    finally:
+        close(source)
+
+
+def test_a_pad_keeps_no_secret_once_its_effect_is_computed(prepared: Preparation) -> None:
+    source = lwe_source(prepared, SessionSecret())
+    pad = source.draw(PadOrder(GroupIndex(0), FORWARD, 5))
+    assert pad.shares[0].effect.result(20.0) is not None
+    close(source)
+    found, new = dict[int, object](), list[object]([pad])
+    while new:
+        one = new.pop()
+        if id(one) not in found and not isinstance(one, type | ModuleType | FunctionType):
+            found[id(one)] = one
+            new += gc.get_referents(one)
+            new += [one.numpy()] if isinstance(one, Tensor) else []
+    secrets = [one for one in found.values() if isinstance(one, Tensor) and one.dtype == torch.int16 and len(one)]
+    assert len(found) > 20
+    assert secrets == []
 
 
 def test_a_lie_is_found_and_the_executor_is_blamed(
@@ -342,9 +394,7 @@ def test_what_it_does_not_do_is_refused_by_name(
         RemoteConfig(masking="lwe", federation="federation.toml", masking_options={"K": 1536})
     with pytest.raises(CheckpointError, match=r"no hints are prepared .* tenant prepare .* --masking lwe"):
         session_scheme("lwe").facts(preparation)
-    source = LweSource(
-        Materials(preparation=prepared, secret=SessionSecret(), holders=lambda *_: ((), None), store=None)
-    )
+    source = lwe_source(prepared, SessionSecret())
     with pytest.raises(ConfigError, match="does not mask rows for stacks of experts"):
         source.draw(PadOrder(GroupIndex(0), FORWARD, 1, counts=(1,)))
 

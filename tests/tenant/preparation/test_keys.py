@@ -102,6 +102,18 @@ def test_keys_are_made_once_and_work_from_the_disk(base: WeightStore, tmp_path: 
             assert (dot(product, r) == dot(small, v)).tolist() == [True, False, True]
 
 
+def test_the_second_keys_and_the_blame_keys_are_independent_of_the_first(base: WeightStore, tmp_path: Path) -> None:
+    """A correction needs two columns that a provider would have to hit at once, so one must not follow from another."""
+    fresh, digest = prepared(base, base.manifest().digest, tmp_path), base.manifest().digest
+    for own in (fresh, prepared(None, digest, tmp_path)):
+        second = own.second()
+        assert len({own.keys.secret, second.secret, own.blame.secret}) == 3
+        for index in map(GroupIndex, range(len(own.facts))):
+            for direction in DIRECTIONS:
+                for one, other in zip(own.keys[index, direction], second[index, direction], strict=True):
+                    assert not bool((one.values == other.values).any())
+
+
 def test_processes_that_start_together_get_the_same_keys(llama: Path, store: WeightStore, tmp_path: Path) -> None:
     """No process gets keys that are partly another process's."""
     digest = store.manifest().digest

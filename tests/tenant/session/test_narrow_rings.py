@@ -12,16 +12,21 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.arithmetic.wraps import Corrector
 from symbiosis_priv.checkpoints.manifest import GroupFacts
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ProviderError, RangeError, VerificationError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
-from tenant.masking.backend import RingBackend, Simulation
+from tenant.core.masked import UNMASKED_BY_CHOICE
+from tenant.core.parts import Part
+from tenant.core.verifier import VerificationKeys
+from tenant.masking.backend import RingBackend, RingRows, Simulation
+from tenant.preparation.prepared import Preparation
 from tenant.session import refused
 from tenant.session.failover import Attempts
 from tenant.session.session import Session
 from tests.tenant.conftest import NewProvider, NewSession, Scripted
-from tests.tenant.scripted import Heard, ScriptedProvider, frame, honest, store_of
+from tests.tenant.scripted import Heard, ScriptedProvider, frame, honest, product_of, ring_rows, store_of
 
 QKV, OUT, MLP, DOWN = map(GroupIndex, range(4))
 
@@ -209,6 +214,36 @@ def test_an_error_that_the_blame_keys_miss_is_not_used(scripted: Scripted, monke
     with pytest.raises(VerificationError, match=" or "):
         backend_of(session).linear(OUT, FORWARD, floats(session, OUT, FORWARD, 3))
     assert asked == [3, 1, 1]  # the ring holds 2.5, 5 and 10 standard deviations; no product of 64 inputs leaves 8
+
+
+def test_nothing_is_corrected_that_the_second_column_does_not_confirm(
+    scripted: Scripted, preparation: Preparation
+) -> None:
+    """The second keys are those of other weights: every row that wrapped is sent again."""
+    other = VerificationKeys.fresh()
+    for index, facts in enumerate(preparation.facts):
+        other.add(GroupIndex(index), torch.ones((facts.outputs(FORWARD), facts.inputs(FORWARD)), dtype=torch.int16))
+    session = scripted.new_session("none", prepared=replace(preparation, second=lambda: other), ring_bits=24)
+    backend_of(session).linear(DOWN, FORWARD, floats(session, DOWN, FORWARD, 20))
+    ledger = session.ledger()
+    assert ledger.rows_corrected == ledger.answers_rejected == 0
+    assert ledger.rows_repeated > 0
+
+
+def test_a_wrong_correction_is_not_used(preparation: Preparation, store: WeightStore) -> None:
+    """A corrected product is checked as an answer is."""
+    integers = ring_rows(preparation, DOWN, FORWARD, 3) >> 8
+    right = product_of(store, DOWN, FORWARD, integers)
+    wrong = right.clone()
+    wrong[1, 0] += 1 << 24
+    rows, (r, v) = RingRows(integers, outputs=right.shape[1], ring_bits=24), preparation.keys[DOWN, FORWARD]
+    encoded, expected = torch.empty_like(integers), torch.empty(3, dtype=torch.int64)
+    rows.encode(encoded, v=v, expected=expected)
+    part = Part(DOWN, FORWARD, rows, 0, encoded, r, expected, lambda: (r, v), UNMASKED_BY_CHOICE, right.shape[1])
+    rows.product.zero_()
+    assert part.put([0, 1, 2], rows.selected([0, 1, 2]), wrong) == [1]
+    assert torch.equal(rows.product[::2], right[::2])
+    assert not rows.product[1].any()
 
 
 @pytest.mark.parametrize("masking", ["pad", "relay"])

@@ -1,0 +1,86 @@
+"""docs/claims.md is complete: every claim of the README and of the threat model has a row, and what it names exists.
+
+A claim of the threat model is a phrase in bold. A claim of the README is a sentence with one of `PROMISES`.
+"""
+
+import re
+from typing import Final
+
+import pytest
+
+from tests.test_documentation import ROOT, TESTS
+from threat_model.attacks import ATTACKS
+from threat_model.attacks.tokens import EvenMasks, TokensFromRoutes
+from threat_model.conformance.properties import PROPERTIES
+
+PROMISES: Final = re.compile(
+    r"\b(never|exact|exactly|same bits|bit for bit|verified|verifies|hidden|hides|refused|cannot|sees only|at most|"
+    r"without an?|stay on your|random test data|every answer|unchanged|reads? everything|do not depend|no product)\b",
+    re.IGNORECASE,
+)
+NO_PROMISE: Final = ("[docs/comparison.md]", "The cache holds secret keys")
+"""Beginnings of README sentences that have such a word and promise nothing."""
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def rows(section: str) -> dict[str, str]:
+    """The table of a section: what would refute each claim."""
+    page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+    table = page.partition(f"## {section}\n")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| (?!claim \||---)(.+?) \| (.+?) \|$", table, re.MULTILINE))
+
+
+CLAIMS: Final = {"README.md": rows("README"), "docs/threat-model.md": rows("Threat model")}
+
+
+@pytest.mark.parametrize("page", CLAIMS)
+def test_a_claim_has_the_words_of_its_page(page: str) -> None:
+    text = plain((ROOT / page).read_text(encoding="utf-8"))
+    assert [claim for claim in CLAIMS[page] if claim not in text] == []
+
+
+@pytest.mark.parametrize(("page", "claim"), [(page, claim) for page, found in CLAIMS.items() for claim in found])
+def test_what_would_refute_a_claim_exists(page: str, claim: str) -> None:
+    attacks = {attack.name.removesuffix(", forward").removesuffix(", backward") for attack in ATTACKS}
+    named = {
+        "attack": attacks | {EvenMasks.name, TokensFromRoutes.name},
+        "property": {each.name for each in PROPERTIES},
+    }
+    refuted_by = CLAIMS[page][claim]
+    left = refuted_by
+    for kind, name in re.findall(r"(attack|property) \*(.+?)\*", refuted_by):
+        assert name in named[kind], name
+        left = left.replace(f"{kind} *{name}*", "")
+    for command in re.findall(r"`(.+?)`", refuted_by):
+        left = left.replace(f"`{command}`", "")
+        if command.startswith("tests/"):
+            file, _, test = command.partition("::")
+            assert file in TESTS, file
+            assert not test or test in TESTS[file], command
+        else:
+            assert command.startswith(("symbiosis-priv ", "make ")), command
+    assert set(left) <= set(", ")
+    assert left != refuted_by
+
+
+def test_every_claim_of_the_threat_model_has_a_row() -> None:
+    text = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8")
+    bold = {plain(phrase) for phrase in re.findall(r"\*\*(.+?)\*\*", text, re.DOTALL)}
+    assert bold - CLAIMS["docs/threat-model.md"].keys() == set()
+
+
+def test_every_claim_of_the_readme_has_a_row() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"```.*?```|^\|.*?$|!\[.*?\]\(.*?\)", "", text, flags=re.DOTALL | re.MULTILINE)
+    sentences = [
+        plain(sentence)
+        for paragraph in re.split(r"\n\s*\n|\n(?=\* |\d+\. )", text)
+        for sentence in re.split(r"(?<=[.:!?])\s+(?=[A-Z`\[*])", paragraph)
+        if PROMISES.search(sentence) and not sentence.startswith(NO_PROMISE)
+    ]
+    claims = CLAIMS["README.md"]
+    missing = [s for s in sentences if not any(claim in s or s.rstrip(".") in claim for claim in claims)]
+    assert missing == []

@@ -4,23 +4,27 @@ import itertools
 import json
 import math
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+import symbiosis_priv
 from symbiosis_priv.display import figures
 from symbiosis_priv.display.figures import Axis, Bar
 from threat_model.attacks import Attack, Outcome
 from threat_model.evidence.schemes import SCHEMES, AttackedScheme
 from threat_model.evidence.statistics import CONFIDENCE, FALSE_ALARM, gaussian_channel_bits
 from threat_model.evidence.views import PARTIES, Party
-from threat_model.suite import Cell, Suite, Verdict
+from threat_model.suite import ATTACK_SEED, LIES_SEED, Cell, Suite, Verdict
 
 BEGIN, END = "<!-- security-table:begin -->", "<!-- security-table:end -->"
 
@@ -101,6 +105,28 @@ class Section:
     rows: Sequence[tuple[str, ...]]
 
 
+def origin(suite: Suite) -> dict[str, str]:
+    """What was attacked, when and how."""
+    seeds = f"tenant's work {suite.seed}, attacks {ATTACK_SEED}, lies {LIES_SEED}; keys, masks and coins are fresh"
+    return {
+        "version": symbiosis_priv.__version__,
+        "commit": _commit(Path(symbiosis_priv.__file__).parents[1]),
+        "date": f"{suite.began:%Y-%m-%d %H:%M} UTC",
+        "run": "quick: fewer schemes and rows" if suite.quick else "full",
+        "seeds": seeds,
+    }
+
+
+def _commit(root: Path) -> str:
+    """The commit of a source tree, and whether files differ from it."""
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        with suppress(OSError, subprocess.TimeoutExpired):
+            if found := subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip():
+                return found
+    return "unknown: not run from a clone"
+
+
 def interval_note(suite: Suite) -> str:
     outside, promised = suite.outside
     return (
@@ -134,7 +160,9 @@ def last_sections(suite: Suite) -> list[Section]:
     caught, worst = sum(d.caught for d in errors), min(d.caught / d.trials for d in errors)
     summed = f"{caught} of {sum(d.trials for d in errors)}", f"worst valuation {worst:.0%}"
     lies = [("errors of valuation 0..31", *summed)]
-    lies += [(d.name, f"{d.caught} of {d.trials}", f"{d.interval.low:.1%}") for d in others]
+    for d in others:  # a check that involves no chance says the same each time, so there is no rate to estimate
+        rate = f"{d.interval.low:.1%}" if d.trials > 1 else "always: no chance is involved"
+        lies.append((d.name, f"{d.caught} of {d.trials}", rate if d.caught else "NO"))
     leaks = [(x.name, f"{x.aborts} of {x.trials}", f"{x.information:.3f}") for x in suite.active.leaks]
     planted = [
         (p.fault, p.rule, p.attack, f"{p.outcome.success:.1%}", f"{p.outcome.chance:.1%}", _yes(p.found))
@@ -169,7 +197,7 @@ def last_sections(suite: Suite) -> list[Section]:
             ("attack", "planted fault", "rows", "success", "chance", "as promised"),
             masks,
         ),
-        Section("Active adversaries", ("lie", "caught", "at least (99 %)"), lies),
+        Section("Active adversaries", ("lie", "caught", "rate, at least (99 %)"), lies),
         Section("Selective aborts", ("tenant", "aborted", "bits learned about one secret bit"), leaks),
         Section("Mixture of experts: decoded tokens from routes", about_routes, routes),
         Section("Two round trips per block: rows of composed groups", about_composed, composed),
@@ -255,6 +283,7 @@ def to_json(suite: Suite) -> str:
     outside, promised = suite.outside
     data = {
         "version": 1,
+        "origin": origin(suite),
         "quick": suite.quick,
         "seconds": round(suite.seconds, 1),
         "as_expected": suite.as_expected,
@@ -311,7 +340,8 @@ def pool_charts(suite: Suite) -> list[str]:
             pool = scheme.options["masking_options"]
             points = series.setdefault(f"noise × {pool['noise_scale']:g}", [])
             points.append((float(pool["pool_size"]), outcome.success))
-        charts.append(figures.lines(attack.name, series, Axis("noises per layer", 1, 100, log=True), _RATE))
+        if max(map(len, series.values()), default=0) > 1:  # a dot is no chart; the tables have it
+            charts.append(figures.lines(attack.name, series, Axis("noises per layer", 1, 100, log=True), _RATE))
     return charts
 
 
@@ -325,7 +355,7 @@ def adapter_charts(suite: Suite) -> list[str]:
             true, base = f["loss, true"], f["loss, base model"]
             losses.append(Bar(cell.scheme.name, f["loss, stolen"], true, base, true))
             ends += [true, base]
-    if not ends:
+    if len(errors) < 2:
         return []
     low, high = min(ends), max(ends)
     room = 0.2 * (high - low) + 1e-3
@@ -361,7 +391,7 @@ def attack_charts(suite: Suite) -> list[str]:
             if c.attack is attack and (o := c.outcome):
                 ends = o.interval.low, o.interval.high
                 values.append(Bar(c.scheme.name, o.success, *ends, o.chance, _LOOKS[c.verdict][2]))
-        if values:
+        if len(values) > 1:
             charts.append(figures.bars(f"{attack.name}: {attack.metric}", values, _RATE))
     return charts
 
@@ -412,43 +442,46 @@ def to_html(suite: Suite) -> str:
     sections = [
         "<h1>Threat model: what each party learns</h1>",
         f'<p class="state {kind}"><strong>{state}</strong></p>',
+        f"<p>{'<br>'.join(f'{escape(name)}: {escape(text)}' for name, text in origin(suite).items())}</p>",
         _html_table(summary(suite)),
         f"<p><small>{escape(interval_note(suite))}</small></p>",
         "<h2>Attacks against masking schemes</h2>",
         _html_cells(suite),
-        "<h2>Noise removal against pool size</h2>",
-        "<p><small>The paper counts combinations over layers; the work is a sum over layers.</small></p>",
-        _pictures(pool_charts(suite)),
+        _pictures(
+            "<h2>Noise removal against pool size</h2>"
+            "<p><small>The paper counts combinations over layers; the work is a sum over layers.</small></p>",
+            pool_charts(suite),
+        ),
         "<h2>How much a Gaussian mask hides</h2>",
         _html_table(Section("", leakage, hidden)),
         "<p><small>The bound is for noise that is used once, and for real numbers. Pools break the first, float32 the "
         "second.</small></p>",
-        "<h2>Stolen adapters</h2>",
-        _pictures(adapter_charts(suite)),
-        "<h2>Telling two rows apart</h2>",
-        _pictures(roc_charts(suite)),
-        "<h2>Every attack</h2><p><small>Whiskers: 99 % interval; dashes: chance.</small></p>",
-        _pictures(attack_charts(suite)),
-        "<h2>Fault attribution with few columns</h2>",
-        _pictures([forgery_chart(suite)]),
+        _pictures("<h2>Stolen adapters</h2>", adapter_charts(suite)),
+        _pictures("<h2>Telling two rows apart</h2>", roc_charts(suite)),
+        _pictures(
+            "<h2>Every attack</h2><p><small>Whiskers: 99 % interval; dashes: chance.</small></p>", attack_charts(suite)
+        ),
+        _pictures("<h2>Fault attribution with few columns</h2>", [forgery_chart(suite)]),
         *(f"<h2>{escape(s.title)}</h2>{_html_table(s)}" for s in last_sections(suite)),
         "<h2>Attacks and their sources</h2>",
         _html_table(Section("", ("attack", "by", "sees", "metric", "chance", "source"), attacks)),
     ]
     titles = re.findall("<h2>(.*?)</h2>", "".join(sections))
     numbers = itertools.count()
-    body = re.sub("<h2>", lambda _: f'<h2 id="s{next(numbers)}">', "".join(sections[2:]))
+    body = re.sub("<h2>", lambda _: f'<h2 id="s{next(numbers)}">', "".join(sections[3:]))
     contents = "".join(f'<li><a href="#s{number}">{title}</a></li>' for number, title in enumerate(titles))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width"><title>symbiosis-priv threat model</title>'
-        f"<style>{_CSS}</style></head><body>{''.join(sections[:2])}"
+        f"<style>{_CSS}</style></head><body>{''.join(sections[:3])}"
         f'<nav aria-label="Contents"><ol>{contents}</ol></nav>{body}</body></html>'
     )
 
 
-def _pictures(charts: Sequence[str]) -> str:
-    return f'<div class="pictures">{"".join(f"<figure>{chart}</figure>" for chart in charts)}</div>'
+def _pictures(heading: str, charts: Sequence[str]) -> str:
+    """A heading and its charts; nothing without charts."""
+    shown = "".join(f"<figure>{chart}</figure>" for chart in charts)
+    return f'{heading}<div class="pictures">{shown}</div>' if charts else ""
 
 
 def _html_table(section: Section) -> str:

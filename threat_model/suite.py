@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,14 @@ def attack_routes(tokens: int) -> tuple[RouteCell, ...]:
     with tempfile.TemporaryDirectory() as folder, Lab(Path(folder), experts=_EXPERTS, helpers=1) as lab:
         for mode, promised in MODES.items():
             views, truth = lab.record_decoding(mode, tokens)
-            guess = attack.run(views.executor, lab.public, torch.Generator().manual_seed(0))
+            guess = attack.run(views.executor, lab.public, torch.Generator().manual_seed(ATTACK_SEED))
             assert guess is not None  # one row is one token
             cells.append(RouteCell(mode, promised, attack.score(guess, truth)))
     return tuple(cells)
 
+
+ATTACK_SEED, LIES_SEED = 0, 5
+"""What attacks and lies choose is the same in every run. Keys, masks and coins are not."""
 
 OnProgress = Callable[[str, int, int], None]
 """Called with (next step, steps done, number of steps)."""
@@ -89,6 +93,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Suite:
+    """The results of a run. `seed` is that of the tenant's work, `began` the time in UTC."""
+
     quick: bool
     schemes: tuple[AttackedScheme, ...]
     cells: tuple[Cell, ...]
@@ -97,6 +103,8 @@ class Suite:
     active: ActiveReport
     routes: tuple[RouteCell, ...]
     composed: tuple[Cell, ...]
+    seed: int
+    began: datetime
     seconds: float
 
     @property
@@ -136,7 +144,7 @@ def run_suite(
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> Suite:
     """Record every scheme, run every attack on it, plant every fault, and run every lie."""
-    started = time.monotonic()
+    started, began = time.monotonic(), datetime.now(UTC)
     schemes, workload = (QUICK_SCHEMES, QUICK) if quick else (SCHEMES, FULL)
     total = len(schemes) * (1 + len(attacks)) + 9
     done = 0
@@ -159,7 +167,7 @@ def run_suite(
             cells.append(examine(attack, recording, lab))
     planted = tuple(plant(lab, kept[True], kept[False], step))
     step("active adversaries")
-    active = attack_actively(lab, repeats=4 if quick else 24, rng=torch.Generator().manual_seed(5))
+    active = attack_actively(lab, repeats=4 if quick else 24, rng=torch.Generator().manual_seed(LIES_SEED))
     step("masks of lwe on chosen rows")
     masks = tuple(play_masks(ROWS // 10 if quick else ROWS))
     step("routes of a mixture of experts")
@@ -168,14 +176,14 @@ def run_suite(
     composed = attack_composed(workload)
     on_progress("done", total, total)
     passed = tuple(schemes), tuple(cells), planted, masks, active, routes, composed
-    return Suite(quick, *passed, time.monotonic() - started)
+    return Suite(quick, *passed, workload.seed, began, time.monotonic() - started)
 
 
 def examine(attack: Attack[Any, Any], recording: Recording, lab: Lab) -> Cell:
     """Run one attack on its party's view, score it, and determine the verdict."""
     scheme, started = recording.scheme, time.monotonic()
     view = recording.views.of(attack.party)
-    guess = attack.run(view, lab.public, torch.Generator().manual_seed(0))
+    guess = attack.run(view, lab.public, torch.Generator().manual_seed(ATTACK_SEED))
     outcome = None if guess is None else attack.score(guess, recording.truth)
     promised = attack.party in scheme.hides_from and not attack.by_design
     # the scheme hides rows from this party alone, but not from it together with others: its stated assumption

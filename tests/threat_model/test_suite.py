@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
 import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from symbiosis_priv import __version__
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from threat_model.attacks import ATTACKS, Outcome
 from threat_model.attacks.collusion import Coalition, Collusion
@@ -34,8 +37,18 @@ from threat_model.evidence.schemes import (
 )
 from threat_model.evidence.statistics import FALSE_ALARM
 from threat_model.evidence.views import CollusionView, HelperView
-from threat_model.lab import PLANTED, Lab
-from threat_model.report import BEGIN, END, roc_charts, security_table
+from threat_model.lab import PLANTED, QUICK, Lab
+from threat_model.report import (
+    BEGIN,
+    END,
+    adapter_charts,
+    attack_charts,
+    last_sections,
+    origin,
+    pool_charts,
+    roc_charts,
+    security_table,
+)
 from threat_model.suite import Suite, Verdict, examine
 
 if TYPE_CHECKING:
@@ -205,8 +218,40 @@ def test_the_page_loads_no_external_resource(quick: Suite, quick_files: tuple[Pa
     links = re.findall(r'(?:href|src)="([^"]*)"|url\(([^)]*)\)|@import', page)
     assert not [link for link in links if not link[0].startswith("#")]
     assert set(re.findall(r"https?://[^\"<\s]+", page)) <= {"http://www.w3.org/2000/svg"}
-    for attack in {c.attack.name for c in quick.cells if c.outcome}:
-        assert f"<title>{attack}" in page.replace("&#x27;", "'")
+    scored = Counter(c.attack.name for c in quick.cells if c.outcome)
+    for attack, schemes in scored.items():  # one value is in the tables, and is no chart
+        assert (f"<title>{attack}" in page.replace("&#x27;", "'")) == (schemes > 1)
+
+
+def test_a_report_says_what_was_attacked_when_and_how(quick: Suite, quick_files: tuple[Path, Path]) -> None:
+    page, data = quick_files[1].read_text(), json.loads(quick_files[0].read_text())
+    told = data["origin"]
+    assert told == origin(quick)
+    assert told["version"] == __version__
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown: not run from a clone", told["commit"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", told["date"])
+    assert told["run"].startswith("quick")
+    assert f"tenant's work {QUICK.seed}, " in told["seeds"]
+    for name, text in told.items():
+        assert f"{name}: {html.escape(text)}" in page
+    assert origin(replace(quick, quick=False))["run"] == "full"
+
+
+def test_checks_without_chance_have_no_rate(quick: Suite) -> None:
+    [lies] = [section for section in last_sections(quick) if section.title == "Active adversaries"]
+    trials = {d.name: d.trials for d in quick.active.detections}
+    rates = {name: rate for name, _, rate in lies.rows if name in trials}
+    assert {rates[name] for name in rates if trials[name] == 1} == {"always: no chance is involved"}
+    assert all(rate.endswith("%") for name, rate in rates.items() if trials[name] > 1)
+
+
+@pytest.mark.parametrize("charts", [pool_charts, adapter_charts, roc_charts, attack_charts])
+def test_a_chart_compares_two_values_at_least(quick: Suite, charts: Callable[[Suite], list[str]]) -> None:
+    for chart in charts(quick):
+        points = [path.count(",") for path in re.findall(r'<polyline points="(.*?)"', chart)]
+        assert chart.count("<rect") > 1 or max(points) > 1, chart
+    one = tuple(c for c in quick.cells if c.scheme is quick.schemes[0])
+    assert charts is roc_charts or charts(replace(quick, cells=one)) == []
 
 
 def test_the_readme_shows_the_table_that_is_tested() -> None:

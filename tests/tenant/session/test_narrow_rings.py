@@ -18,7 +18,7 @@ from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.core.masked import UNMASKED_BY_CHOICE
-from tenant.core.parts import Part
+from tenant.core.parts import Part, Plan
 from tenant.core.verifier import VerificationKeys
 from tenant.masking.backend import RingBackend, RingRows, Simulation
 from tenant.preparation.prepared import Preparation
@@ -239,7 +239,8 @@ def test_a_wrong_correction_is_not_used(preparation: Preparation, store: WeightS
     rows, (r, v) = RingRows(integers, outputs=right.shape[1], ring_bits=24), preparation.keys[DOWN, FORWARD]
     encoded, expected = torch.empty_like(integers), torch.empty(3, dtype=torch.int64)
     rows.encode(encoded, v=v, expected=expected)
-    part = Part(DOWN, FORWARD, rows, 0, encoded, r, expected, lambda: (r, v), UNMASKED_BY_CHOICE, right.shape[1])
+    plan = Plan(DOWN, FORWARD, integers.shape[1], right.shape[1], r, v, lambda: (r, v))
+    part = Part(plan, rows, 0, encoded, expected, UNMASKED_BY_CHOICE)
     rows.product.zero_()
     assert part.put([0, 1, 2], rows.selected([0, 1, 2]), wrong) == [1]
     assert torch.equal(rows.product[::2], right[::2])

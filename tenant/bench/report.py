@@ -194,7 +194,7 @@ def render(reports: Sequence[ResultFile]) -> str:
     """Format result files as a page: a section per benchmark, with command, machine, table and goals of each file."""
     page = ""
     for report in sorted(reports, key=lambda one: [other.benchmark for other in reports].index(one.benchmark)):
-        heading = f"\n## bench {report.benchmark}\n"
+        heading = f"\n## {report.benchmark}\n"
         page += "\n" if heading in page else f"{heading}\n"
         machine, table = report.machine, Table.of(report.rows)
         versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())

@@ -192,6 +192,7 @@ def measure_step(
     products = models.Products(rows=task.batch * task.tokens)
     tasks: dict[str, models.Work] = {**dict.fromkeys(running.names, task), _PRODUCTS: products}
     turns = _turns(running, tasks, repeat=repeat, on_turn=on_turn)
+    wall = {name: _median(turns[name], lambda turn: sum(turn.seconds)) for name in turns}
     cpu = {name: _median(turns[name], lambda turn: turn.tenant_cpu_s) for name in turns}
     for name in running.names:
         tenant, executor, helper = running.peaks_mib(name)
@@ -201,7 +202,8 @@ def measure_step(
             "batch": task.batch,
             "tokens": task.tokens,
             "variant": _variant(name),
-            "wall_s": _median(turns[name], lambda turn: sum(turn.seconds)),
+            "wall_s": wall[name],
+            "wall_over_whole": wall[name] / wall[WHOLE],
             "moved_mib": _median(turns[name], lambda turn: turn.moved_mib) if split else None,
             "tenant_cpu_s": cpu[name],
             "executor_cpu_s": executor_cpu if split else None,

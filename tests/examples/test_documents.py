@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from symbiosis_priv import cli
+from tenant.bench.report import read, render
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -64,3 +65,11 @@ def test_the_check_finds_commands_and_files_that_do_not_exist() -> None:
     for wrong in (["provider", "sevre"], ["provider", "serve", "--conf"], ["demos"]):
         with pytest.raises(AssertionError):
             check(wrong)
+
+
+def test_tables_of_benchmarks_are_those_of_their_files() -> None:
+    """`symbiosis-priv bench report docs/benchmarks/*.json` makes them. The other files can be read, too."""
+    files = sorted((ROOT / "docs/benchmarks").glob("*.json"))
+    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    assert text.endswith("\n\n" + render([read(file) for file in files]))
+    assert render([read(file) for file in (ROOT / "docs/benchmarks/detail").glob("*.json")])

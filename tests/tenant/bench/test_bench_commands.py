@@ -159,7 +159,7 @@ def test_each_benchmark_gives_its_figures(command: str, tmp_path: Path) -> None:
     found = read(file)
     assert found.benchmark == command.split()[0]
     CHECKS[command](found.rows, shown)
-    assert bench("report", str(file)).startswith(f"## bench {found.benchmark}\n")
+    assert bench("report", str(file)).startswith(f"## {found.benchmark}\n")
 
 
 def test_bench_endpoint_compares_a_checkpoint_with_plain_transformers(tmp_path: Path) -> None:

@@ -62,8 +62,8 @@ def test_values_that_all_rows_share_are_above_the_table() -> None:
 def test_a_page_has_a_section_per_benchmark() -> None:
     step, token = this_run("step", ROWS), this_run("token", ROWS)
     page = render([step, token, step])
-    assert [line for line in page.splitlines() if line.startswith("#")] == ["## bench step", "## bench token"]
-    assert page.partition("## bench token")[0].count("| split, pad |") == 2
+    assert [line for line in page.splitlines() if line.startswith("#")] == ["## step", "## token"]
+    assert page.partition("## token")[0].count("| split, pad |") == 2
 
 
 def test_a_figure_that_is_not_a_number_reaches_no_goal_in_the_file(tmp_path: Path) -> None:

@@ -264,6 +264,7 @@ class Provider:
         reloaded = {name: getattr(self._reloaded, name) for name in ("tls", "quota", "tenants", "relay", "limits")}
         self.config, self._next = msgspec.structs.replace(self._next, **reloaded), None
         self.start()
+        self._reloader.request()  # files may have changed since the last look
 
     def reload(self) -> None:
         """Read certificates, revocations, relays and quotas again soon. If one of them is invalid, it is logged and
@@ -272,9 +273,15 @@ class Provider:
             self._reloader.request()
 
     def _reload(self) -> None:
+        assert self._gateway is not None
+        assert self._credentials is not None
+        # revocations first: no mistake in another file holds one back
+        revoking = self._credentials.revoking(self._reloaded.tls.revoked)
+        if revoking.revoked != self._credentials.revoked:
+            self._credentials = revoking
+            self._gateway.accept(revoking)
         config = self.config if self._source is None else load(self._source, whole=True)
         credentials = Credentials.load(config.tls, helpers=config.relay.helpers, before=self._credentials)
-        assert self._gateway is not None
         self._gateway.renew(config, credentials)
         self._credentials, self._reloaded = credentials, config
         if self._announcer is not None:

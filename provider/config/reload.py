@@ -13,8 +13,8 @@ log = logs.EventLog(__name__)
 class Reloader:
     """Calls `reload` in its own thread: after one of `files()` has changed and then stayed unchanged between two
     checks, on `request`, and after `at_least_every_s`, so that the log warns of certificates that expire soon. A
-    missing file counts as changed when it exists again. `reload` reads the files, all or nothing; its exceptions are
-    logged, and set `succeeded` to False."""
+    missing file counts as changed when it exists again. An exception of `reload` sets `succeeded` to False, and
+    `reload` is called again at every check until it succeeds. An error is logged when it is new."""
 
     def __init__(
         self,
@@ -28,6 +28,7 @@ class Reloader:
         self._reload = reload
         self._requested = False
         self._at_least_every_s, self._last_reload = at_least_every_s, time.monotonic()
+        self._error = ""  # of the last reload
         self.succeeded = True  # true if the last reload succeeded, so that the settings in use are those of the files
         self._seen = self._last = self._stamps()
         self.periodic = Periodic(self._check, every_s=interval_s, name="reload")
@@ -41,15 +42,17 @@ class Reloader:
         requested, self._requested = self._requested, False
         requested |= time.monotonic() - self._last_reload > self._at_least_every_s
         found = self._stamps()
-        if requested or self._last == found != self._seen:  # otherwise a file may be half written
+        stable = self._last == found  # otherwise a file may be half written
+        if requested or (stable and (found != self._seen or not self.succeeded)):
             self._seen, self._last_reload = found, time.monotonic()
             try:
                 self._reload()
             except Exception as error:  # after any error the next change must still be noticed
-                log.failure("reload_failed", error)
-                self.succeeded = False
+                if repr(error) != self._error:
+                    log.failure("reload_failed", error)
+                self._error, self.succeeded = repr(error), False
             else:
-                self.succeeded = True
+                self._error, self.succeeded = "", True
         self._last = found
 
     def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:

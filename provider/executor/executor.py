@@ -254,7 +254,11 @@ class Executor:
             if self._unrecorded:
                 self._record_products()
             begun = time.monotonic()
-            product(payload, answer)
+            try:
+                product(payload, answer)
+            except Exception as error:  # for example lack of memory: the executor's own thread takes the request
+                log.failure("product_at_once_failed", error, group=job.key.group)
+                return False
             self._resting_since = ended = time.monotonic()  # until the same deadline: nothing waits in the scheduler
             self._report.idle += begun - since
             self._repeated.append((job, arrival, begun, ended))

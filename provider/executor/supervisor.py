@@ -46,13 +46,13 @@ _SPARE_SOCKETS = 64  # for the executor itself, and for connections above the li
 
 
 class ThreadExecutor(ExecutorHandle):
-    """An executor in a thread of this process. A thread cannot be killed: if it hangs, `/readyz` fails."""
+    """An executor in a thread of this process. If an error ends it, another one takes its place. A thread cannot be
+    killed: if it hangs, `/readyz` fails."""
 
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self.inbox = queues.LocalInbox()
-        self._executor = build(self.config, model_digest=self.model_digest, inbox=self.inbox)
+        self._build()
         self._answered = self.generation
         self._thread = threading.Thread(target=self._run, name="executor", daemon=True)
         self._thread.start()
@@ -70,16 +70,37 @@ class ThreadExecutor(ExecutorHandle):
     def open_channel(self) -> queues.RequestChannel:
         return self.inbox.open_channel()
 
+    def _build(self) -> None:
+        self.inbox = queues.LocalInbox()
+        self._executor = build(self.config, model_digest=self.model_digest, inbox=self.inbox)
+
     def _run(self) -> None:
         if self.config.executor.threads:
             torch.set_num_threads(self.config.executor.threads)
+        backoff = Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
+        while self._ended_by_error():
+            log.warning("executor_restarts")
+            if self.stopping.wait(backoff.failed()):
+                return
+
+    def _ended_by_error(self) -> bool:
+        """Run the executor until it ends. Returns True if an error has ended it, and another one is in its place."""
         try:
             self._executor.run()
+            return False
         except (RankLostError, DeviceLostError) as error:
             log.warning("rank_lost" if isinstance(error, RankLostError) else "device_lost", reason=str(error))
             os._exit(1)  # torchrun restarts a rank's group; no thread of this process can use a lost device again
         except Exception as error:
             log.failure("executor_failed", error)
+            if dist.is_initialized():  # the other ranks wait for this one
+                os._exit(1)
+            try:
+                self._build()
+            except Exception as again:
+                log.failure("executor_failed", again)
+                os._exit(1)  # a process that serves nothing must not live: whoever watches it starts it again
+            return True
         finally:
             self.generation += 1
 

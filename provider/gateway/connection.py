@@ -65,6 +65,7 @@ class Connection(FrameLoop[wire.Request]):
         self._role: wire.Role | None = None
         self._sizes: dict[_Kind, Sizes] = {}  # of accepted kinds: model, layers and limits do not change
         self._repeated: dict[bytes, Repeated] = {}  # of answered requests, by their headers
+        self._quotas = state.quotas.of  # in force when these were learned
         self._space = NOTHING  # memory for the answers of repeated requests
         self._space_begin = 0  # its address
 
@@ -100,6 +101,9 @@ class Connection(FrameLoop[wire.Request]):
         """Answer a repeated request of few rows, if the executor is idle, the tenant does not train, and nothing limits
         or refuses the request."""
         stream, state = self._stream, self._state
+        if state.quotas.of is not self._quotas:  # the scheduler's weight for the tenant may have changed
+            self._quotas = state.quotas.of
+            self._repeated.clear()
         if (parts := parts_of(stream.arrived)) is None or (repeated := self._repeated.get(parts[0])) is None:
             return False
         if len(stream.arrived) < repeated.size and not self._gather(repeated):

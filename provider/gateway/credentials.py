@@ -3,7 +3,7 @@ certificates."""
 
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Self
@@ -73,6 +73,11 @@ class Credentials:
             helpers=frozenset(map(fingerprint, helpers)),
             fingerprint=fingerprint(config.certificate),
         )
+
+    def revoking(self, path: Path | None) -> Self:
+        """The same credentials with the certificates that a list revokes besides. Raises `CertificateError` if the list
+        cannot be used."""
+        return replace(self, revoked=load_revoked(path, known=self.revoked))
 
     def identify(self, connection: ssl.SSLObject) -> AuthenticatedPeer:
         """The client of a connection whose handshake has ended. Raises `CertificateError` if its certificate is neither

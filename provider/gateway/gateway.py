@@ -78,8 +78,14 @@ class Gateway:
         self.state.links.renew(config)
         self.state.permits.renew(credentials.helpers)
         self.state.quotas.renew(config.quota_of)
+        self._limits = config.limits
+        self.accept(credentials)
+
+    def accept(self, credentials: Credentials) -> None:
+        """Accept clients by these credentials from now on. Closes the connections of clients that are not accepted any
+        more."""
         with self._lock:
-            self._limits, self._credentials = config.limits, credentials
+            self._credentials = credentials
             self._identified_peers = OrderedDict()  # drops the cache of the previous authorities, and their context
             refused = [(stream, peer) for stream, peer in self._peers.items() if credentials.refusal(peer)]
         for stream, peer in refused:

@@ -58,7 +58,7 @@ def load_revoked(path: Path | None, *, known: frozenset[str] = frozenset()) -> f
             f"{path} ends in the middle of a line: if it was cut short, copy it again; if not, end it with a line break"
         )
     found = set(known)
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(re.split("\r?\n", text)[:-1], start=1):
         match = _LINE.fullmatch(line)
         if match is None:
             raise CertificateError(

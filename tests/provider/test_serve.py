@@ -30,6 +30,7 @@ from provider.executor.executor import build
 from provider.executor.queues import LocalInbox
 from provider.executor.supervisor import ProcessExecutor, make
 from provider.gateway.listener import Listener
+from provider.scheduler.scheduler import Scheduler
 from provider.serve import Provider
 from symbiosis_priv.certificates import revocation
 from symbiosis_priv.errors import CheckpointError, ConfigError
@@ -353,3 +354,20 @@ def test_commands(keys: Keys, configure: Configure, provider: Provider, tmp_path
     result = run.invoke(app, ["health", "-c", str(path), *identity])
     assert json.loads(result.stdout)["name"] == "alpha", result.output
     assert isinstance(run.invoke(app, ["health", *identity]).exception, ConfigError)
+
+
+def test_an_executor_that_an_error_has_ended_is_replaced(
+    configure: Configure, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the process would live and serve nothing, and nobody would start it again."""
+    take, errors = Scheduler.take, [RuntimeError("nobody has thought of it")]
+
+    def failing(self: Scheduler[Any], now: float) -> Any:
+        if errors:
+            raise errors.pop()
+        return take(self, now)
+
+    with Provider(configure()) as provider:
+        monkeypatch.setattr(Scheduler, "take", failing)
+        until(lambda: not errors and provider.executor.generation == 1 and provider.executor.present)
+        assert connect("alice", to=provider).product(execute(0, 40), torch.ones(40, 64, dtype=torch.int32)).any()

@@ -17,7 +17,7 @@ from provider.gateway.credentials import Credentials
 from provider.products.model import open_store
 from provider.serve import Provider
 from symbiosis_priv.certificates import issuing
-from symbiosis_priv.certificates.revocation import revoke
+from symbiosis_priv.certificates.revocation import load_revoked, revoke
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CertificateError, SymbiosisError
 from symbiosis_priv.network import wire
@@ -154,6 +154,72 @@ def test_a_move_to_other_layers_keeps_what_was_reloaded_and_revoked(
         assert isinstance(connect("alice", role=None, to=provider).ask(wire.FetchHealth()), wire.HealthReport)
 
 
+def test_a_mistake_in_another_file_holds_no_revocation_back(
+    configure: Configure, connect: Connect, tls: TlsConfig, keys: Keys, tmp_path: Path
+) -> None:
+    """The list is read on its own and first; what cannot be read is tried again at every look, without a change."""
+    source, whole = tmp_path / "provider.toml", tls.tenant_authority.read_bytes()
+    source.write_text("this is no TOML")
+    assert tls.revoked is not None
+    with Provider(configure(tls=tls), source=source) as provider:
+        tls.tenant_authority.write_bytes(whole[:-40])
+        until(lambda: not provider.status().reloaded)
+        revoke(tls.revoked, [keys.tenants["alice"].certificate])
+        until(lambda: refused(connect, provider))
+        assert not provider.status().reloaded
+
+
+def test_a_reload_that_has_failed_is_tried_again(
+    configure: Configure, connect: Connect, tls: TlsConfig, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One failure to read a list, as while descriptors are short, does not lose the revocation in it."""
+    failures, read = [CertificateError("no descriptor was free")] * 3, Credentials.revoking
+
+    def fails_thrice(self: Credentials, path: Path | None) -> Credentials:
+        if failures:
+            raise failures.pop()
+        return read(self, path)
+
+    assert tls.revoked is not None
+    with Provider(configure(tls=tls)) as provider:
+        monkeypatch.setattr(Credentials, "revoking", fails_thrice)
+        revoke(tls.revoked, [keys.tenants["alice"].certificate])
+        until(lambda: refused(connect, provider))
+        until(lambda: provider.status().reloaded)
+        assert not failures
+
+
+def test_settings_that_were_edited_during_a_move_are_read_after_it(
+    configure: Configure, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, source = configure(), tmp_path / "provider.toml"
+    source.touch()
+    edited, start = msgspec.structs.replace(config, quota=QuotaConfig(weight=3.0)), Provider.start
+    found = [config]
+    monkeypatch.setattr("provider.serve.load", lambda path, whole: found[-1])
+
+    def edit_and_start(self: Provider) -> Provider:
+        found.append(edited)
+        source.write_text("# edited")
+        return start(self)
+
+    with Provider(config, source=source, on_move=lambda: None) as provider:
+        monkeypatch.setattr(Provider, "start", edit_and_start)
+        provider._plan_move(with_layers(config, "1"))
+        provider.move()
+        until(lambda: provider._reloaded is edited)
+        client = connect("alice", role=None, to=provider)
+        assert isinstance(client.ask(wire.FetchHealth()), wire.HealthReport)
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\x0b", "\x0c", "\x85"])
+def test_only_a_line_break_ends_a_line_of_the_list(tmp_path: Path, separator: str) -> None:
+    """A comment is not cut at other separators: what follows one would be read as an entry, or as an error."""
+    path = tmp_path / "revoked.txt"
+    path.write_text(f"# a name{separator}tbs-sha256:{'0' * 64}\r\ntbs-sha256:{'1' * 64}\n", newline="")
+    assert load_revoked(path) == {f"tbs-sha256:{'1' * 64}"}
+
+
 def test_a_revocation_while_a_provider_starts_counts(
     configure: Configure, connect: Connect, tls: TlsConfig, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +239,9 @@ def test_a_revocation_while_a_provider_starts_counts(
 def refused(connect: Connect, provider: Provider) -> bool:
     client = connect("alice", role=None, to=provider)
     try:
-        return isinstance(client.ask(wire.FetchHealth()), wire.Failure)
+        reply = client.ask(wire.FetchHealth())
+        client.close()
+        return isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.REVOKED
     except OSError:  # the connection is closed
         return True
 

@@ -25,6 +25,7 @@ from symbiosis_priv.errors import DeviceLostError, RankLostError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from tests.provider.clients import execute
+from tests.waiting import until
 
 TIMEOUT_S = 20.0
 POLICIES: tuple[PolicyName, ...] = ("none", "lockstep", "opportunistic")
@@ -58,13 +59,15 @@ class Asker:
         self._width = store.manifest().groups[0].inputs
         self._tenant = TenantIdentity(name, authority="sha256:1")
 
-    def send(self, rows: int, stage: Stage = "inference") -> None:
+    def message(self, rows: int, stage: Stage = "inference") -> ProductRequest:
         now = time.monotonic()
         request = execute(0, rows)
-        message = ProductRequest(
+        return ProductRequest(
             tenant=self._tenant, stage=stage, weight=1.0, arrival=now, deadline=now + TIMEOUT_S, request=request
         )
-        self.channel.send(message, wire.RING32.pack(torch.ones(rows, self._width, dtype=torch.int32)))
+
+    def send(self, rows: int, stage: Stage = "inference") -> None:
+        self.channel.send(self.message(rows, stage), wire.RING32.pack(torch.ones(rows, self._width, dtype=torch.int32)))
 
     def ask(self, rows: int, stage: Stage = "inference") -> None:
         self.send(rows, stage)
@@ -223,6 +226,23 @@ def test_a_device_that_has_failed_ends_the_executor_and_a_lack_of_memory_does_no
         asker.send(1)
         with pytest.raises(DeviceLostError):
             ended.result(TIMEOUT_S)
+
+
+def test_a_lack_of_memory_in_the_senders_thread_ends_nothing(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor's own thread takes the request. Any error of a product of few rows is one of that request alone."""
+    model = Watched(store)
+    monkeypatch.setattr(model, "few", lambda request: raising(MemoryError()))
+    with running(model) as (inbox, ended):
+        asker = Asker(inbox, store)
+        find_it_at_rest(asker, model)
+        repeated = asker.channel.repeat(asker.message(1))
+        assert repeated is not None
+        for _ in range(3):
+            until(lambda: not repeated.multiply(time.monotonic(), 0, 0))
+            asker.ask(1)
+        assert not ended.done()
 
 
 def raising(error: Exception) -> Any:

@@ -1,9 +1,9 @@
 """The bodies of answers, as pydantic models. Most are those of OpenAI's API."""
 
 import uuid
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
 from tenant.endpoint.api.bodies import ChosenFunction, FunctionTool, TextOptions, ToolCall
 from tenant.endpoint.engine.requests import RequestLedger, ShownRow
@@ -53,13 +53,21 @@ class TextChoice(BaseModel):
 
 
 class Chunk(BaseModel):
-    """What answers of `/v1/completions` and `/v1/chat/completions` have in common, and the chunks of their streams."""
+    """What answers of `/v1/completions` and `/v1/chat/completions` have in common, and the chunks of their streams.
+    `usage` is left out unless it was set, also to None."""
 
     id: str
     created: int
     model: str
-    usage: Usage | None = Absent
+    usage: Usage | None = None
     ledger: RequestLedger | None = Absent
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, serialize: SerializerFunctionWrapHandler) -> Any:
+        found = serialize(self)
+        if "usage" not in self.model_fields_set:
+            found.pop("usage")
+        return found
 
 
 class Completion(Chunk):
@@ -89,8 +97,6 @@ class ChatLogprobs(BaseModel):
 
 
 class CalledTool(ToolCall):
-    """A call of a tool. In a stream, `index` counts the calls."""
-
     index: int | None = Absent
     type: Literal["function"] = "function"
 

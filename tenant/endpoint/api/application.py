@@ -203,14 +203,14 @@ async def _http_error(http: Request, error: Exception) -> Response:
 
 
 async def _wrong_field(_: Request, error: Exception) -> Response:
-    """Return an error that names one wrong field, the innermost one, without its value."""
+    """Return an error that names one wrong field without its value."""
     assert isinstance(error, RequestValidationError)
-    inner = max(error.errors(), key=lambda one: len(one["loc"]))
+    inner = min(error.errors(), key=lambda one: one["loc"][-1] != "type")  # another type has other fields
     if inner["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON").response()
     where, *location = inner["loc"]
     if where == "body":
-        # a location also names alternatives of a type (`str`), which are no fields
+        # a location also names forms of a value (`bodies`), which are no fields
         absent = location[-1:] if inner["type"] == "missing" else []
         body, path = error.body, []
         for part in location:
@@ -219,9 +219,8 @@ async def _wrong_field(_: Request, error: Exception) -> Response:
                 path.append(part)
         location = [*path, *absent]
     place = ".".join(map(str, location))
-    must_be_empty = inner["type"] == "too_long" and not inner["ctx"]["max_length"]
     hint = _INSTEAD.get(place)
-    if must_be_empty or hint is not None or inner["type"] in ("extra_forbidden", "none_required"):
+    if hint is not None or inner["type"] == "extra_forbidden":
         message = f"{place} is not supported; {hint or 'leave it out'}"
     else:
         message = f"{place or 'the body'}: {inner['msg']}"

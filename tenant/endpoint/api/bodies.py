@@ -1,7 +1,12 @@
 """The bodies of requests, as pydantic models. An unknown field or an unsupported value is an error that names the
 field.
 
-A field of type `None`, or with one allowed value, is one of OpenAI's fields that may be sent and has no effect.
+A field with one allowed value is one of OpenAI's fields that may be sent and has no effect. An unknown field without a
+value (null, or an empty text or list) counts as absent: clients send back what they have read of an answer, with all
+fields that their own classes have.
+
+A value that may have several forms (`Texts`, `Part`) is checked as the form that it has, so that an error names what is
+wrong with this form. The names of forms begin with "<", so that no error takes one for a field.
 
 A body of 8 MiB may hold millions of wrong values, and pydantic describes each in about a kilobyte. So a list is checked
 up to its first wrong item (`FAIL_FAST`), and an object with more than `_FIELDS` fields is refused before its fields are
@@ -17,7 +22,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     model_validator,
@@ -32,6 +39,30 @@ def _check_field_count(value: Any) -> Any:
     return value
 
 
+_FORMS: dict[type, str] = {str: "<text>", list: "<list>", dict: "<object>"}
+
+
+def _form(value: Any) -> str | None:
+    return "<object>" if isinstance(value, BaseModel) else _FORMS.get(type(value))
+
+
+def _prompt_form(value: Any) -> str | None:
+    if not isinstance(value, list) or not value or isinstance(value[0], str):
+        return _form(value)
+    return "<lists of ids>" if isinstance(value[0], list) else "<ids>"
+
+
+def _type(value: Any) -> str | None:
+    """Return the form of an object with a field `type`."""
+    given = vars(value) if isinstance(value, BaseModel) else value
+    return f"<{given.get('type') or 'message'}>" if isinstance(given, dict) else None
+
+
+def _chosen(form: Callable[[Any], str | None], forms: str) -> Discriminator:
+    """Return what chooses the form as which a value is checked, and the error for a value with none of the `forms`."""
+    return Discriminator(form, custom_error_type="form", custom_error_message=f"Input should be {forms}")
+
+
 def _check_together(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     """Check a list of token ids at once. One by one, millions of them would take the event loop for a second."""
     if isinstance(value, list) and value and set(map(type, value)) == {int} and min(value) >= 0:
@@ -44,24 +75,41 @@ def _check_together(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 _FIELDS = 1024
 _ONE_BY_ONE = 1 << 16
 _PARTS = 1024  # of a message
+_TEXTS = 2048
 BOUNDED = BeforeValidator(_check_field_count)
 FAIL_FAST = Field(fail_fast=True)
 INTEGER = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 """Accepts 5.0 for 5, because JSON has only one type of numbers."""
-Texts = Annotated[list[str], Field(min_length=1, max_length=128), FAIL_FAST]
+Texts = Annotated[list[str], Field(min_length=1, max_length=_TEXTS), FAIL_FAST]
 Ids = Annotated[
     list[Annotated[int, Field(ge=0), INTEGER]], Field(min_length=1), FAIL_FAST, WrapValidator(_check_together)
 ]
-ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=128), FAIL_FAST]
+ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=_TEXTS), FAIL_FAST]
+Prompts = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[Texts, Tag("<list>")]
+    | Annotated[Ids, Tag("<ids>")]
+    | Annotated[ManyIds, Tag("<lists of ids>")],
+    _chosen(_prompt_form, "a text, texts, token ids, or lists of token ids"),
+]
 Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16), BOUNDED]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
+_TEXT_OR_LIST = _chosen(_form, "a text or a list")
 
 
 class Strict(BaseModel):
     """A body that refuses unknown fields and converts no types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
-    check_field_count = model_validator(mode="before")(_check_field_count)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_absent(cls, value: Any) -> Any:
+        """Refuse too many fields, and leave out unknown ones without a value."""
+        if not isinstance(_check_field_count(value), dict):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: given for name, given in value.items() if name in known or given not in (None, "", [])}
 
 
 class ResponsesStreamOptions(Strict):
@@ -107,11 +155,18 @@ class CompletionFields(Generating):
     max_tokens: Annotated[int, Field(ge=0), INTEGER] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0), INTEGER] | None = None
-    n: Annotated[int, Field(ge=1, le=16), INTEGER] | None = None
+    n: Annotated[int, Field(ge=1, le=128), INTEGER] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    seed: Annotated[int, Field(ge=-(2**53), le=2**53), INTEGER] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16), FAIL_FAST] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), INTEGER] | None = None
+    stop: (
+        Annotated[
+            Annotated[StopText, Tag("<text>")]
+            | Annotated[list[StopText], Field(max_length=16), FAIL_FAST, Tag("<list>")],
+            _TEXT_OR_LIST,
+        ]
+        | None
+    ) = None
     stream_options: StreamOptions | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31), INTEGER] | None = None
 
@@ -119,11 +174,10 @@ class CompletionFields(Generating):
 class CompletionRequest(CompletionFields):
     """`POST /v1/completions`."""
 
-    prompt: str | Texts | Ids | ManyIds
+    prompt: Prompts
     best_of: Literal[1] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20), INTEGER] | None = None
-    suffix: None = None
 
 
 class TextPart(Strict):
@@ -158,7 +212,12 @@ class AudioPart(Strict):
     input_audio: InputAudio
 
 
-Part = Annotated[TextPart | ImagePart | AudioPart, Field(discriminator="type")]
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[ImagePart, Tag("<image_url>")]
+    | Annotated[AudioPart, Tag("<input_audio>")],
+    _chosen(_type, "a part of the type text, image_url or input_audio"),
+]
 
 
 class FunctionCall(Strict):
@@ -169,19 +228,25 @@ class FunctionCall(Strict):
 
 
 class ToolCall(Strict):
-    """A call of a tool in an earlier answer."""
+    """A call of a tool in an earlier answer. `index`: counts the calls of a stream, and has no effect."""
 
     id: str
+    index: int | None = None
     type: Literal["function"]
     function: FunctionCall
 
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[Part], Field(max_length=_PARTS), FAIL_FAST] | None = None
+    content: (
+        Annotated[
+            Annotated[str, Tag("<text>")] | Annotated[list[Part], Field(max_length=_PARTS), FAIL_FAST, Tag("<list>")],
+            _TEXT_OR_LIST,
+        ]
+        | None
+    ) = None
     name: str | None = None
-    refusal: None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=128), FAIL_FAST] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128), FAIL_FAST] | None = None
     tool_call_id: str | None = None
 
 
@@ -195,6 +260,10 @@ class Function(Strict):
 class Tool(Strict):
     type: Literal["function"]
     function: Function
+
+
+Choice = Literal["auto", "none", "required"]
+_CHOICE_OR_TOOL = _chosen(_form, "'auto', 'none', 'required', or an object that names a tool")
 
 
 class FunctionName(Strict):
@@ -233,24 +302,22 @@ class ChatRequest(CompletionFields):
     logprobs: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=0), INTEGER] | None = None
     metadata: Metadata | None = None
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1), FAIL_FAST] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1), FAIL_FAST] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     response_format: ResponseFormat | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=128), FAIL_FAST] | None = None
+    tool_choice: (
+        Annotated[Annotated[Choice, Tag("<text>")] | Annotated[NamedTool, Tag("<object>")], _CHOICE_OR_TOOL] | None
+    ) = None
+    tools: Annotated[list[Tool], Field(max_length=128), FAIL_FAST] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20), INTEGER] | None = None
 
 
 class InputText(Strict):
-    """A part of a message. `annotations` is a field of earlier answers and always empty."""
-
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: Annotated[list[Any], Field(max_length=0), FAIL_FAST] | None = None
-    logprobs: Annotated[list[Any], Field(max_length=0), FAIL_FAST] | None = None
 
 
 class InputImage(Strict):
@@ -261,7 +328,17 @@ class InputImage(Strict):
     detail: Detail | None = None
 
 
-InputPart = Annotated[InputText | InputImage | AudioPart, Field(discriminator="type")]
+InputPart = Annotated[
+    Annotated[InputText, Tag("<input_text>")]
+    | Annotated[InputText, Tag("<output_text>")]
+    | Annotated[InputImage, Tag("<input_image>")]
+    | Annotated[AudioPart, Tag("<input_audio>")],
+    _chosen(_type, "a part of the type input_text, output_text, input_image or input_audio"),
+]
+InputContent = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[InputPart], Field(max_length=_PARTS), FAIL_FAST, Tag("<list>")],
+    _TEXT_OR_LIST,
+]
 
 
 class InputItem(Strict):
@@ -274,7 +351,7 @@ class InputItem(Strict):
 class InputMessage(InputItem):
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[InputPart], Field(max_length=_PARTS), FAIL_FAST]
+    content: InputContent
 
 
 class InputCall(InputItem):
@@ -289,7 +366,25 @@ class InputCall(InputItem):
 class InputResult(InputItem):
     type: Literal["function_call_output"]
     call_id: str
-    output: str
+    output: InputContent
+
+
+class InputReasoning(InputItem):
+    """The reasoning of another model's earlier answer, which has no effect."""
+
+    type: Literal["reasoning"]
+    summary: list[Any] | None = None
+    content: list[Any] | None = None
+    encrypted_content: str | None = None
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("<message>")]
+    | Annotated[InputCall, Tag("<function_call>")]
+    | Annotated[InputResult, Tag("<function_call_output>")]
+    | Annotated[InputReasoning, Tag("<reasoning>")],
+    _chosen(_type, "an item of the type message, function_call, function_call_output or reasoning"),
+]
 
 
 class FunctionTool(Function):
@@ -314,21 +409,23 @@ class TextOptions(Strict):
 class ResponsesRequest(Generating):
     """`POST /v1/responses`."""
 
-    input: (
-        str | Annotated[list[InputMessage | InputCall | InputResult], Field(min_length=1, max_length=4096), FAIL_FAST]
-    )
+    input: Annotated[
+        Annotated[str, Tag("<text>")]
+        | Annotated[list[Item], Field(min_length=1, max_length=4096), FAIL_FAST, Tag("<list>")],
+        _TEXT_OR_LIST,
+    ]
     background: Literal[False] | None = None
-    include: Annotated[list[str], Field(max_length=0), FAIL_FAST] | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1), INTEGER] | None = None
     metadata: Metadata | None = None
     parallel_tool_calls: bool | None = None
-    previous_response_id: None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
     stream_options: ResponsesStreamOptions | None = None
     text: TextOptions | None = None
-    tool_choice: Literal["auto", "none", "required"] | ChosenFunction | None = None
+    tool_choice: (
+        Annotated[Annotated[Choice, Tag("<text>")] | Annotated[ChosenFunction, Tag("<object>")], _CHOICE_OR_TOOL] | None
+    ) = None
     tools: Annotated[list[FunctionTool], Field(max_length=128), FAIL_FAST] | None = None
     truncation: Literal["disabled"] | None = None
 
@@ -337,8 +434,7 @@ class EmbeddingRequest(Strict):
     """`POST /v1/embeddings`."""
 
     model: Annotated[str, Field(max_length=1024)]
-    input: str | Texts | Ids | ManyIds
-    dimensions: None = None
+    input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     user: str | None = None
 

@@ -213,20 +213,21 @@ class Service:
     async def prompts(self, given: str | Sequence[Any], *, param: str, client: str) -> list[list[int]]:
         """Return the token ids of each text. `given` is one text or several, as strings or token ids. Raises
         `ApiError`."""
-        several: Sequence[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-        found: list[list[int]] = []
-        for one in several:
-            tokens = await self.encode(one, param=param, client=client) if isinstance(one, str) else one
-            if not tokens:
-                raise ApiError(400, "a text has no tokens; there is nothing to continue", param=param)
-            if len(tokens) > self.context:
-                raise self.too_long(len(tokens), "tokens", param=param)
-            if max(tokens) >= self.vocabulary.size:
-                raise ApiError(
-                    400, f"{max(tokens)} is not a token of this model, which has {self.vocabulary.size:,}", param=param
-                )
-            found.append(tokens)
-        return found
+        if isinstance(given, str) or isinstance(given[0], int):
+            return [await self._prompt(given, param=param, client=client)]
+        return [await self._prompt(one, param=f"{param}.{place}", client=client) for place, one in enumerate(given)]
+
+    async def _prompt(self, given: str | Sequence[Any], *, param: str, client: str) -> list[int]:
+        tokens = await self.encode(given, param=param, client=client) if isinstance(given, str) else [*given]
+        if not tokens:
+            raise ApiError(400, "a text has no tokens; there is nothing to continue", param=param)
+        if len(tokens) > self.context:
+            raise self.too_long(len(tokens), "tokens", param=param)
+        if max(tokens) >= self.vocabulary.size:
+            raise ApiError(
+                400, f"{max(tokens)} is not a token of this model, which has {self.vocabulary.size:,}", param=param
+            )
+        return tokens
 
     def request(
         self,
@@ -254,7 +255,7 @@ class Service:
                 f"{len(prompt):,} tokens of prompt and {limit:,} new tokens exceed this model's context of "
                 f"{self.context:,}",
                 code="context_length_exceeded",
-                param="max_tokens",
+                param="max_completion_tokens" if body.max_tokens is None else "max_tokens",
             )
         if (body.min_tokens or 0) > (left if limit is None else limit):
             raise ApiError(400, "min_tokens is more than the answer may have", param="min_tokens")

@@ -91,6 +91,7 @@ class PreparedChat:
         names = {tool.function.name for tool in body.tools or () if body.tool_choice != "none"}
         texts = [ToolText(tagged=self._in_tags, names=names) for _ in self.requests]
         dones: dict[int, engine.Done] = {}
+        unused: dict[str, Any] = {"usage": None} if options.include_usage else {}
 
         def chunk(index: int, finish_reason: answers.FinishReason | None = None, **piece: Any) -> answers.ChatChunk:
             logprobs = piece.pop("logprobs", None)
@@ -98,7 +99,7 @@ class PreparedChat:
                 index=index, delta=answers.ChatPiece(**piece), logprobs=logprobs, finish_reason=finish_reason
             )
             ledger = running.ledger() if options.include_ledger else None
-            return answers.ChatChunk(**self._head, choices=[delta], ledger=ledger)
+            return answers.ChatChunk(**self._head, **unused, choices=[delta], ledger=ledger)
 
         for index in range(len(texts)):
             yield chunk(index, role="assistant", content="")
@@ -246,7 +247,7 @@ def _message(message: Message, place: int, processor: Processor | None, media: M
             400, "tool_call_id belongs to messages of tools, and to no others", param=f"messages.{place}.tool_call_id"
         )
     if message.tool_calls:
-        found["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        found["tool_calls"] = [call.model_dump(exclude={"index"}) for call in message.tool_calls]
         for call in found["tool_calls"]:
             try:
                 call["function"]["arguments"] = arguments_of(call["function"]["arguments"])

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from tenant.endpoint.api import answers
 from tenant.endpoint.api.bodies import CompletionRequest, EmbeddingRequest, JsonRoute, StreamOptions
@@ -28,6 +28,7 @@ from tenant.endpoint.engine import requests as engine
 router = APIRouter(route_class=JsonRoute)
 _NEW_TOKENS = 16  # OpenAI's default
 _MOST = 128  # choices of all prompts
+_AT_A_TIME = 16  # embeddings in the engine, whose other places are for other requests
 
 
 @router.post("/v1/completions", response_model=answers.Completion, responses=DOCUMENTED)
@@ -63,7 +64,8 @@ class _Prepared:
         prompts = await service.prompts(body.prompt, param="prompt", client=client)
         n = body.n or 1
         if n * len(prompts) > _MOST:
-            raise ApiError(400, f"{n} choices of {len(prompts)} prompts are more than {_MOST}", param="n")
+            field = "prompt" if n == 1 else "n"
+            raise ApiError(400, f"{n} choices of {len(prompts)} prompts are more than {_MOST}", param=field)
         logprobs: dict[str, Any] = {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
         requests = []
         for prompt in prompts:
@@ -81,6 +83,7 @@ class _Prepared:
         """Yield the chunks of a stream."""
         options = self._body.stream_options or StreamOptions()
         dones: dict[int, engine.Done] = {}
+        unused: dict[str, Any] = {"usage": None} if options.include_usage else {}
 
         def chunk(index: int, text: str, tokens: list[Any], done: engine.Done | None = None) -> answers.Completion:
             logprobs = self._logprobs(tokens) if tokens else None
@@ -88,7 +91,7 @@ class _Prepared:
                 index=index, text=text, logprobs=logprobs, finish_reason=None if done is None else finish_reason(done)
             )
             ledger = running.ledger() if options.include_ledger else None
-            return answers.Completion(**self._head, choices=[choice], ledger=ledger)
+            return answers.Completion(**self._head, **unused, choices=[choice], ledger=ledger)
 
         async for index, event in running:
             if isinstance(event, engine.Started) and self._body.echo:
@@ -147,41 +150,49 @@ class _Prepared:
         )
 
 
-@router.post("/v1/embeddings")
-async def embeddings(body: EmbeddingRequest, http: Request) -> answers.Embeddings:
+@router.post("/v1/embeddings", response_model=answers.Embeddings)
+async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
     """Compute the embedding of one text or of several."""
     endpoint = endpoint_of(http)
-    service = endpoint.service
+    service, client = endpoint.service, endpoint.client(http)
     adapter = service.adapter(body.model)
-    prompts = await while_connected(http, service.prompts(body.input, param="input", client=endpoint.client(http)))
-    requests = [
-        engine.EngineRequest(
-            id=answers.new_id("embd"),
-            prompt=tuple(prompt),
-            adapter=adapter,
-            client=endpoint.client(http),
-            pooling=service.pooling,
-        )
-        for prompt in prompts
-    ]
-    running = Running(service.engine, requests, endpoint.metrics, service.users)
+    prompts = await while_connected(http, service.prompts(body.input, param="input", client=client))
+    found = list[bytes]()  # as JSON, because a list of numbers takes twice as much memory
 
-    async def embedded() -> list[answers.Embedding]:
-        found: dict[int, answers.Embedding] = {}
-        async for index, event in running:
-            if isinstance(event, engine.Embedded):
-                values = np.array(event.vector, dtype=np.float64)
-                values = (values / max(float(np.linalg.norm(values)), 1e-30)).astype("<f4")
-                in_base64 = body.encoding_format == "base64"
-                written = base64.b64encode(values.tobytes()).decode() if in_base64 else values.tolist()
-                found[index] = answers.Embedding(index=index, embedding=written)
-        return [found[index] for index in sorted(found)]
+    async def embed(some: Sequence[list[int]]) -> None:
+        requests = [
+            engine.EngineRequest(
+                id=answers.new_id("embd"),
+                prompt=tuple(prompt),
+                adapter=adapter,
+                client=client,
+                pooling=service.pooling,
+            )
+            for prompt in some
+        ]
+        begin = len(found)
+        found.extend([b""] * len(requests))
+        running = Running(service.engine, requests, endpoint.metrics, service.users)
+        try:
+            async for index, event in running:
+                if isinstance(event, engine.Embedded):
+                    written = _written(event.vector, in_base64=body.encoding_format == "base64")
+                    one = answers.Embedding(index=begin + index, embedding=written)
+                    found[begin + index] = one.model_dump_json().encode()
+        finally:
+            running.cancel()
 
-    try:
-        data = await while_connected(http, embedded())
-    finally:
-        running.cancel()
+    for begin in range(0, len(prompts), _AT_A_TIME):
+        await while_connected(http, embed(prompts[begin : begin + _AT_A_TIME]))
     count = sum(map(len, prompts))
-    return answers.Embeddings(
-        data=data, model=body.model, usage=answers.EmbeddingUsage(prompt_tokens=count, total_tokens=count)
-    )
+    usage = answers.EmbeddingUsage(prompt_tokens=count, total_tokens=count)
+    empty = answers.Embeddings(data=[], model=body.model, usage=usage).model_dump_json().encode()
+    content = empty.replace(b"[]", b"[" + b",".join(found) + b"]", 1)
+    return Response(content, media_type="application/json")
+
+
+def _written(vector: Sequence[float], *, in_base64: bool) -> list[float] | str:
+    """Return an embedding, scaled to length 1, as `answers.Embedding` has it."""
+    values = np.array(vector, dtype=np.float64)
+    values = (values / max(float(np.linalg.norm(values)), 1e-30)).astype("<f4")
+    return base64.b64encode(values.tobytes()).decode() if in_base64 else values.tolist()

@@ -25,15 +25,17 @@ def compute_all_logits(trainer: Any) -> None:
         if not fused_lm_head:
             return forward(*inputs, labels=labels, **options)
         logits, labels = forward(*inputs, **options).logits[:, :-1].float() / temperature, labels[:, 1:]
-        with torch.no_grad():
+        mask = labels != _IGNORED
+        with torch.no_grad():  # figures for logs; zero where nothing is learned, as TRL's are
             shares = logits.log_softmax(-1)
-            entropy = -(shares.exp() * shares).sum(-1)
+            entropy = -(shares.exp() * shares).sum(-1) * mask
+            mean, first = logits.mean(-1) * mask, logits.argmax(-1) == labels
         return FusedCausalLMOutput(
             log_probs=-cross_entropy(logits.mT, labels, ignore_index=_IGNORED, reduction="none"),
             entropy=entropy,
-            mean_logits=logits.detach().mean(-1),
-            is_top1=logits.argmax(-1) == labels,
-            label_mask=labels != _IGNORED,
+            mean_logits=mean,
+            is_top1=first,
+            label_mask=mask,
         )
 
     model.forward = scoring

@@ -157,7 +157,7 @@ class _Chats:
 
     def _check_used(self, chat: Chat, options: dict[str, Any]) -> None:
         """Refuse a field that changes nothing in the rendered chat. Chats with the same fields are checked once."""
-        fields = ((one["role"], *one, one["content"] != "", len(one.get("tool_calls", ()))) for one in chat)
+        fields = ((one["role"], *sorted(one), one["content"] != "", len(one.get("tool_calls", ()))) for one in chat)
         kind = *fields, bool(options["tools"]), *options
         if kind in self._checked:
             return

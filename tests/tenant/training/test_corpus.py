@@ -147,9 +147,9 @@ def test_mistakes_are_named_with_their_line(name: str, write: Write) -> None:
 def test_lines_end_at_line_feeds_only(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], end: str, mark: bool
 ) -> None:
-    """Not at U+2028 or form feeds, which are characters of a text; with and without a byte order mark."""
+    """Not at U+2028 or form feeds, which are characters of a text, nor at carriage returns; with and without a mark."""
     file = tmp_path_factory.getbasetemp() / "lines.jsonl"
-    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + end for text in texts)
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False, separators=(",", ":\r")) + end for text in texts)
     file.write_bytes(lines.encode("utf-8-sig" if mark else "utf-8"))
     assert [row["text"] for _, row in read(file).rows] == texts
 

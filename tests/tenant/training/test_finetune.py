@@ -17,7 +17,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
 from symbiosis_priv.errors import CheckpointError, ConfigError, FinishedError, StorageError
 from symbiosis_priv.harness.base_model import private_text
@@ -120,6 +120,26 @@ def test_a_resumed_run_gives_the_same_bits(
     assert not equal(output, whole)
     run(output, resume=True)
     assert equal(output, whole)
+
+
+def test_a_step_that_fails_half_way_leaves_no_trace(
+    run: Run, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its forward pass has drawn random numbers for dropout."""
+    step, calls = Trainer.training_step, []
+
+    def failing(self: Trainer, *inputs: Any) -> torch.Tensor:
+        loss = step(self, *inputs)
+        calls.append(loss)
+        if len(calls) == 4:
+            raise LostError
+        return loss
+
+    monkeypatch.setattr(Trainer, "training_step", failing)
+    with pytest.raises(LostError):
+        run(tmp_path / "adapter")
+    run(tmp_path / "adapter", resume=True)
+    assert equal(tmp_path / "adapter", whole)
 
 
 def test_overlapped_parts_of_a_batch_are_steps_of_gradient_accumulation(run: Run, tmp_path: Path) -> None:

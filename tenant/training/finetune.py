@@ -93,6 +93,8 @@ def finetune(
             f"--sequence-length {options.sequence_length} is more than the model's context of {context:,}; choose fewer"
         )
     tokenizer = load_tokenizer(folder)
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)  # TRL needs one; it is masked
     corpus = read(data)
     preferences = corpus.form == "preferences"
     if preferences and (options.dropout or options.overlap > 1):
@@ -214,6 +216,7 @@ def _check_trackers(names: Sequence[str]) -> None:
     is loaded. A tracker sees losses and options, never data."""
     for name in names:
         try:
-            get_reporting_integration_callbacks([name])[0]()
+            for tracker in get_reporting_integration_callbacks([name]):
+                tracker()
         except (ValueError, RuntimeError, ImportError) as error:
             raise ConfigError(f"--report-to {name}: {error}") from error

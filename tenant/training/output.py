@@ -55,7 +55,8 @@ def check_continues(record: Record, checkpoint: Path) -> None:
         written: Record = msgspec.json.decode(read_limited(path, _MOST_BYTES), type=dict[str, Any])
     except (OSError, *UNDECODABLE) as error:
         raise ConfigError(f"{path} cannot be read ({error}); start a new run in another --output") from error
-    was = {**record, **{name: getattr(FineTuning(), name) for name in _SHARED}, **written}  # older ones have fewer
+    defaults = {name: getattr(FineTuning(), name) for name in _SHARED}  # a record of an earlier release has fewer names
+    was = {"model": None, "data": None, **defaults, **written}
     if changed := [name for name in was if was[name] != record.get(name)]:
         differences = ", ".join(
             "other data" if name == "data" else f"{name.replace('_', ' ')} {was[name]}, now {record.get(name)}"

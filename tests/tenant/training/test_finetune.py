@@ -299,6 +299,15 @@ def test_pairs_of_unequal_length_are_padded(run: Run, tiny: Path, tmp_path: Path
     assert not result.held_out
 
 
+def test_a_tokenizer_without_special_tokens_is_enough(tiny: Path, text: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny, tmp_path / "model"))
+    settings = model / "tokenizer_config.json"
+    config = json.loads(settings.read_text())
+    settings.write_text(json.dumps({name: value for name, value in config.items() if not name.endswith("_token")}))
+    result = finetune(model, text, tmp_path / "adapter", remote=SIMULATE, options=replace(OPTIONS, steps=1))
+    assert len(result.losses) == 1
+
+
 def test_lora_has_the_chosen_options(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "adapter"
     run(output, steps=1, alpha=32, target_modules="q_proj, mlp.down_proj")

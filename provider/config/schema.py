@@ -29,7 +29,7 @@ DEFAULT_LISTEN = "127.0.0.1:7401"
 _TENANT = re.compile(rf"{NAME.pattern}(@sha256:[0-9a-f]{{16}}([0-9a-f]{{48}})?)?")
 _MAX_SOCKET_PATH = 100  # bytes; the smallest sockaddr_un of any supported system holds 104
 
-PolicyName = Literal["none", "lockstep", "opportunistic"]
+PolicyName = Literal["none", "opportunistic"]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 _Share = Annotated[float, msgspec.Meta(ge=0.01, le=1)]
 _Rate = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
@@ -219,8 +219,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The order of products.
 
     Args:
-        policy: `opportunistic` batches all requests that wait for the same layer group; `none` and `lockstep` exist for
-            comparison.
+        policy: `opportunistic` batches all requests that wait for the same layer group; `none` exists for comparison.
         few_rows: a forward request of at most this many rows counts as inference and has priority, unless its tenant
             has sent a backward request within the last minute, on any connection.
         inference_weight: share of inference relative to fine-tuning when both want the whole executor.
@@ -229,7 +228,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         wait_share: a request waits to be batched for at most this share of its own product's time, and never longer
             than batching is expected to save.
         max_wait_ms: longest time that a request waits to be batched.
-        lockstep_wait_ms: time that `lockstep` waits for the slowest tenant.
     """
 
     policy: PolicyName = "opportunistic"
@@ -239,7 +237,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_batch_rows: _Count = 16_384
     wait_share: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.5
     max_wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 5.0
-    lockstep_wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 100.0
 
 
 class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""The scheduler: keeps jobs, and hands out their rows by a policy. `none` and `lockstep` exist for comparison.
+"""The scheduler: keeps jobs, and hands out their rows by a policy. `none` exists for comparison.
 
 `none` (`Discipline` itself) multiplies every job separately. `opportunistic`: requests for the same layer group share a
 product, and wait to be batched where that saves time.
@@ -35,7 +35,6 @@ from typing import Generic, NamedTuple
 
 from provider.config.schema import PolicyName, SchedulerConfig
 from provider.scheduler.jobs import ARITHMETIC_ROWS, J, Key, Pace, Piece, RunnableJobs, Stage
-from symbiosis_priv.arithmetic.ring import FORWARD
 
 _LATE = 2.0  # a tenant is expected until its pause is this many times its usual pause
 _SLOWDOWN = 0.5  # a product of due inference may take longer by this share of its own time
@@ -76,7 +75,7 @@ class Discipline(Generic[J]):
         return [Piece.next_of(leader, room)]
 
 
-def _filling(jobs: list[J], room: int, *, cut: bool = False) -> list[Piece[J]]:
+def fill(jobs: list[J], room: int, *, cut: bool = False) -> list[Piece[J]]:
     """Pieces of the jobs in this order, up to `room` rows: with all ready rows of a job, or `cut` to the room."""
     pieces = []
     for job in jobs:
@@ -85,46 +84,6 @@ def _filling(jobs: list[J], room: int, *, cut: bool = False) -> list[Piece[J]]:
             pieces.append(piece)
             room -= piece.rows
     return pieces
-
-
-class Lockstep(Discipline[J]):
-    """The policy `lockstep`: all tenants go through the model in step. The scheduler waits until every tenant that was
-    active within `lockstep_wait_ms` has a request here, and multiplies all requests for one layer group. Layer groups
-    follow in the order of a training step and start again at the first one, so a tenant that is ahead waits for the
-    tenants behind."""
-
-    def __init__(self, config: SchedulerConfig, waiting: RunnableJobs[J], pace: Pace) -> None:
-        super().__init__(config, waiting, pace)
-        self._awaited: dict[Hashable, float] = {}  # absent tenants, and how long to wait for each
-        self._at = _place(Key(0, FORWARD, "ring"))  # place of the last product in the step
-
-    def arrived(self, job: J) -> None:
-        self._awaited.pop(job.tenant, None)
-
-    def departed(self, job: J, now: float) -> None:
-        self._awaited[job.tenant] = now + self._config.lockstep_wait_ms / 1000
-
-    def next_leader(self, now: float) -> tuple[J | None, float | None]:
-        self._awaited = {tenant: until for tenant, until in self._awaited.items() if until > now}
-        keys = sorted(self._waiting.keys(), key=lambda key: (_place(key) < self._at, _place(key)))
-        if not keys:
-            return None, None
-        leader = self._waiting.of_key(keys[0])[0]
-        if self._awaited and not leader.taken:
-            return None, max(self._awaited.values())
-        return leader, None
-
-    def batch(self, leader: J, room: int) -> list[Piece[J]]:
-        self._at = _place(leader.key)
-        first = Piece.next_of(leader, room)
-        others = [job for job in self._waiting.of_key(leader.key) if job is not leader]
-        return [first, *_filling(others, room - first.rows)]
-
-
-def _place(key: Key) -> tuple[bool, int, str, bool]:
-    """Position of a layer group in a training step: forward from the first group, then backward from the last."""
-    forward = key.direction == FORWARD
-    return not forward, key.group if forward else -key.group, key.arithmetic, key.by_expert
 
 
 class _Expected(NamedTuple):
@@ -297,27 +256,27 @@ class Opportunistic(Discipline[J]):
         fine_tuning = [job for job in others if job.stage == "fine_tuning"]
         if leader.stage == "inference":
             first = Piece.next_of(leader, room)
-            pieces = [first, *_filling(inference, room - first.rows)]
+            pieces = [first, *fill(inference, room - first.rows)]
             most = self._waiting.least_charged("fine_tuning") + self._slice_s if fine_tuning else 0.0
             filling = [job for job in fine_tuning if self._waiting.charged(job) <= most]
             if self._waiting.inference_is_due():
                 rows = sum(piece.rows for piece in pieces)  # added rows take time even if the weights are read anyway
                 room = min(room, rows + self._pace.rows_in(leader, _SLOWDOWN * self._pace.seconds(leader, rows)))
         else:
-            pieces = _filling(inference, room - Piece.next_of(leader, max(1, room // 2)).rows)
+            pieces = fill(inference, room - Piece.next_of(leader, max(1, room // 2)).rows)
             filling = [leader, *fine_tuning]
-        return pieces + _filling(filling, room - sum(piece.rows for piece in pieces), cut=True)
+        return pieces + fill(filling, room - sum(piece.rows for piece in pieces), cut=True)
 
 
 class Scheduler(Generic[J]):
-    """Waiting jobs, and the order in which their rows are multiplied. Not thread-safe."""
+    """Waiting jobs, and the order in which their rows are multiplied. Not thread-safe. `discipline`: in place of the
+    policy that `config` names, for comparison."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, discipline: type[Discipline[J]] | None = None) -> None:
         self.pace = Pace(config.slice_ms / 1000)
         self._waiting: RunnableJobs[J] = RunnableJobs(config.inference_weight)
-        disciplines: dict[PolicyName, type[Discipline[J]]]
-        disciplines = {"none": Discipline, "lockstep": Lockstep, "opportunistic": Opportunistic}
-        self._discipline = disciplines[config.policy](config, self._waiting, self.pace)
+        of_policy: dict[PolicyName, type[Discipline[J]]] = {"none": Discipline, "opportunistic": Opportunistic}
+        self._discipline = (discipline or of_policy[config.policy])(config, self._waiting, self.pace)
         self._jobs: Counter[Hashable] = Counter()  # per tenant, runnable or not
         self._deadlines: list[tuple[float, int, J]] = []
         self._order = itertools.count()

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -19,16 +19,16 @@ from provider.executor.executor import Executor
 from provider.executor.queues import ExecutorReport, LocalInbox, ProductRequest, ReportRequest, RequestChannel
 from provider.products.model import ServedModel
 from provider.scheduler.jobs import Stage
-from provider.scheduler.scheduler import Scheduler
+from provider.scheduler.scheduler import Discipline, Scheduler
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import DeviceLostError, RankLostError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from tests.provider.clients import execute
+from tests.provider.scheduler.rehearsal import Lockstep
 from tests.waiting import until
 
 TIMEOUT_S = 20.0
-POLICIES: tuple[PolicyName, ...] = ("none", "lockstep", "opportunistic")
 
 
 class Watched(ServedModel):
@@ -82,11 +82,16 @@ class Asker:
 
 @contextlib.contextmanager
 def running(
-    model: Watched, policy: PolicyName = "opportunistic", **scheduling: Any
+    model: Watched,
+    policy: PolicyName = "opportunistic",
+    *,
+    discipline: type[Discipline[Any]] | None = None,
+    **scheduling: Any,
 ) -> Iterator[tuple[LocalInbox, Future[None]]]:
-    """An executor in a separate thread."""
+    """An executor in a separate thread. `discipline`: in place of the policy."""
     inbox = LocalInbox()
-    executor = Executor(model, inbox=inbox, scheduling=SchedulerConfig(policy=policy, **scheduling))
+    executor = Executor(model, inbox=inbox, scheduling=(config := SchedulerConfig(policy=policy, **scheduling)))
+    executor._scheduler = Scheduler(config, discipline)
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(executor.run)
         try:
@@ -104,7 +109,7 @@ def find_it_at_rest(asker: Asker, model: Watched) -> None:
         asker.ask(1)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", get_args(PolicyName))
 def test_few_rows_are_multiplied_in_the_senders_thread(store: WeightStore, policy: PolicyName) -> None:
     model = Watched(store)
     with running(model, policy) as (inbox, _):
@@ -172,7 +177,7 @@ def test_requests_during_a_product_share_the_next_product(store: WeightStore) ->
 
 def test_a_request_that_waits_to_be_batched_is_left_to_the_executors_thread(store: WeightStore) -> None:
     model = Watched(store)
-    with running(model, "lockstep") as (inbox, _):
+    with running(model, discipline=Lockstep) as (inbox, _):
         alice, bob = (Asker(inbox, store, name) for name in ("alice", "bob"))
         for _ in range(3):
             find_it_at_rest(alice, model)
@@ -181,10 +186,14 @@ def test_a_request_that_waits_to_be_batched_is_left_to_the_executors_thread(stor
             assert model.taken[-1][0] is not threading.current_thread()
 
 
+class Patient(Lockstep[Any]):
+    wait_s = TIMEOUT_S / 2
+
+
 def test_an_expected_request_multiplies_for_all_waiting_requests(store: WeightStore) -> None:
     """The executor's thread is not woken for the product, although another request was waiting."""
     model = Watched(store)
-    with running(model, "lockstep", lockstep_wait_ms=1000 * TIMEOUT_S / 2) as (inbox, _):
+    with running(model, discipline=Patient) as (inbox, _):
         alice, bob = (Asker(inbox, store, name) for name in ("alice", "bob"))
         bob.ask(1)
         deadline = time.monotonic() + TIMEOUT_S

@@ -54,7 +54,7 @@ def oracle(store: WeightStore, group: int, direction: Direction, rows: Tensor) -
 
 
 @pytest.mark.parametrize("max_batch_rows", [16_384, 3])
-@pytest.mark.parametrize("policy", ["none", "lockstep", "opportunistic"])
+@pytest.mark.parametrize("policy", ["none", "opportunistic"])
 def test_concurrent_tenants_get_the_same_bits_as_alone(
     configure: Configure, connect: Connect, store: WeightStore, policy: PolicyName, max_batch_rows: int
 ) -> None:
@@ -63,7 +63,7 @@ def test_concurrent_tenants_get_the_same_bits_as_alone(
     entry = store.manifest().groups[0]
     masks = expand(mask_key(seed, group_name=entry.name, direction="forward"), first_row=0, rows=9, width=entry.inputs)
     expected = oracle(store, 0, "forward", masks)
-    scheduling = SchedulerConfig(policy=policy, max_batch_rows=max_batch_rows, lockstep_wait_ms=5.0)
+    scheduling = SchedulerConfig(policy=policy, max_batch_rows=max_batch_rows)
 
     def executor(number: int) -> None:
         client = connect(("alice", "bob")[number % 2], to=provider)
@@ -138,7 +138,7 @@ def rows_in(answer: ExecutorAnswer, count: int) -> Tensor:
     return wire.RING32.unpack(bytearray(answer.payload), rows=count)
 
 
-@pytest.mark.parametrize("policy", ["none", "lockstep", "opportunistic"])
+@pytest.mark.parametrize("policy", ["none", "opportunistic"])
 @pytest.mark.parametrize("max_batch_rows", [100, 5, 1])
 def test_waiting_requests_share_a_product(store: WeightStore, max_batch_rows: int, policy: PolicyName) -> None:
     """Requests for one group share products, also when they are cut; other groups have separate products."""

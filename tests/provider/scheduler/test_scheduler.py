@@ -10,10 +10,10 @@ from hypothesis import given, strategies as st
 
 from provider.config.schema import PolicyName, SchedulerConfig
 from provider.scheduler.jobs import Job, Key, Piece, Stage
-from provider.scheduler.scheduler import Scheduler
+from provider.scheduler.scheduler import Discipline, Opportunistic, Scheduler
 from tests.provider.scheduler import swarm
 from tests.provider.scheduler.playing import POLICIES, POLICY, RATE, ROW_WORK, SLICE_ROWS, job, jobs, run, scheduler
-from tests.provider.scheduler.rehearsal import Outcome, Tenant, rehearse
+from tests.provider.scheduler.rehearsal import Lockstep, Outcome, Tenant, rehearse
 
 
 @given(jobs(), st.sampled_from(POLICIES))
@@ -42,9 +42,7 @@ def test_a_batch_is_of_one_kind_and_bounded(arriving: list[Job], name: PolicyNam
 def test_no_job_waits_to_be_batched_longer_than_the_policy_allows(arriving: list[Job], name: PolicyName) -> None:
     """A product that begins after idle time has jobs that have waited, while nothing was computed, within the limit."""
     subject = scheduler(name)
-    longest = {"none": 0.0, "opportunistic": POLICY.max_wait_ms / 1000, "lockstep": POLICY.lockstep_wait_ms / 1000}[
-        name
-    ]
+    longest = {"none": 0.0, "opportunistic": POLICY.max_wait_ms / 1000}[name]
     end = 0.0
     for begun, pieces in run(subject, arriving):
         if begun > end:  # it was idle until now
@@ -107,41 +105,6 @@ def test_rows_that_are_not_ready_are_not_taken() -> None:
     assert subject.take(1.0) == []
 
 
-def test_lockstep_serves_tenants_behind_first() -> None:
-    subject = scheduler("lockstep")
-    ahead, behind = job("alice", group=3), job("bob", group=1)
-    subject.put(ahead)
-    subject.put(behind)
-    assert subject.take(0.0)[0].job is behind
-    subject.put(job("bob", group=3))
-    assert {p.job.tenant for p in subject.take(0.0)} == {"alice", "bob"}
-
-
-def test_lockstep_waits_for_recently_active_tenants() -> None:
-    subject = scheduler("lockstep")
-    subject.put(job("bob"))
-    subject.done(subject.take(0.0), now=1.0, seconds=1.0)
-    subject.put(job("alice", arrival=0.5))  # while that product was computed
-    assert subject.take(1.0) == []
-    assert subject.next_deadline(1.0) == pytest.approx(1.0 + POLICY.lockstep_wait_ms / 1000)
-    subject.put(job("bob", arrival=1.05))
-    assert {p.job.tenant for p in subject.take(1.05)} == {"alice", "bob"}
-
-
-def test_no_tenant_starts_a_second_pass_before_the_others_have_finished_their_first() -> None:
-    """A generating tenant waits for the backward half of the others' step; otherwise that half would never be
-    computed."""
-    subject = scheduler("lockstep")
-    subject.put(job("trainer", group=1))
-    subject.put(job("chat", group=1))
-    subject.take(0.0)
-    subject.put(job("chat", group=0))
-    subject.put(job("trainer", group=1, direction="backward"))
-    assert subject.take(0.0)[0].job.tenant == "trainer"
-    subject.put(job("trainer", group=0, direction="backward"))
-    assert [subject.take(0.0)[0].job.tenant for _ in range(2)] == ["trainer", "chat"]
-
-
 # Throughput and latency of many tenants under each policy, simulated
 
 
@@ -155,19 +118,34 @@ def all_of(generating: Sequence[int], training: Sequence[int]) -> list[Tenant]:
     return tenants + [Tenant(f"training-{i}", rows, trains=True) for i, rows in enumerate(training)]
 
 
+def test_in_lockstep_no_tenant_starts_a_second_pass_before_the_others_have_finished_their_first() -> None:
+    """A generating tenant waits for the backward half of the others' step; otherwise that half would never be
+    computed."""
+    subject: Scheduler[Job] = Scheduler(POLICY, Lockstep)
+    subject.put(job("trainer", group=1))
+    subject.put(job("chat", group=1))
+    assert {p.job.tenant for p in subject.take(0.0)} == {"trainer", "chat"}
+    subject.put(job("chat", group=0))
+    subject.put(job("trainer", group=1, direction="backward"))
+    assert subject.take(0.0)[0].job.tenant == "trainer"
+    subject.put(job("trainer", group=0, direction="backward"))
+    assert [subject.take(0.0)[0].job.tenant for _ in range(2)] == ["trainer", "chat"]
+
+
 @pytest.mark.parametrize(
     ("generating", "training"),
     [(ONE_ROW, TRAINING), (BATCHES, TRAINING), (BATCHES, ()), ((2, 16, 64, 256, 2, 16), (2, 16))],
 )
 def test_batching_increases_throughput_and_reduces_latency(generating: Sequence[int], training: Sequence[int]) -> None:
     """Tenants have one row each or batches of 2 to 256, and some may train."""
-    found: dict[str, Outcome] = {}
-    for name in POLICIES:
+    disciplines: tuple[type[Discipline[Job]], ...] = (Opportunistic, Discipline, Lockstep)
+    found: list[Outcome] = []
+    for discipline in disciplines:
         tenants = all_of(generating, training)
-        found[name] = rehearse(SchedulerConfig(policy=name), tenants, seconds=40)
+        found.append(rehearse(SchedulerConfig(), tenants, discipline=discipline, seconds=40))
         assert all(tenant.turns for tenant in tenants), "somebody starves"
-    batched = found["opportunistic"]
-    for other in (found["none"], found["lockstep"]):
+    batched, *others = found
+    for other in others:
         assert batched.latency < other.latency
         assert batched.tokens_per_s > other.tokens_per_s
 
@@ -213,8 +191,6 @@ def test_tenants_with_work_waiting_get_equal_shares(sizes: list[int], name: Poli
     """Tenants get equal numbers of rows per weight, within one slice, whatever their request sizes and connections."""
     subject = scheduler(name)
     served: Counter[object] = Counter()
-    if name == "lockstep":  # the order is by layer group; within a group, by arrival
-        weights = [1.0] * 4
 
     def ask(tenant: int) -> None:  # separate groups, so that no tenant joins another one's product
         subject.put(job(str(tenant), rows=sizes[tenant], group=tenant, stage="fine_tuning", weight=weights[tenant]))
@@ -228,9 +204,8 @@ def test_tenants_with_work_waiting_get_equal_shares(sizes: list[int], name: Poli
             served[piece.job.tenant] += piece.rows
             if piece.last:
                 ask(int(str(piece.job.tenant)))
-        if name != "lockstep":
-            shares = [served[str(t)] / weights[t] for t in range(len(sizes))]
-            assert max(shares) - min(shares) <= 2 * SLICE_ROWS / min(weights)
+        shares = [served[str(t)] / weights[t] for t in range(len(sizes))]
+        assert max(shares) - min(shares) <= 2 * SLICE_ROWS / min(weights)
     assert sum(served.values())
 
 
@@ -323,7 +298,7 @@ def test_only_a_tenant_alone_is_served_past_the_queues() -> None:
     subject.put(job("another"))
     assert not subject.is_alone(job("alone"))  # the other tenant waits
     assert [p.job.tenant for p in subject.take(0.0)] == ["another"]
-    assert not scheduler("lockstep").is_alone(job())
+    assert not scheduler("none").is_alone(job())
 
 
 @pytest.mark.parametrize(("tenant", "stage"), [("another", "fine_tuning"), ("trainer", "inference")])

@@ -169,6 +169,8 @@ def finetune(
             )
             # a checkpoint holds the adapter and AdamW's two averages; the adapter is also written beside it
             check_space(output, 4 * sum(one.nbytes for one in trainer.model.parameters() if one.requires_grad))
+            if options.packing:
+                trainer.check_packing()
             before, after = trainer.run(resume_from=start)
             return FineTuned(
                 adapter=output,

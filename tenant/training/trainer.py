@@ -229,6 +229,22 @@ class TextTrainer(Resumable, SFTTrainer):
     compute_loss = Trainer.compute_loss
     prediction_step = Trainer.prediction_step
 
+    def check_packing(self) -> None:
+        """Refuse to pack examples for a model whose output for an example depends on the one before it in its row, as
+        with ALiBi, learned positions and states. Raises `ConfigError`."""
+        model: Any = self.model
+        model.eval()
+
+        def logits(*packed: range) -> Tensor:
+            ids, lengths = [token for one in packed for token in one], [len(one) for one in packed]
+            batch = self.data_collator([{"input_ids": ids, "seq_lengths": lengths}])
+            with torch.no_grad():
+                return Tensor(model(**batch).logits[0, len(ids) - lengths[-1] : len(ids)])
+
+        alone, after = logits(range(2, 8)), logits(range(5), range(2, 8))
+        if not torch.allclose(alone, after, rtol=0, atol=0.02 * float(alone.abs().max())):
+            raise ConfigError("--packing: this model reads the examples before in a row; leave it out")
+
 
 class PreferenceTrainer(Resumable, DPOTrainer):
     """TRL's `DPOTrainer`. Its data sets hold token ids, as the collator takes them. The reference is the model with its

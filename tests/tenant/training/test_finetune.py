@@ -27,6 +27,7 @@ from tenant.training.finetune import FineTuned, finetune
 from tenant.training.options import FineTuning, check_installed
 from tenant.training.output import claimed, last_checkpoint
 from tenant.training.trainer import Progress
+from tests.compatibility.families import build
 from tests.warm import Popen
 
 OPTIONS = FineTuning(steps=5, batch_size=2, sequence_length=16, rank=4, dropout=0.2, learning_rate=1e-2, save_every=2)
@@ -416,6 +417,14 @@ def test_packed_chats_are_learned_as_unpacked_ones(tiny: Path, tmp_path: Path) -
     assert packed.tokens < apart.tokens / 1.5  # no padding
     for name, tensor in tensors(tmp_path / "apart").items():
         torch.testing.assert_close(tensors(tmp_path / "packed")[name], tensor, rtol=1e-2, atol=1e-3)
+    others = tmp_path / "model"
+    build(
+        "OPTForCausalLM", vocab_size=320, max_position_embeddings=128, bos_token_id=0, eos_token_id=1, pad_token_id=2
+    ).save_pretrained(others)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / name, others)
+    with pytest.raises(ConfigError, match="--packing: this model reads the examples before"):
+        finetune(others, lines, tmp_path / "x", remote=SIMULATE, options=FineTuning(packing=True, sequence_length=96))
     with pytest.raises(ConfigError, match="--packing"):
         finetune(tiny, lines, tmp_path / "x", remote=SIMULATE, options=FineTuning(packing=True, overlap=2))
 

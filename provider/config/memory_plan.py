@@ -17,6 +17,7 @@ from symbiosis_priv.kernels import bits_per_weight
 log = logs.EventLog(__name__)
 
 _CPU = "cpu"
+_CONNECTION = 640 << 10  # of TLS, and of the kinds of requests that a connection has learned (`gateway.repeated`)
 _PROCESS = 400 * MIB  # Python, torch and their libraries, in each process
 _WORKING = 64 * MIB  # slices of keystream, rows and products of one batch
 
@@ -50,6 +51,7 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
     plan = [
         *(Need("ring weights, both directions", p, kind, sum(sizes) * here // ranks // len(places)) for p in places),
         Need("matrices in flight", _CPU, "int32 and float32", config.limits.max_inflight_mib * MIB * gateways),
+        Need("connections", _CPU, "-", _CONNECTION * config.limits.max_connections * gateways),
         Need("one batch", _CPU, "int32", _WORKING * here),
         Need("Python and torch", _CPU, "-", _PROCESS * processes),
     ]

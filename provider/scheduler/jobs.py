@@ -197,6 +197,11 @@ class _Level(Generic[J]):
             self.flows[job.tenant] = flow
         _enqueue(job, flow.jobs)
 
+    def charge(self, job: J, seconds: float) -> None:
+        """Charge a tenant, unless it has had no jobs for long."""
+        if (flow := self.flows.get(job.tenant) or self._idle.get(job.tenant)) is not None:
+            flow.charged += seconds
+
     def remove(self, job: J) -> None:
         flow = self.flows[job.tenant]
         del flow.jobs[job]
@@ -213,7 +218,8 @@ class RunnableJobs(Generic[J]):
     tenant that was charged least is served next. An idle tenant accrues no credit. All connections of a tenant share
     one queue."""
 
-    def __init__(self, inference_weight: float) -> None:
+    def __init__(self, inference_weight: float, slice_s: float) -> None:
+        self._slice_s = slice_s
         levels: list[_Level[J]] = [_Level("inference", inference_weight), _Level("fine_tuning", 1.0)]
         self._levels = {level.stage: level for level in levels}
         self._now = 0.0  # virtual time between the stages
@@ -240,16 +246,19 @@ class RunnableJobs(Generic[J]):
             del self._by_key[job.key]
 
     def serve(self, leader: J) -> None:
-        """Advance the virtual times: this job leads the next product."""
+        """Advance the virtual times: this job leads the next product. A stage whose rows have joined products of the
+        other one pays for one slice of them at most: otherwise it would not be served for as long as they took."""
         level = self._levels[leader.stage]
         self._now = max(self._now, level.charged)
+        for each in self._levels.values():
+            each.charged = min(each.charged, self._now + self._slice_s)
         level.now = max(level.now, self.charged(leader))
 
     def charge(self, job: J, seconds: float) -> None:
         """Charge a job's stage and tenant with executor time."""
         level = self._levels[job.stage]
         level.charged += seconds / level.weight
-        level.flows[job.tenant].charged += seconds / job.weight
+        level.charge(job, seconds / job.weight)
 
     def charged(self, job: J) -> float:
         """Charge of the job's tenant in the job's stage."""

@@ -21,9 +21,9 @@ product, and wait to be batched where that saves time.
   make every row of inference wait for a slice.
 * **Alone.** The products of a tenant take up to four slices if no other tenant, and no other stage of the same tenant,
   has asked for a second. A new tenant's first request may wait for such a product.
-* **Inference beside fine-tuning.** When inference is due, fine-tuning waits up to `max_wait_s` for an inference tenant
-  that is about to ask for its next layer group or waits to be batched. Otherwise one row of inference would wait for a
-  slice of fine-tuning, which takes many times longer.
+* **Inference beside fine-tuning.** When inference is due, a fine-tuning request waits for an inference tenant that is
+  about to ask for its next layer group: once, from when it could first lead, and no longer than it would wait to be
+  batched. Otherwise one row of inference would wait for a slice of fine-tuning, which takes many times longer.
 """
 
 import heapq
@@ -41,6 +41,7 @@ _SLOWDOWN = 0.5  # a product of due inference may take longer by this share of i
 _HORIZON_WAITS = 10  # a tenant is expected for this many times `max_wait_s`
 _ALONE_S = 1.0  # a tenant is alone if no other one has asked for this long
 _SLICES_ALONE = 4  # slices of its products then
+_MOST_LATE = 2.0  # a product that takes longer is charged as if it took this many times the expected time
 _MAX_LEAD = 8  # layer groups: the largest lead that counts
 
 
@@ -58,9 +59,6 @@ class Discipline(Generic[J]):
 
     def departed(self, job: J, now: float) -> None:
         """Called when the last job of a tenant has been multiplied."""
-
-    def multiplied(self, now: float) -> None:
-        """Called when a product has ended."""
 
     def is_alone(self, job: J) -> bool:
         """Returns True if no other tenant is expected while this job is multiplied. No job waits."""
@@ -156,16 +154,12 @@ class Opportunistic(Discipline[J]):
     def __init__(self, config: SchedulerConfig, waiting: RunnableJobs[J], pace: Pace) -> None:
         super().__init__(config, waiting, pace)
         self._absent = _Absent(_HORIZON_WAITS * self._max_wait_s)
-        self._idle_since = 0.0  # end of the last product
 
     def arrived(self, job: J) -> None:
         self._absent.arrived(job.tenant, job.stage, job.key, job.arrival)
 
     def departed(self, job: J, now: float) -> None:
         self._absent.departed(job.tenant, job.stage, job.key, now)
-
-    def multiplied(self, now: float) -> None:
-        self._idle_since = now
 
     def is_alone(self, job: J) -> bool:
         absent = self._absent.tenants
@@ -189,12 +183,13 @@ class Opportunistic(Discipline[J]):
     def _go_times(
         self, stage: Stage, firsts: Sequence[J], now: float, expected: Mapping[tuple[Stage, Key], _Expected]
     ) -> list[float]:
-        """For each job, the time until which it waits to be batched, or waits for inference."""
-        held_back = now
+        """For each job, the time until which it waits to be batched, or waits for inference. Both waits begin when the
+        job was first able to lead: nothing that others send begins them again."""
+        inference: list[_Expected] = []
         if stage == "fine_tuning" and self._waiting.inference_is_due():
-            limit = self._idle_since + self._max_wait_s
-            coming = [e for (kind, _), e in expected.items() if kind == "inference" and e.first <= limit]
-            held_back = max([now, *(min(limit, e.until) for e in coming)])
+            inference = [each for (kind, _), each in expected.items() if kind == "inference"]
+        first = min((each.first for each in inference), default=math.inf)
+        until = max((each.until for each in inference), default=-math.inf)
         times = []
         worth: dict[tuple[Key, int], float] = {}  # many jobs have the same key and number of rows
         for job in firsts:
@@ -207,7 +202,10 @@ class Opportunistic(Discipline[J]):
                 limit = job.offered + worth[like]
                 if others.first <= limit:
                     time = min(limit, others.until)
-            times.append(max(time, held_back))
+            limit = job.offered + self._patience(job)
+            if first <= limit:
+                time = max(time, min(limit, until))
+            times.append(time)
         return times
 
     def _worth(self, job: J) -> float:
@@ -215,8 +213,11 @@ class Opportunistic(Discipline[J]):
         seconds = self._pace.seconds
         rows = sum(other.ready - other.taken for other in self._waiting.of_key(job.key))
         saved = seconds(job, rows) + seconds(job, job.rows) - seconds(job, rows + job.rows)
-        patience = self._config.wait_share * seconds(job, job.rows)
-        return min(saved / self._tenants(job.key), patience, self._max_wait_s)
+        return min(saved / self._tenants(job.key), self._patience(job))
+
+    def _patience(self, job: J) -> float:
+        """The longest wait of a job, in seconds."""
+        return min(self._config.wait_share * self._pace.seconds(job, job.rows), self._max_wait_s)
 
     def _tenants(self, key: Key) -> int:
         """Number of tenants with a job for this key."""
@@ -274,12 +275,13 @@ class Scheduler(Generic[J]):
 
     def __init__(self, config: SchedulerConfig, discipline: type[Discipline[J]] | None = None) -> None:
         self.pace = Pace(config.slice_ms / 1000)
-        self._waiting: RunnableJobs[J] = RunnableJobs(config.inference_weight)
+        self._waiting: RunnableJobs[J] = RunnableJobs(config.inference_weight, config.slice_ms / 1000)
         of_policy: dict[PolicyName, type[Discipline[J]]] = {"none": Discipline, "opportunistic": Opportunistic}
         self._discipline = (discipline or of_policy[config.policy])(config, self._waiting, self.pace)
         self._jobs: Counter[Hashable] = Counter()  # per tenant, runnable or not
         self._deadlines: list[tuple[float, int, J]] = []
         self._order = itertools.count()
+        self._expected = 0.0  # seconds that the rows taken last were charged with
         self._max_batch_rows = config.max_batch_rows
         self._latest: tuple[Hashable, Stage] | None = None  # the tenant and stage of the latest request
         self._alone_from = math.inf  # a request of the same tenant and stage that arrives later finds it alone
@@ -335,19 +337,25 @@ class Scheduler(Generic[J]):
             return []
         self._waiting.serve(leader)
         pieces = self._discipline.batch(leader, self.room(leader))
+        self._expected = self._charge(pieces)
+        for job, _, stop in pieces:
+            job.taken = stop
+            if stop == job.rows or not job.runnable:
+                self._waiting.remove(job)
+            if stop == job.rows:
+                self._leave(job)
+        return pieces
+
+    def _charge(self, pieces: Sequence[Piece[J]], times: float = 1.0) -> float:
+        """Charge each tenant with its part of `times` the expected duration of a product, which is returned."""
         total = sum(piece.rows for piece in pieces)
-        seconds = self.pace.seconds(leader, total)
+        seconds = self.pace.seconds(pieces[0].job, total)
         for piece in pieces:
             job, its_seconds = piece.job, seconds * piece.rows / total
             if job.key.by_expert:  # rows for other experts share no reading of weights
                 its_seconds = self.pace.seconds(job, piece.rows)
-            self._waiting.charge(job, its_seconds * job.row_cost / max(1, job.row_work))
-            job.taken = piece.stop
-            if piece.last or not job.runnable:
-                self._waiting.remove(job)
-            if piece.last:
-                self._leave(job)
-        return pieces
+            self._waiting.charge(job, times * its_seconds * job.row_cost / max(1, job.row_work))
+        return seconds
 
     def room(self, job: J) -> int:
         """Most rows of a product that a job leads: those of one slice. If its tenant is alone, several slices, in
@@ -367,7 +375,7 @@ class Scheduler(Generic[J]):
         other tenant waits for a turn."""
         self._discipline.arrived(job)
         self._notice(job)
-        job.taken, job.left = job.rows, True
+        job.taken, job.left, self._expected = job.rows, True, 0.0
         return [Piece(job, 0, job.rows)]
 
     def next_deadline(self, now: float) -> float | None:
@@ -382,12 +390,14 @@ class Scheduler(Generic[J]):
 
     def done(self, pieces: Sequence[Piece[J]], *, now: float, seconds: float, matrices: int = 1) -> None:
         """Record that the pieces of a batch have been multiplied in `seconds`, with this number of matrices."""
+        if self._expected:
+            self._charge(pieces, min(seconds / self._expected, _MOST_LATE) - 1)
+            self._expected = 0.0
         rows = work = 0
         for job, start, stop in pieces:
             rows += stop - start
             work += (stop - start) * job.row_work
         self.pace.record(pieces[0].job.key, rows=rows, work=work, seconds=seconds, matrices=matrices)
-        self._discipline.multiplied(now)
         for piece in pieces:
             if piece.job.tenant not in self._jobs:
                 self._discipline.departed(piece.job, now)

@@ -1,9 +1,10 @@
 """`bench abuse`: measures how one tenant's abuse affects another tenant's waiting time and the provider's memory.
 
 An honest tenant requests one row after the other, first alone and then during each abuse, and compares every answer
-with its first answer. In practice an abuser has its own machine; here an abuser is a process with the lowest priority,
-a valid tenant certificate, and the key of a helper whose blocks the provider accepts. As a control, a process that only
-computes shows the effect of shared caches and cores. The provider's counters are read before and after each abuse.
+with its first answer. Beside tenants that decode, the honest tenant fine-tunes: its requests have many rows. In
+practice an abuser has its own machine; here an abuser is a process with the lowest priority, a valid tenant
+certificate, and the key of a helper whose blocks the provider accepts. As a control, a process that only computes shows
+the effect of shared caches and cores. The provider's counters are read before and after each abuse.
 """
 
 import contextlib
@@ -52,6 +53,8 @@ _CONNECTIONS = 4  # number of connections
 _READERS = 16
 _SILENT_A_SECOND, _SILENT_FROM, _SILENT = 400, 250, 2000
 _NICE = 19
+_FINE_TUNING_ROWS = 1024
+_DECODING_MS = (0.5, 1.5, 3.0)  # pauses between two rows
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,14 @@ def flood(abuser: Client) -> None:
     with contextlib.suppress(SymbiosisError):  # the provider may refuse the abuser
         while True:
             channel.request(request_of(_ROWS), rows, outputs=abuser.outputs)
+
+
+def decode(abuser: Client, *, pause_s: float) -> None:
+    """Send one row after the other, as an honest tenant that decodes."""
+    channel, row = abuser.channel(), torch.ones(1, abuser.inputs, dtype=torch.int32, device="cpu")
+    while True:
+        channel.request(request_of(1), mask(row, UNMASKED_BY_CHOICE), outputs=abuser.outputs)
+        time.sleep(pause_s)
 
 
 def flood_blocks(abuser: Client) -> None:
@@ -165,12 +176,13 @@ def request_of(rows: int) -> wire.Execute:
 @dataclass(frozen=True)
 class Abuse:
     """One kind of abuse: `threads` threads run `attack`, which may return. `seen`: counters that the provider must have
-    reached before the measurement starts; `ends`: measure until the abuse has ended; `revoked`: revoke the abuser's
-    certificate during the abuse."""
+    reached before the measurement starts; `rows`: of the honest tenant's requests; `ends`: measure until the abuse has
+    ended; `revoked`: revoke the abuser's certificate during the abuse."""
 
     attack: Callable[[Client], None]
     threads: int = 1
     seen: Mapping[str, int] = field(default_factory=dict)
+    rows: int = 1
     ends: bool = False
     revoked: bool = False
 
@@ -181,6 +193,12 @@ def abuses(visits: int) -> dict[str, Abuse]:
     silent = {"pending handshakes": _SILENT_FROM}
     return {
         "control: a process that only computes": Abuse(compute),
+        **{
+            f"a row every {ms:g} ms, beside fine-tuning": Abuse(
+                partial(decode, pause_s=ms / 1000), seen={"requests": _CONNECTIONS}, rows=_FINE_TUNING_ROWS
+            )
+            for ms in _DECODING_MS
+        },
         "a flood of large requests": Abuse(flood, _CONNECTIONS, seen=flooding),
         "a flood of blocks": Abuse(flood_blocks, _CONNECTIONS, seen={"connections": 1, "blocks": _CONNECTIONS}),
         "answers that nobody reads": Abuse(read_nothing, seen={"requests": _READERS}),
@@ -206,7 +224,11 @@ def serve_abuse(abuse: Abuse, abuser: Client) -> Iterator[Callable[[None], bool]
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
     for row in rows:
-        if not str(row["abuse"]).startswith("control"):
+        if row["rows"] == _FINE_TUNING_ROWS:
+            yield Goal(
+                f"a fine-tuning tenant's rate over alone: {row['abuse']}", figure(row, "rate_kept"), at_least=0.8
+            )
+        elif not str(row["abuse"]).startswith("control"):
             what = f"an honest tenant's median over alone: {row['abuse']}"
             yield Goal(what, figure(row, "beside_over_alone"), at_most=1.5)
 
@@ -252,14 +274,14 @@ class _Bench:
         self._inputs, self._outputs = columns
         honest = Identity(self._federation.tenant_certificate, self._federation.tenant_key)
         self.channel = self._client(honest).channel()
-        self._row = probe_rows(1, self._inputs)
-        self._expected = self._ask()
+        self._rows = {count: probe_rows(count, self._inputs) for count in (1, _FINE_TUNING_ROWS)}
+        self._expected = {count: self._ask(count) for count in self._rows}
         self._wrong = 0
 
     def run(self, name: str, abuse: Abuse, *, seconds: float) -> Row:
         """Measure the honest tenant alone, then during the abuse."""
         self._wrong = 0
-        alone = self.honest(seconds)
+        alone = self.honest(seconds, abuse.rows)
         before, held = self._status(), self._held()
         abuser = self._client(self._local.issue_tenant(f"abuser-{time.monotonic_ns()}"))
         child: Child[None, bool] = Child(f"abuser of {name!r}", serve_abuse, abuse, abuser)
@@ -273,9 +295,9 @@ class _Bench:
             if abuse.revoked:
                 time.sleep(seconds / 4)
                 revoke(self._revoked, [abuser.identity.certificate])
-            beside = self.honest(seconds)
+            beside = self.honest(seconds, abuse.rows)
             while abuse.ends and child.ask(None, timeout_s=_DEADLINE_S):
-                beside += self.honest(seconds / 4)
+                beside += self.honest(seconds / 4, abuse.rows)
             used = cpu_seconds([child.pid])
             peak, cores = self._held(), used / (time.monotonic() - begun)
             counted = self._counted(abuser, before)
@@ -293,9 +315,11 @@ class _Bench:
         before_ms, ms = ({p: percentile(waits, p, unit=1e-3) for p in (50, 99)} for waits in (alone, beside))
         return {
             "abuse": name,
+            "rows": abuse.rows,
             "alone_p50_ms": before_ms[50],
             "beside_p50_ms": ms[50],
             "beside_over_alone": ms[50] / before_ms[50],
+            "rate_kept": len(beside) / sum(beside) / (len(alone) / sum(alone)),
             "alone_p99_ms": before_ms[99],
             "beside_p99_ms": ms[99],
             "longest_ms": 1000 * max(beside),
@@ -308,18 +332,19 @@ class _Bench:
             "left_threads": left.threads - held.threads,
         }
 
-    def honest(self, seconds: float) -> list[float]:
-        """Send requests for `seconds` seconds, at least one. Returns the duration of each."""
+    def honest(self, seconds: float, rows: int = 1) -> list[float]:
+        """Send requests of `rows` rows for `seconds` seconds, at least one. Returns the duration of each."""
         waits: list[float] = []
         end = time.monotonic() + seconds
         while (begun := time.monotonic()) < end or not waits:
-            answer = self._ask()
+            answer = self._ask(rows)
             waits.append(time.monotonic() - begun)
-            self._wrong += not torch.equal(answer, self._expected)
+            self._wrong += not torch.equal(answer, self._expected[rows])
         return waits
 
-    def _ask(self) -> torch.Tensor:
-        return self.channel.request(request_of(1), mask(self._row, UNMASKED_BY_CHOICE), outputs=self._outputs)
+    def _ask(self, rows: int) -> torch.Tensor:
+        sent = mask(self._rows[rows], UNMASKED_BY_CHOICE)
+        return self.channel.request(request_of(rows), sent, outputs=self._outputs)
 
     def _client(self, identity: Identity) -> Client:
         peer, digest = self._federation.executors[0], self._federation.model_digest

@@ -1,19 +1,20 @@
 """The scheduler under every policy: all rows are taken once, in bounded products, in bounded time."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from provider.config.schema import PolicyName, SchedulerConfig
 from provider.scheduler.jobs import Job, Key, Piece, Stage
 from provider.scheduler.scheduler import Discipline, Opportunistic, Scheduler
 from tests.provider.scheduler import swarm
 from tests.provider.scheduler.playing import POLICIES, POLICY, RATE, ROW_WORK, SLICE_ROWS, job, jobs, run, scheduler
-from tests.provider.scheduler.rehearsal import Lockstep, Outcome, Tenant, rehearse
+from tests.provider.scheduler.rehearsal import ONE_CORE, Executor, Hardware, Lockstep, Outcome, Tenant, play, rehearse
 
 
 @given(jobs(), st.sampled_from(POLICIES))
@@ -177,6 +178,125 @@ def test_tenants_meet_and_stay_together(layers: int) -> None:
     assert outcome.idle < 0.05
     slowest = max(max(tenant.turns) for tenant in tenants)
     assert slowest < 2.5 * outcome.latency
+
+
+# Fine-tuning beside inference, simulated
+
+
+class Watched(Scheduler[Job]):
+    """Records the seconds of fine-tuning, and how long it waits after the executor first idles without inference."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self.longest_wait = 0.0
+        self._fine_tuning: list[tuple[float, float]] = []  # ends of products, and seconds
+        self._idle_since: dict[Job, float] = {}
+
+    def put(self, job: Job) -> None:
+        super().put(job)
+        if job.stage == "fine_tuning":
+            self._idle_since[job] = math.inf
+
+    def take(self, now: float) -> list[Piece[Job]]:
+        pieces = super().take(now)
+        self._idle_since = {job: since for job, since in self._idle_since.items() if not job.left}
+        if not pieces and not self.waiting()["inference"]:
+            self._idle_since = {job: min(since, now) for job, since in self._idle_since.items()}
+            self.longest_wait = max([self.longest_wait, *(now - since for since in self._idle_since.values())])
+        return pieces
+
+    def done(self, pieces: Sequence[Piece[Job]], *, now: float, seconds: float, matrices: int = 1) -> None:
+        super().done(pieces, now=now, seconds=seconds, matrices=matrices)
+        rows = sum(piece.rows for piece in pieces if piece.job.stage == "fine_tuning")
+        self._fine_tuning.append((now, seconds * rows / sum(piece.rows for piece in pieces)))
+
+    def trained(self, begin: float, end: float) -> float:
+        return sum(seconds for when, seconds in self._fine_tuning if begin < when <= end)
+
+
+def beside(hardware: Hardware, others: Sequence[tuple[int, float]], *, rows: int, seconds: float = 2.0) -> Watched:
+    """Let a tenant fine-tune without pauses beside others: the rows of their requests, and the pauses between."""
+    pauses = {f"other-{i}": pause for i, (_, pause) in enumerate(others)}
+    tenants = [Tenant(name, size) for name, (size, _) in zip(pauses, others, strict=True)]
+    tenants.append(Tenant("trainer", rows, trains=True))
+    executor = Executor(hardware, watched := Watched(SchedulerConfig()))
+
+    def think(tenant: Tenant, now: float) -> float:
+        tenant.hear(now)
+        return now + pauses.get(tenant.name, 0.0)
+
+    play([(0.0, tenant) for tenant in tenants], at=lambda _: executor, think=think, warm_up=0.0, seconds=seconds)
+    return watched
+
+
+@settings(max_examples=20)
+@given(
+    st.builds(
+        Hardware,
+        weight_s=st.sampled_from((20e-12, 50e-12)),
+        row_s=st.sampled_from((1e-12, 8.6e-12)),
+        product_s=st.just(0.0),
+        request_s=st.just(0.0),
+    ),
+    st.lists(st.tuples(st.integers(1, 16), st.sampled_from((0.0, 1e-4, 5e-4, 1.5e-3, 3e-3, 0.02))), max_size=6),
+    st.sampled_from((512, 1024, 4000)),
+)
+def test_fine_tuning_gets_its_share_of_any_second_whatever_others_send(
+    hardware: Hardware, others: list[tuple[int, float]], rows: int
+) -> None:
+    """A stage gets its share by weight of the seconds with products; of those without, waits of inference to be batched
+    are at most `wait_share` of its products. A slice may lie across each end of the second."""
+    config = SchedulerConfig()
+    share = 1 / (1 + config.inference_weight) / (1 + config.wait_share)
+    watched = beside(hardware, others, rows=rows)
+    least = min(watched.trained(begin / 20, begin / 20 + 1) for begin in range(20))
+    assert least >= share - 2 * config.slice_ms / 1000
+    assert watched.longest_wait <= config.max_wait_ms / 1000 + 1e-9
+
+
+@pytest.mark.parametrize("pause_ms", [0.5, 1.5, 3.0])
+def test_a_generating_tenant_leaves_the_time_that_it_does_not_use(pause_ms: float) -> None:
+    """Each product began the wait again: rows in short intervals held fine-tuning back while the executor idled."""
+    alone, together = (
+        beside(ONE_CORE, others, rows=1024, seconds=8.0).trained(2.0, 8.0) for others in ([], [(1, pause_ms / 1000)])
+    )
+    assert together >= 0.8 * alone
+
+
+def test_a_tenant_is_charged_with_the_time_that_a_product_took() -> None:
+    """The scheduler expected a hundred times as long, and fine-tuning paid for it with a tenth of its share."""
+    subject = scheduler("none", inference_weight=1.0)
+    stages: tuple[Stage, ...] = ("inference", "fine_tuning")
+    seconds = dict.fromkeys(stages, 0.0)
+    for step in range(400):
+        for stage in stages:
+            if not subject.waiting()[stage]:
+                subject.put(job(stage, rows=8, group=int(stage == "inference"), stage=stage, arrival=step))
+        ((one, start, stop),) = pieces = subject.take(step)
+        took = (stop - start) * ROW_WORK / RATE * (0.01 if one.stage == "fine_tuning" else 1.0)
+        seconds[one.stage] += took
+        subject.done(pieces, now=step, seconds=took)
+    assert seconds["fine_tuning"] > 0.4 * sum(seconds.values())
+
+
+def test_rows_that_joined_products_of_inference_do_not_keep_fine_tuning_from_its_turn_later() -> None:
+    """They were more than its share, and it paid for them once inference asked for another layer group."""
+    row_s = ROW_WORK / RATE
+    subject = scheduler(slice_s=200 * row_s)
+    subject.put(job("trainer", rows=1_000_000, stage="fine_tuning"))
+
+    def served(rows: int, group: int) -> Counter[Stage]:
+        found = Counter[Stage]()
+        while found.total() < rows:
+            if not subject.waiting()["inference"]:
+                subject.put(job("chat", rows=40, group=group))
+            pieces = subject.take(0.0)
+            found.update({piece.job.stage: piece.rows for piece in pieces})
+            subject.done(pieces, now=0.0, seconds=sum(piece.rows for piece in pieces) * row_s)
+        return found
+
+    assert served(20_000, group=0)["fine_tuning"] > 6_000
+    assert served(5_000, group=1)["fine_tuning"] > 800
 
 
 # Fair shares of tenants and of stages, by their weights
@@ -439,7 +559,7 @@ def test_no_job_waits_for_a_tenant_that_will_ask_for_another_group() -> None:
 
 def test_fine_tuning_waits_a_moment_for_a_generating_tenant() -> None:
     """After fine-tuning has had its share, it waits between two requests of the generating tenant, up to the limit."""
-    subject = scheduler()
+    subject = scheduler(wait_share=10.0)
     now = served_in_order(subject, "chat", 4, pause=0.001, stage="inference")
     subject.put(job("trainer", rows=500, group=1, stage="fine_tuning", arrival=now))
     slices = 0

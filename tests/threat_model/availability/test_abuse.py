@@ -22,6 +22,7 @@ def test_every_abuse_is_measured_and_named(tmp_path: Path) -> None:
         assert int(row["left_files"] or 0) <= 0, row  # a request for the counts may have used one before
     named = {
         "control: a process that only computes": ["nothing"],
+        **{f"a row every {ms} ms, beside fine-tuning": ["connections 1", "requests "] for ms in ("0.5", "1.5", "3")},
         "a flood of large requests": ["connections 4", "requests "],
         "a flood of blocks": ["connections ", "blocks "],
         "answers that nobody reads": ["connections 16", "requests 16"],

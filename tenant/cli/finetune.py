@@ -122,9 +122,6 @@ def _line(step: Figures) -> str:
 
     left = timedelta(seconds=round(step.seconds / len(step.losses) * (step.total - step.done)))
     used = step.ledger or Ledger()
-    sent, received = (
-        used.bytes_to_executors + used.bytes_to_helpers,
-        used.bytes_from_executors + used.bytes_from_helpers,
-    )
-    traffic = f", {size(sent + received)} sent and received" if sent else ""
+    moved = used.bytes_to_executors + used.bytes_to_helpers + used.bytes_from_executors + used.bytes_from_helpers
+    traffic = f", {size(moved)} sent and received" if moved else ""
     return f"loss {step.losses[-1]:.4f}, {step.tokens / step.seconds:,.0f} tokens/s, {left} left{traffic}"

@@ -33,8 +33,8 @@ Text = Annotated[
         "--text",
         "--data",
         "-t",
-        help="Plain text: documents separated by blank lines, or one per line. Or FILE.jsonl with text, prompt and "
-        "completion, messages (a chat), or input, preferred_output and non_preferred_output on every line.",
+        help="Plain text: documents separated by blank lines, or one per line. Or FILE.jsonl with text, messages, "
+        "prompt and completion, or prompt, chosen and rejected on every line (docs/training.md).",
     ),
 ]
 

@@ -162,7 +162,7 @@ def last_sections(suite: Suite) -> list[Section]:
     lies = [("errors of valuation 0..31", *summed)]
     for d in others:  # a check that involves no chance says the same each time, so there is no rate to estimate
         rate = f"{d.interval.low:.1%}" if d.trials > 1 else "always: no chance is involved"
-        lies.append((d.name, f"{d.caught} of {d.trials}", rate if d.caught else "NO"))
+        lies.append((d.name, f"{d.caught} of {d.trials}", rate if d.caught == d.trials else "NO"))
     leaks = [(x.name, f"{x.aborts} of {x.trials}", f"{x.information:.3f}") for x in suite.active.leaks]
     planted = [
         (p.fault, p.rule, p.attack, f"{p.outcome.success:.1%}", f"{p.outcome.chance:.1%}", _yes(p.found))

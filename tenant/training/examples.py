@@ -82,7 +82,8 @@ def make_examples(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, *, length:
             found.append(Preference(*rows) if corpus.form == "preferences" else rows[0])
             cut += any(len(whole.input_ids) > length for whole in wholes)
     if not found:
-        raise ConfigError(f"{place}: no line has a token to learn within {length} tokens; raise --sequence-length")
+        file = place.partition(", line ")[0]
+        raise ConfigError(f"{file}: no line has a token to learn within {length} tokens; raise --sequence-length")
     return Examples(found, cut=cut, left_out=len(corpus.rows) - len(found))
 
 

@@ -6,7 +6,8 @@ one mask (rule 4) in each direction. Two calls have the same input if the tensor
 two tensors with equal values are different inputs. A tensor made in inference mode has no version, so its values are
 compared with a copy. Like autograd, this module does not notice a write through `x.data` between siblings.
 
-The forward pass saves nothing for backward: the input's gradient is `g @ W`, which needs neither input nor output.
+The forward pass saves nothing for backward: the input's gradient is `g @ W`, which needs neither input nor output. Its
+own derivative, for gradients of gradients, is the forward product without the bias: a request like others.
 
 A tied LM head may be offloaded as well (`untie_head`). Providers multiply by the table of the checkpoint, so the
 tenant's embedding table, which stays for look-ups, must not change: it is frozen, and the head raises an error if the
@@ -30,13 +31,12 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts
-from symbiosis_priv.errors import UnsupportedMethodError
+from symbiosis_priv.errors import NonFiniteError, UnsupportedMethodError
 from tenant.masking.backend import Backend
 from tenant.model.connect import BaseWeights
 from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedWeight
@@ -95,7 +95,7 @@ class LayerGroup:
                         return together
                 parts: tuple[Tensor, ...]
                 # `apply` takes 60 µs, as long as the product of a small layer
-                parts = _GroupLinear.apply(x, self) if torch.is_grad_enabled() else _computed(self, x)  # type: ignore[no-untyped-call]
+                parts = _GroupLinear.apply(x, self, None) if torch.is_grad_enabled() else _computed(self, x)  # type: ignore[no-untyped-call]
                 if len(parts) == 1:  # there are no siblings
                     return parts[0]
                 pending = state.pending = _Pending(x, list(parts))
@@ -150,8 +150,20 @@ class LayerGroup:
         """Compute the input's gradient, in `dtype`, from all members' output gradients, with one backend call."""
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         grad_x = torch.empty((*grads[0].shape[:-1], self.inputs), dtype=dtype, device=grads[0].device)
-        self.multiply(BACKWARD, rows, [grad_x.view(len(rows[0]), self.inputs)])
+        self.multiply_gradients(BACKWARD, rows, [grad_x.view(len(rows[0]), self.inputs)])
         return grad_x
+
+    def without_bias(self, x: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
+        """Compute each member's product without the bias: the derivative of `backward` for a gradient `x`."""
+        bias = self.backend.facts[self.index].bias
+        wide = x.dtype if bias is None else torch.float64  # the bias may be much larger than the product
+        parts = [torch.empty(shape, dtype=wide, device=x.device) for shape in self.shapes(x)]
+        rows = [part.view(-1, width) for part, width in zip(parts, self._outputs, strict=True)]
+        self.multiply_gradients(FORWARD, [x.reshape(-1, x.shape[-1])], rows)
+        if bias is not None:
+            own = bias.to(dtype=wide, device=x.device).split(list(self._outputs))
+            parts = [part - its_bias for part, its_bias in zip(parts, own, strict=True)]
+        return tuple(part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True))
 
     def multiply(
         self, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, counts: Counts | None = None
@@ -159,6 +171,19 @@ class LayerGroup:
         """Call the backend; see `Backend.multiply`. Other parts of an overlapped batch compute meanwhile."""
         with waiting:
             self.backend.multiply(self.index, direction, inputs, outputs, counts=counts)
+
+    def multiply_gradients(
+        self, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, counts: Counts | None = None
+    ) -> None:
+        """`multiply` gradients. The product of a row with inf or nan is nan, so that a loss scaler skips the step.
+        Zeros are sent in its place: providers do not see that a gradient has left the range of float16."""
+        try:
+            self.multiply(direction, inputs, outputs, counts=counts)
+        except NonFiniteError:
+            lost = ~torch.stack([rows.isfinite().all(dim=1) for rows in inputs]).all(dim=0, keepdim=True).T
+            self.multiply(direction, [rows.masked_fill(lost, 0) for rows in inputs], outputs, counts=counts)
+            for out in outputs:
+                out.masked_fill_(lost, torch.nan)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # a copied model shares the session, not the pending outputs
@@ -235,21 +260,48 @@ def _(grads: list[Tensor], handle: int, dtype: torch.dtype) -> Tensor:
 
 
 class _GroupLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, group: LayerGroup) -> tuple[Tensor, ...]:
-        return _computed(group, x)
+    """The members' outputs; with `dtypes`, which are those of the results, without their biases."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, LayerGroup], output: tuple[Tensor, ...]) -> None:
-        x, ctx.group = inputs
+    def forward(x: Tensor, group: LayerGroup, dtypes: Sequence[torch.dtype] | None) -> tuple[Tensor, ...]:
+        return _computed(group, x) if dtypes is None else group.without_bias(x, dtypes)
+
+    @staticmethod
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, LayerGroup, Sequence[torch.dtype] | None], output: tuple[Tensor, ...]
+    ) -> None:
+        x, ctx.group, _ = inputs
         ctx.dtype = x.dtype
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        if all(type(grad) is Tensor for grad in grads):
-            return ctx.group.backward(grads, ctx.dtype), None
-        return _backward(list(grads), ctx.group.handle, ctx.dtype), None  # while a graph is traced
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():  # with create_graph=True
+            return _InputGradient.apply(ctx.group, ctx.dtype, *grads), None, None  # type: ignore[no-untyped-call]
+        return _input_gradient(ctx.group, ctx.dtype, *grads), None, None
+
+
+class _InputGradient(torch.autograd.Function):
+    """The input's gradient as a function of the outputs' gradients."""
+
+    @staticmethod
+    def forward(group: LayerGroup, dtype: torch.dtype, *grads: Tensor) -> Tensor:
+        return _input_gradient(group, dtype, *grads)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.group, _, *grads = inputs
+        ctx.dtypes = [grad.dtype for grad in grads]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_GroupLinear.apply(grad, ctx.group, ctx.dtypes)  # type: ignore[no-untyped-call]
+
+
+def _input_gradient(group: LayerGroup, dtype: torch.dtype, *grads: Tensor) -> Tensor:
+    if all(type(grad) is Tensor for grad in grads):
+        return group.backward(grads, dtype)
+    traced: Tensor = _backward(list(grads), group.handle, dtype)
+    return traced
 
 
 class RemoteLayer(nn.Module):

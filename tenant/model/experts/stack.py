@@ -18,7 +18,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
@@ -166,7 +165,9 @@ class AsRouted(Dispatch):
 
     def _product(self, stack: OffloadedStack, rows: Tensor) -> Tensor:
         sent = rows.new_zeros(sum(self.counts), rows.shape[1]).index_copy(0, self.places, rows)
-        product: Tensor = _ProductByExpert.apply(sent, stack.group, self.counts)  # type: ignore[no-untyped-call]
+        product: Tensor = _ProductByExpert.apply(  # type: ignore[no-untyped-call]
+            sent, stack.group, self.counts, FORWARD, output_dtype(sent), False
+        )
         return product[self.places]
 
 
@@ -179,28 +180,29 @@ class Flat(AsRouted):
 
 
 class _ProductByExpert(torch.autograd.Function):
-    """Multiplies rows that are sorted by expert, each by its own expert's matrix."""
+    """Multiplies rows that are sorted by expert, each by its own expert's matrix. Its derivative is the product of
+    gradients in the other direction, since a stack has no bias; and so is that one's."""
 
     @staticmethod
-    def forward(rows: Tensor, group: LayerGroup, counts: Counts) -> Tensor:
-        return _multiply(rows, group, counts, FORWARD, output_dtype(rows))
+    def forward(
+        rows: Tensor, group: LayerGroup, counts: Counts, direction: Direction, dtype: torch.dtype, gradients: bool
+    ) -> Tensor:
+        facts = group.backend.facts[group.index].for_rows(counts)
+        assert facts.bias is None
+        product = torch.empty(rows.shape[0], facts.outputs(direction), dtype=dtype, device=rows.device)
+        multiply = group.multiply_gradients if gradients else group.multiply
+        multiply(direction, [rows], [product], counts=counts)
+        return product
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, LayerGroup, Counts], output: Tensor) -> None:
-        rows, ctx.group, ctx.counts = inputs
-        ctx.dtype = rows.dtype
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        rows, ctx.group, ctx.counts, direction, *_ = inputs
+        ctx.other, ctx.dtype = BACKWARD if direction == FORWARD else FORWARD, rows.dtype
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _multiply(grad, ctx.group, ctx.counts, BACKWARD, ctx.dtype), None, None
-
-
-def _multiply(rows: Tensor, group: LayerGroup, counts: Counts, direction: Direction, dtype: torch.dtype) -> Tensor:
-    _, width = group.backend.facts[group.index].for_rows(counts).columns[direction]
-    product = torch.empty(rows.shape[0], width, dtype=dtype, device=rows.device)
-    group.multiply(direction, [rows], [product], counts=counts)
-    return product
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        back = grad, ctx.group, ctx.counts, ctx.other, ctx.dtype, True
+        return _ProductByExpert.apply(*back), None, None, None, None, None  # type: ignore[no-untyped-call]
 
 
 def forward(

@@ -22,7 +22,6 @@ import torch
 from peft import PeftConfig
 from peft.tuners._buffer_dict import BufferDict
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from symbiosis_priv.arithmetic.ring import Widths
@@ -277,10 +276,9 @@ class _MaskedOut(torch.autograd.Function):
         return functional.linear(x, read() * (scores <= 0))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, scores = ctx.saved_tensors
-        weight = ctx.read()
+        weight = ctx.read().detach()
         # negative, because this product is subtracted from the layer's product
         grad_scores = -(grad.flatten(0, -2).t() @ x.flatten(0, -2)) * weight
         return grad @ (weight * (scores <= 0)), grad_scores, None

@@ -21,7 +21,6 @@ from peft.tuners.shira.layer import Linear as ShiraLinear
 from peft.tuners.supertuning import SupertuningModel
 from peft.tuners.supertuning.layer import Linear as SupertuningLinear
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from symbiosis_priv.errors import CheckpointError
 from tenant.tasks.methods.layer import use_instead
@@ -134,12 +133,16 @@ class _Product(torch.autograd.Function):
         return (pattern.matrix(entries) @ x.t()).t().contiguous()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, entries = ctx.saved_tensors
+        pattern: Pattern = ctx.pattern
         to_x, to_entries, _ = ctx.needs_input_grad
-        grad_x = (ctx.pattern.transposed(entries) @ grad.t()).t() if to_x else None
-        return grad_x, ctx.pattern.entries_of(grad, x) if to_entries else None, None
+        grad_x = None
+        if to_x and torch.is_grad_enabled():  # with create_graph=True: operations that autograd records
+            grad_x = torch.zeros_like(x).index_add(1, pattern.columns, grad[:, pattern.rows] * entries)
+        elif to_x:
+            grad_x = (pattern.transposed(entries) @ grad.t()).t()
+        return grad_x, pattern.entries_of(grad, x) if to_entries else None, None
 
 
 def _starts(sorted_numbers: Tensor, count: int) -> Tensor:

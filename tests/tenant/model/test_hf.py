@@ -122,17 +122,41 @@ def test_non_finite_activations_raise_before_a_byte_is_sent(
     assert executor.hellos == helper.hellos == []
 
 
-def test_non_finite_gradients_raise_before_a_byte_of_them_is_sent(
+def test_providers_see_nothing_of_gradients_that_are_not_finite(
     load: Load, llama: Path, federation: Path, tape: Tape
 ) -> None:
     model = load(llama, federation=federation, wiretap=tape)
-    model.get_input_embeddings().weight.requires_grad_(True)
-    loss = model(input_ids=IDS).logits.sum() * float("inf")
-    sent = len(tape.executed())
-    assert sent == 9
-    with pytest.raises(NonFiniteError):
-        loss.backward()
-    assert len(tape.executed()) == sent
+    table = model.get_input_embeddings().weight.requires_grad_(True)
+    sent = []
+    for factor in (1.0, float("inf")):
+        already = len(tape.executed())
+        (model(input_ids=IDS).logits.sum() * factor).backward()
+        sent.append([(message.group, message.direction, message.rows) for message, _ in tape.executed()[already:]])
+    assert sent[0] == sent[1]
+    assert table.grad is not None
+    assert table.grad[IDS].isnan().all()
+
+
+def test_a_loss_scaler_skips_steps_until_gradients_fit_float16(load: Load, llama: Path) -> None:
+    scales = []
+    for split in (True, False):
+        base = load(llama, masking="simulate") if split else transformers.LlamaForCausalLM.from_pretrained(llama)
+        model: Any = peft.get_peft_model(base, peft.LoraConfig(target_modules="all-linear"))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer, scaler = torch.optim.SGD(trained, lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**30)
+        before, steps = [parameter.clone() for parameter in trained], 0
+        while all(torch.equal(parameter, old) for parameter, old in zip(trained, before, strict=True)):
+            with torch.autocast("cpu", torch.float16):
+                loss = model(input_ids=IDS, labels=IDS).loss
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            steps += 1
+        assert steps > 2
+        assert all(parameter.isfinite().all() for parameter in trained)
+        scales.append(scaler.get_scale())
+    assert scales[0] == scales[1]
 
 
 def test_offloaded_weights_count_as_parameters_but_take_no_memory(load: Load, llama: Path) -> None:

@@ -5,8 +5,9 @@ import pickle
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,52 @@ def test_forward_and_backward_are_products_of_the_dequantised_weights(
         allowed = scale / 2 * raw.abs().sum(dim=0)
         size = rows.abs() @ matrix.abs()  # error of the float64 reference itself
         assert bool(((got - rows @ matrix).abs() <= allowed * (1 + 1e-9) + size * 1e-12 + RANGE * 5e-324).all())
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_gradients_gradient_is_the_forward_product_of_one_request(
+    biased: bool, store: WeightStore, gpt2_store: WeightStore
+) -> None:
+    """Of all siblings, without the bias, to any order. The order of terms is that of plain linears."""
+    used = gpt2_store if biased else store
+    backend = Counting(used)
+    modules = siblings(backend)
+    split, bias = list(modules), used.group(QKV).bias
+    parts = dequantised(used, QKV).split([module.out_features for module in modules])
+    biases = [None] * 3 if bias is None else bias.double().split([len(part) for part in parts])
+    plain = [partial(nn.functional.linear, weight=w, bias=b) for w, b in zip(parts, biases[: len(parts)], strict=True)]
+    assert (bias is not None) == biased
+
+    def derivatives(linears: Sequence[Callable[[Tensor], Tensor]]) -> list[Tensor]:
+        x = activations(5, dtype=torch.float64).requires_grad_()
+        loss = torch.stack([linear(x).sin().sum() for linear in linears]).sum()
+        found = []
+        for _ in range(3):
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            loss = grad.square().sum()
+            found.append(grad.detach())
+        return found
+
+    for mine, expected in zip(derivatives(split), derivatives(plain), strict=True):
+        assert (mine - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert backend.directions[:4] == [FORWARD, BACKWARD, FORWARD, BACKWARD]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_stays_here(qkv: Siblings, backend: Counting, value: float) -> None:
+    """Its row's product is nan, rows of zeros are sent in its place, and other rows have their own bits."""
+    x = activations(4).requires_grad_()
+    query, key, _ = (module(x) for module in qkv)
+    grads = [torch.ones(4, 64), torch.full((4, 32), 2.0)]
+    (expected,) = torch.autograd.grad([query, key], x, grads, retain_graph=True)
+    sent = backend.calls[-1][2].clone()
+    grads[1][2, 5] = value
+    (found,) = torch.autograd.grad([query, key], x, grads)
+    assert found[2].isnan().all()
+    kept = torch.tensor([0, 1, 3])
+    assert torch.equal(found[kept], expected[kept])
+    assert backend.directions[1:] == [BACKWARD] * 3  # one that the simulation has refused
+    assert torch.equal(backend.calls[-1][2], sent.index_fill(0, torch.tensor([2]), 0))
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (2, 0)])

@@ -46,6 +46,7 @@ def test_gradients_agree_with_finite_differences() -> None:
         torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 4), (4,))
     )
     assert torch.autograd.gradcheck(pattern.product, (x, entries))
+    assert torch.autograd.gradgradcheck(pattern.product, (x, entries))
 
 
 def test_half_precision_is_widened() -> None:

@@ -1,6 +1,6 @@
 """Fair shares between clients: a queue in which clients take turns, and limited rates.
 
-Handshakes and keystream take turns; quotas, handshakes and registries have rates.
+Keystream is made in turns; quotas and registries have rates.
 """
 
 from collections import OrderedDict
@@ -50,12 +50,6 @@ class RoundRobin(Generic[K, V]):
         if queue:
             self._queues[client] = queue
         return item
-
-    @property
-    def longest(self) -> tuple[K, int]:
-        """The client with the most items, and their number. Raises ValueError if there is none."""
-        client = max(self._queues, key=lambda client: len(self._queues[client]))
-        return client, len(self._queues[client])
 
 
 class TokenBucket:

@@ -261,7 +261,7 @@ class Provider:
             return
         log.info("moving", layers=self.config.model.layers, to=self._next.model.layers)
         self.stop()
-        reloaded = {name: getattr(self._reloaded, name) for name in ("tls", "quota", "tenants", "relay", "limits")}
+        reloaded = {name: getattr(self._reloaded, name) for name in ("tls", "quota", "tenants", "relay")}
         self.config, self._next = msgspec.structs.replace(self._next, **reloaded), None
         self.start()
         self._reloader.request()  # files may have changed since the last look
@@ -287,11 +287,9 @@ class Provider:
         if self._announcer is not None:
             self._announcer.periodic.wake()  # the configuration or the certificate may have changed
         replace, old = msgspec.structs.replace, self.config
-        shares = {name: getattr(old.limits, name) for name in ("handshake_share", "handshake_share_serving")}
         chosen = replace(config.model, layers=old.model.layers)  # as chosen at the start
         fixed = replace(
             config,
-            limits=replace(config.limits, **shares),
             quota=old.quota,
             tenants=old.tenants,
             relay=replace(config.relay, to=old.relay.to, helpers=old.relay.helpers),

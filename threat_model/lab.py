@@ -159,8 +159,6 @@ class Lab:
                 tls=schema.TlsConfig(
                     certificate=identity.certificate, key=identity.key, tenant_authority=authority.certificate
                 ),
-                # hundreds of sessions are opened, and each would wait for its share of handshakes
-                limits=schema.Limits(handshake_share=1.0, handshake_share_serving=1.0),
                 executor=schema.ExecutorConfig(float_path=True),
                 relay=relay,
             )

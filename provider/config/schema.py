@@ -31,7 +31,6 @@ _MAX_SOCKET_PATH = 100  # bytes; the smallest sockaddr_un of any supported syste
 
 PolicyName = Literal["none", "opportunistic"]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
-_Share = Annotated[float, msgspec.Meta(ge=0.01, le=1)]
 _Rate = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
@@ -105,9 +104,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             most, if its own tenant has fewer; else it is refused.
         max_connections_per_tenant: one tenant's limit.
         max_handshakes: connections that have not authenticated; one more closes the oldest of the busiest network.
-        handshake_share: share of one core's time for handshakes. Up to one second of it may be saved up. Beyond that,
-            handshakes wait in one queue per network. Reloaded when the file changes.
-        handshake_share_serving: the share while products are answered, if it is smaller. Reloaded as well.
         min_transfer_mib_per_s: slowest average transfer of a large matrix after the first seconds. A slower tenant is
             disconnected, because it holds bytes of `max_inflight_mib`.
         handshake_timeout_s: time for a client's part of the TLS handshake.
@@ -124,8 +120,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_connections: _Count = 256
     max_connections_per_tenant: _Count = 64
     max_handshakes: _Count = 1024
-    handshake_share: _Share = 0.25
-    handshake_share_serving: _Share = 0.05
     min_transfer_mib_per_s: Annotated[float, msgspec.Meta(gt=0, le=1 << 20)] = 1.0
     handshake_timeout_s: _Seconds = 10.0
     frame_timeout_s: _Seconds = 60.0

@@ -8,7 +8,6 @@ idle than every connection between two requests.
 """
 
 import itertools
-import math
 import threading
 import time
 from collections import Counter
@@ -186,7 +185,6 @@ class Register:
         self.requests: Counter[TenantIdentity] = Counter()
         """Number of products of each tenant, at the gateways of all ranks."""
         self.requests_here = self.rows_here = 0  # products that this gateway has answered, and their rows
-        self.last_request = -math.inf  # time of the last answered product, by `time.monotonic`
         self._roles: dict[TenantIdentity, Counter[Role]] = {}
         self._lock = threading.Lock()
 
@@ -194,7 +192,6 @@ class Register:
         """Count a product of this gateway, or, with None, of another rank's."""
         with self._lock:
             self.requests[tenant] += 1
-            self.last_request = time.monotonic()
             if rows is not None:
                 self.requests_here += 1
                 self.rows_here += rows

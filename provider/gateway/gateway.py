@@ -4,11 +4,8 @@ Theory of operation. Each connection has a thread that blocks in TLS reads: a ro
 TLS takes 90 µs, and a slow client delays only its own thread. `listener` starts no thread before the tenant has
 authenticated. `connection` parses what tenants send. No exception leaves a thread.
 
-The listener's share of a core is smaller while products are computed: each handshake leads to a connection with a
-thread and frames, which use the cores that connected tenants wait for. While no products are computed, many clients can
-connect at once. Finding the tenant that a certificate names takes a quarter of a handshake's time, so the result is
-cached until the authorities change. TLS sessions are not resumed: in OpenSSL, resuming takes 95 % of the time of a
-handshake or more.
+Finding the tenant that a certificate names takes a quarter of a handshake's time, so the result is cached until the
+authorities change. TLS sessions are not resumed: in OpenSSL, resuming takes 95 % of the time of a handshake or more.
 """
 
 import contextlib
@@ -33,7 +30,6 @@ from symbiosis_priv.network.stream import FrameStream, shut
 log = logs.EventLog(__name__)
 
 _REMEMBERED = 1024  # certificates whose tenant is cached
-_SERVING_S = 1.0  # a provider without a product for this time is idle
 
 
 class Gateway:
@@ -59,7 +55,6 @@ class Gateway:
             greeting_s=config.limits.handshake_timeout_s,
             greet=self._identified,
             serve=self._run,
-            share=self._share,
             authenticates=True,
         )
         self._identified_peers: OrderedDict[tuple[ssl.SSLContext, bytes], AuthenticatedPeer] = OrderedDict()
@@ -72,7 +67,7 @@ class Gateway:
         return len(self._peers)
 
     def renew(self, config: ProviderConfig, credentials: Credentials) -> None:
-        """Apply new quotas, certificates, revocations, relays and shares for handshakes. Closes the connections of
+        """Apply new quotas, certificates, revocations and relays. Closes the connections of
         clients that are not accepted any more. Raises `CertificateError`: a certificate of a relay cannot be used;
         nothing has changed."""
         self.state.links.renew(config)
@@ -100,12 +95,6 @@ class Gateway:
         return ended
 
     # The listener's thread
-
-    def _share(self) -> float:
-        """The share of one core for accepting connections and their handshakes."""
-        limits, idle_s = self._limits, time.monotonic() - self.state.register.last_request
-        share = limits.handshake_share
-        return min(share, limits.handshake_share_serving) if idle_s < _SERVING_S else share
 
     def _identified(self, client: UnauthenticatedConnection) -> AuthenticatedPeer:
         """Make a step of the handshake. Returns the client that its verified certificate names, cached by context."""

@@ -93,11 +93,8 @@ class _Collector:
             )
         handshakes = status.handshakes
         yield _gauge("pending_handshakes", "connections that have not authenticated", handshakes.present)
-        yield _gauge("handshakes_waiting", "pending handshakes that wait for their turn", handshakes.waiting)
         ended = {outcome: getattr(handshakes, outcome) for outcome in ("accepted", "refused", "late", "crowded_out")}
         yield _counter("handshakes", "handshakes that have ended, by outcome", ended, "outcome")
-        yield _counter("handshake_seconds", "processor time of handshakes", handshakes.seconds)
-        yield _counter("handshake_wait_seconds", "time that handshakes waited for their turns", handshakes.waited_s)
         yield _gauge("held_bytes", "bytes of large requests in flight", status.bytes_held)
         yield _gauge("waiting_for_bytes", "large requests that wait for memory", status.waiting_for_bytes)
         yield _counter("executor_restarts", "restarts of the executor", status.restarts)

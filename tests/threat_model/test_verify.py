@@ -100,7 +100,7 @@ class Place:
             ),
             limits=msgspec.structs.replace(
                 # one tenant makes hundreds of connections, which would wait for their share of handshakes
-                Limits(max_rows=2048, handshake_share=1.0, handshake_share_serving=1.0),
+                Limits(max_rows=2048),
                 **limits,
             ),
             executor=ExecutorConfig(threads=1, float_path=floats),

@@ -394,9 +394,7 @@ def malformed(rng: random.Random) -> tuple[bytes, bool]:
 
 def test_ten_thousand_malformed_frames(configure: Configure, launch: Launch, wide: Path, connect: Connect) -> None:
     """Each gets an error or ends its connection. Another tenant's answers keep their bits, and no memory is kept."""
-    # thousands of handshakes would have a small share while products are computed; `test_listener.py` tests that
-    shares = {"handshake_share": 1.0, "handshake_share_serving": 1.0}
-    service = launch(configure(checkpoint=wide, frame_timeout_s=5, **shares))
+    service = launch(configure(checkpoint=wide, frame_timeout_s=5))
     honest, over, served = connect("bob", to=service), threading.Event(), itertools.count()
     row, rng, failures = torch.arange(WIDTH, dtype=torch.int32).reshape(1, WIDTH), random.Random(2), 0
     want = honest.product(execute(GATE_UP, 1), row)

@@ -36,7 +36,7 @@ from symbiosis_priv.federation.parties import (
     plain_host,
 )
 from symbiosis_priv.limits import DEFAULT_RING_BITS, DEFAULT_WEIGHT_BITS, RingBits, Role, WeightBits
-from symbiosis_priv.network.addresses import Address, parse_address
+from symbiosis_priv.network.addresses import Address, parse_address, shown
 from symbiosis_priv.network.tls import client_context
 from symbiosis_priv.system.toml import load_toml, toml_table
 
@@ -256,7 +256,7 @@ def _named(place: object) -> Iterator[None]:
 def _addresses(text: str | Sequence[str]) -> list[Address]:
     found = [_address(one) for one in ([text] if isinstance(text, str) else text)]
     counted = Counter((plain_host(host), port) for host, port in found)
-    if twice := [f"{host}:{port}" for host, port in found if counted[plain_host(host), port] > 1]:
+    if twice := [shown(host, port) for host, port in found if counted[plain_host(host), port] > 1]:
         raise ConfigError(f"address lists {twice[0]!r} twice: remove one of them")
     return found
 

@@ -24,7 +24,7 @@ from symbiosis_priv.certificates.reading import Pin, fingerprint, key_fingerprin
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.limits import Role
-from symbiosis_priv.network.addresses import Address, Endpoints
+from symbiosis_priv.network.addresses import Address, Endpoints, shown
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]  # a name in a federation file
 
@@ -139,7 +139,7 @@ class Peer:
     @property
     def where(self) -> str:
         """The addresses, for messages and tables."""
-        return ", ".join(f"{host}:{port}" for host, port in self.addresses)
+        return ", ".join(shown(*address) for address in self.addresses)
 
     @cached_property
     def _endpoints(self) -> Endpoints | None:

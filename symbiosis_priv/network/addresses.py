@@ -33,13 +33,22 @@ _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")  # RFC 6052
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Split `host:port` or `[v6]:port` into its parts. Raises `ConfigError`: the text has another form."""
+    """Split `host:port` or `[v6]:port` into its parts. Raises `ConfigError`: the text has another form. An IPv6 address
+    needs its brackets: `fd00::1:7401` is an address, too."""
+    if "://" in address:
+        raise ConfigError(f"address {address!r} is a URL: leave out everything but host:port, as in alpha.example:7401")
     host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else "" if ":" in host else host
     named = host.isprintable() and not any(map(str.isspace, host))  # the resolver does not accept a NUL either
     if not host or not named or not port.isdecimal() or len(port) > _PORT_DIGITS or not int(port) < 1 << 16:
         raise ConfigError(f"address {address!r} is not host:port; write alpha.example:7401, or [::1]:7401")
     return host, int(port)
+
+
+def shown(host: str, port: int) -> str:
+    """Return an address as people write it, and as `parse_address` reads it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def local_address(listen: str) -> str:
@@ -72,7 +81,7 @@ class Endpoints:
     def failed(self, address: Address, why: object) -> None:
         now = time.monotonic()
         if now - self._failed_at.get(address, now - 2 * _AWAY_S) > _AWAY_S:
-            log.warning("%s cannot be used at %s:%d, so its other addresses are: %s", self._name, *address, why)
+            log.warning("%s cannot be used at %s, so its other addresses are: %s", self._name, shown(*address), why)
         self._failed_at[address] = now
 
 
@@ -112,8 +121,7 @@ def listen(address: str, *, backlog: int | None = None) -> socket.socket:
 
 
 def bound_address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return shown(*listener.getsockname()[:2])
 
 
 def names_host(headers: Sequence[str], hosts: Container[str]) -> bool:

@@ -34,6 +34,7 @@ from symbiosis_priv.certificates.revocation import load_revoked, mark_of
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import CertificateError, ConfigError, DescriptorError
 from symbiosis_priv.limits import WeightBits
+from symbiosis_priv.network.addresses import shown
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def address(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return shown(self.host, self.port)
 
 
 class _Signed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

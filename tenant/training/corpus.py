@@ -225,9 +225,18 @@ def render_chat(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBa
 
 
 def context_of(config: Any) -> int | None:
-    """Return the number of positions of a model's context; None if its configuration sets no limit."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return positions if positions and positions > 0 else None
+    """Return the number of positions of a model's context; None if its configuration sets no limit. YaRN multiplies the
+    positions that the model was trained with: some configurations state the product, others the factor alone."""
+    config = config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    if not positions or positions < 0:
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    for entry in (rope, *rope.values()):  # one, or one for each kind of layer
+        if isinstance(entry, dict) and entry.get("rope_type") == "yarn":
+            original = entry.get("original_max_position_embeddings") or config.max_position_embeddings
+            positions = max(positions, int(original * entry.get("factor", 1.0)))
+    return int(positions)
 
 
 def check_context(context: int | None, *, prompt: int, new: int) -> None:

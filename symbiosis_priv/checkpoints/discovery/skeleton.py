@@ -202,8 +202,13 @@ def without_form(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def architecture(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The model class of a checkpoint, from its configuration. Raises `UnsupportedModelError`: transformers knows no
-    class that the configuration names."""
+    """The model class of a checkpoint, from its configuration: without `architectures`, the class for generating text,
+    as `AutoModelForCausalLM` takes it. Raises `UnsupportedModelError`: transformers knows no class that the
+    configuration names, or none that generates text."""
+    kind: Any
+    if config.architectures in (None, []) and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return kind  # type: ignore[no-any-return]
     match config.architectures:
         case [str(name), *_]:
             kind = getattr(transformers, name, None)

@@ -119,7 +119,7 @@ def test_names_of_one_script_are_names(write: Write, name: str) -> None:
             "0.0.0.0",
             "[::]",
         ),
-        ("[2001:db8::1]", "[2001:DB8:0:0::1]", "2001:0db8::0001"),
+        ("[2001:db8::1]", "[2001:DB8:0:0::1]", "[2001:0db8::0001]"),
         ("b\u00fccher.example", "xn--bcher-kva.example", "B\u00dcCHER.example."),
     ],
     ids=lambda spellings: str(spellings[0]),
@@ -135,7 +135,7 @@ def test_a_provider_may_have_several_addresses_each_once(write: Write) -> None:
     several = load_federation(write(alpha={"address": ["a:1", "a:2", "[::1]:3"]}))
     assert several.executors[0].addresses == (("a", 1), ("a", 2), ("::1", 3))
     assert not several.local
-    assert load_federation(write(alpha={"address": ["localhost:1", "[::1]:2"]}, beta={"address": "::1:3"})).local
+    assert load_federation(write(alpha={"address": ["localhost:1", "[::1]:2"]}, beta={"address": "[::1]:3"})).local
     for twice in (["a:1", "A.:01"], ["b:1", "localhost:1", "[::1]:1"]):
         with pytest.raises(ConfigError, match=r"provider 'alpha': address lists '.*:1' twice: remove one of them"):
             load_federation(write(alpha={"address": twice}))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from symbiosis_priv.errors import ConfigError, ConnectionLostError
-from symbiosis_priv.network.addresses import is_internal, is_own, local_address, names_host, parse_address
+from symbiosis_priv.network.addresses import is_internal, is_own, local_address, names_host, parse_address, shown
 from symbiosis_priv.network.dial import ClientConnection
 
 METADATA = ["fd00:ec2::254", "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fd00:42::42"]
@@ -18,8 +18,17 @@ VISIBLE = st.characters(exclude_categories=["C", "Z"], exclude_characters="[]")
 
 
 @given(host=st.text(VISIBLE, min_size=1), port=st.integers(0, (1 << 16) - 1))
+@example(host="fd00::1", port=7401)
 def test_an_address_survives_formatting_and_parsing(host: str, port: int) -> None:
-    assert parse_address(f"{host}:{port}") == parse_address(f"[{host}]:{port}") == (host, port)
+    assert parse_address(shown(host, port)) == parse_address(f"[{host}]:{port}") == (host, port)
+
+
+@pytest.mark.parametrize(
+    "text", ["fd00::1:7401", "::1:7401", "[::1:7401", "::1]:7401", "https://alpha.example:7401", "tcp://[::1]:1"]
+)
+def test_what_could_be_read_in_two_ways_is_refused_with_the_right_form(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"\[::1\]:7401|leave out everything but host:port"):
+        parse_address(text)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from symbiosis_priv import cli as root_cli
@@ -31,6 +32,7 @@ from tenant.cli.generate import generate as generate_command
 from tenant.federation import cli as federation_cli
 from tenant.model.hf import RemoteConfig
 from tenant.model.loading import load_tokenizer
+from tenant.training.corpus import context_of
 from tenant.training.generate import Conversation, generate, open_model
 from tenant.training.options import Decoding
 from tenant.training.output import last_checkpoint
@@ -525,6 +527,20 @@ def test_no_more_tokens_than_the_models_context(model: Path) -> None:
         chat.answer("a")  # ends with the context
         with pytest.raises(ConfigError, match="context of 32"):
             chat.answer("a " * 40)
+
+
+@pytest.mark.parametrize(
+    ("positions", "rope", "context"),
+    [
+        (64, {"factor": 4.0, "original_max_position_embeddings": 64}, 256),  # as Qwen's page tells people to write it
+        (256, {"factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        (64, {"factor": 2.0}, 128),
+    ],
+)
+def test_yarns_factor_counts(positions: int, rope: dict[str, float], context: int) -> None:
+    parameters = {"rope_type": "yarn", "rope_theta": 1e4, **rope}
+    config = LlamaConfig(max_position_embeddings=positions, rope_parameters=parameters)
+    assert context_of(config) == context
 
 
 def test_only_a_simulation_needs_no_federation(model: Path, tmp_path: Path) -> None:

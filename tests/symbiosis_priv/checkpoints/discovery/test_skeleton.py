@@ -253,7 +253,7 @@ def test_cross_attention_is_not_fused_over_blocks(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, list[Any], str | None]] = [
-    ("architectures", [["LlamaForTimeTravel"], [], None], "architectures"),
+    ("architectures", [["LlamaForTimeTravel"]], "architectures"),
     ("architectures", [["AutoTokenizer"], ["logging"], ["__version__"], ["LlamaConfig"], ["a.b"]], None),  # no models
     ("architectures", [5, "LlamaForCausalLM", [5], [None], [["LlamaForCausalLM"]], {}], None),
     ("model_type", ["time_travel"], None),
@@ -263,6 +263,17 @@ REFUSED: list[tuple[str, list[Any], str | None]] = [
     ("hidden_act", ["magic"], None),
     ("eos_token_id", [1 << 70], None),
 ]
+
+
+@pytest.mark.parametrize("nothing", [None, []])
+def test_a_checkpoint_without_architectures_generates_text(nothing: object, tmp_path: Path) -> None:
+    path = save("LlamaForCausalLM", tmp_path) / "config.json"
+    expected = discover(tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": nothing}))
+    assert discover(tmp_path) == expected
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "vit"}))
+    with pytest.raises(UnsupportedModelError, match="architectures"):
+        discover(tmp_path)
 
 
 @pytest.mark.parametrize(("key", "value", "says"), [(key, one, says) for key, all_, says in REFUSED for one in all_])

@@ -17,7 +17,7 @@ from tenant.endpoint.options import Serving
 from tenant.endpoint.page.router import FILES, page_router
 from tenant.masking.registry import scheme_named
 from tenant.model.hf import RemoteConfig, backend_of
-from tenant.model.ledger import ledger_of
+from tenant.model.ledger import ledger_of, session_of
 from tenant.model.loading import load_language_model, load_processor, load_tokenizer, warn_of_other_template
 from tenant.tasks import Tasks
 
@@ -47,7 +47,7 @@ def opened(
         tokenizer.chat_template = processor.chat_template  # of chat_template.json
     loaded = load_language_model(model, remote=remote, tokenizer=tokenizer, media=options.media)
     with ExitStack() as running:
-        running.enter_context(backend_of(loaded))
+        backend = running.enter_context(backend_of(loaded))
         tasks = Tasks(loaded, tag=name)
         for task, folder in adapters.items():
             tasks.register(task, folder)
@@ -59,7 +59,7 @@ def opened(
             drafter = open_drafter(options.draft, tokenizer, model=full, ahead=options.draft_tokens)
         limits = EngineLimits(memory=options.memory_mib << 20, clients=clients)
         engine = open_engine(loaded, tokenizer, tasks=tasks, limits=limits, drafter=drafter, media=options.media)
-        running.callback(engine.close)
+        running.callback(engine.close, interrupt=backend.close)
         service = Service(
             engine,
             loaded,
@@ -69,6 +69,7 @@ def opened(
             pooling=options.pooling,
             fixed_length=options.fixed_length,
             processor=processor,
+            session=session_of(loaded),
         )
         running.callback(service.vocabulary.close)
         gc.freeze()  # a collection that examines torch's and transformers' modules stops all answers
@@ -85,7 +86,7 @@ def server(
         hosts=frozenset({"localhost", *(host.lower() for host in options.host)}),
         drain_s=options.drain_s,
         adapters=options.allow_loading,
-        open_paths=frozenset({"/health", "/openapi.json", *FILES}),
+        open_paths=frozenset({"/health", "/ready", "/openapi.json", *FILES}),
     )
     page = page_router(scheme_named(masking), lambda: ledger_of(service.model), model=service.root, media=options.media)
     return Server(create_app(service, settings, routers=[page]), listener, drain_s=options.drain_s)

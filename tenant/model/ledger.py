@@ -10,11 +10,17 @@ from tenant.session.session import Session
 from tenant.session.tally import Ledger
 
 
-def ledger_of(model: nn.Module) -> Ledger | None:
-    """Return the counters of a split model's session; None for schemes without a session ("simulate", "paper-pool")."""
+def session_of(model: nn.Module) -> Session | None:
+    """Return a split model's session; None for schemes without one ("simulate", "paper-pool")."""
     backend = backend_of(model)
     session = backend.products if isinstance(backend, RingBackend) else None
-    return session.ledger() if isinstance(session, Session) else None
+    return session if isinstance(session, Session) else None
+
+
+def ledger_of(model: nn.Module) -> Ledger | None:
+    """Return the counters of a split model's session; None without one."""
+    session = session_of(model)
+    return None if session is None else session.ledger()
 
 
 def since(before: Ledger, now: Ledger) -> Ledger:

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from symbiosis_priv.checkpoints.layers import spans
 from symbiosis_priv.checkpoints.manifest import Manifest
-from symbiosis_priv.errors import SymbiosisError, UncoveredError
+from symbiosis_priv.errors import ProviderError, SymbiosisError, UncoveredError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
@@ -78,6 +78,21 @@ class Prober:
         """Reconnect in the background to providers whose pause is over; see `Routes.to_probe`."""
         for provider in self._routes.to_probe(urgent):
             self._probe(provider, self._try_once)
+
+    def reaches_executor(self) -> bool:
+        """Connect to executors until one answers, once each. Returns False if none does."""
+        return any(map(self._answers, self._routes.executors))
+
+    def _answers(self, provider: KnownProvider) -> bool:
+        if provider.peer in self._routes.quarantined:
+            return False
+        try:
+            self._try_once(provider)
+        except ProviderError:  # it is busy, or has enough connections
+            return True
+        except SymbiosisError:
+            return False
+        return True
 
     def _connect(self) -> None:
         self._before()

@@ -25,6 +25,7 @@ from symbiosis_priv.errors import (
     ProtocolError,
     ProviderError,
     QuarantinedError,
+    SymbiosisError,
     TransportError,
     UncoveredError,
     VerificationError,
@@ -163,7 +164,8 @@ class Attempts:
                     if self._last is not None:
                         since, until, why = self._began, self._deadline, str(self._error)
                         self._runtime.notices.waiting(self._last.peer.label, since=since, until=until, why=why)
-                    self._runtime.closing.wait(self._backoff.failed())
+                    if self._runtime.closing.wait(self._backoff.failed()):
+                        raise SymbiosisError("this session is closed; load the model again")
             except BaseException:
                 if taken:
                     self._routes.cancelled(taken)

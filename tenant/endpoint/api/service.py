@@ -2,6 +2,7 @@
 engine."""
 
 import asyncio
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import anyio.to_thread
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client import Counter as Count
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -28,10 +30,12 @@ from tenant.endpoint.api.media import Processor
 from tenant.endpoint.api.vocabulary import Vocabulary
 from tenant.endpoint.engine.answer import TextStream
 from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Pooling, Sampling
+from tenant.session.session import Session
 from tenant.tasks import Tasks
 
 T = TypeVar("T")
 _PREFIX = "symbiosis_endpoint_"
+_LOOK_S = 5.0
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
@@ -57,7 +61,7 @@ class Settings:
     requests: int = CONNECTIONS
     drain_s: float = 30.0
     adapters: Path | None = None
-    open_paths: frozenset[str] = frozenset({"/", "/health", "/openapi.json"})
+    open_paths: frozenset[str] = frozenset({"/", "/health", "/ready", "/openapi.json"})
 
 
 class EndpointMetrics(Collector):
@@ -110,6 +114,7 @@ class Service:
         pooling: how the hidden states of a text are combined to an embedding.
         fixed_length: compute every answer to its largest length, so that providers do not see its end.
         processor: makes tensors of pictures and sounds (`load_processor`); None for texts only.
+        session: asks the providers; None if there are none.
     """
 
     def __init__(
@@ -123,6 +128,7 @@ class Service:
         pooling: Pooling = "mean",
         fixed_length: bool = False,
         processor: Any = None,
+        session: Session | None = None,
     ) -> None:
         config = model.config.get_text_config()
         ends = model.generation_config.eos_token_id
@@ -146,6 +152,8 @@ class Service:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="endpoint-texts")
         self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by client
         self.users: Counter[str | None] = Counter()  # running requests of each adapter
+        self._session = session
+        self._looking, self._reaches, self._looked_at = asyncio.Lock(), True, -math.inf
         if tasks is not None and name in tasks:
             raise ConfigError(f"an adapter has the name of the base model, {name}; choose another name")
 
@@ -174,6 +182,16 @@ class Service:
             code="model_not_found",
             param="model",
         )
+
+    async def is_ready(self) -> bool:
+        """Return whether an executor can be reached. Connects to executors at most once in `_LOOK_S` seconds."""
+        if self._session is None:
+            return True
+        async with self._looking:
+            if time.monotonic() - self._looked_at > _LOOK_S:
+                self._reaches = await anyio.to_thread.run_sync(self._session.runtime.prober.reaches_executor)
+                self._looked_at = time.monotonic()
+            return self._reaches
 
     def chat_template(self) -> str:
         """Return the base model's chat template, which its adapters use too. Raises `ApiError` if there is none."""

@@ -7,6 +7,7 @@ model, so a step costs the round trips of one token for any number of requests.
 
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -85,8 +86,8 @@ class ContinuousEngine(QueuedEngine):
             memory = self._reserved() + self._prefixes.bytes
             return replace(super().load(), memory=memory, memory_limit=self._limits.memory)
 
-    def close(self, *, drain_s: float = 0.0) -> None:
-        super().close(drain_s=drain_s)
+    def close(self, *, drain_s: float = 0.0, interrupt: Callable[[], None] | None = None) -> None:
+        super().close(drain_s=drain_s, interrupt=interrupt)
         self._packed.close()
 
     def check(self, request: EngineRequest) -> None:

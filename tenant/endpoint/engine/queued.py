@@ -4,7 +4,7 @@ import logging
 import threading
 from abc import abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Ordered
 from typing import Any
 
@@ -22,6 +22,7 @@ from tenant.training.corpus import check_context
 log = logging.getLogger(__name__)
 
 _STOP_S = 60.0  # seconds for the step in progress when the engine closes
+_STEP_S = 0.5  # ... before it is interrupted; steps that wait for no provider take less
 _TURN_S = 600.0  # seconds to wait for a step of another engine
 
 
@@ -162,13 +163,17 @@ class QueuedEngine(Engine):
                 rows=self._turn.counted.rows,
             )
 
-    def close(self, *, drain_s: float = 0.0) -> None:
+    def close(self, *, drain_s: float = 0.0, interrupt: Callable[[], None] | None = None) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._waiting and not self._running, timeout=drain_s)
             for sequence in (*self._waiting, *self._running):
                 sequence.cancel()
+        if interrupt is not None:
+            self._thread.join(_STEP_S)
+            if self._thread.is_alive():
+                interrupt()
         self._thread.join(_STOP_S)
 
     def charge(self, sequences: Ordered[Sequence], rows: Ordered[int]) -> None:

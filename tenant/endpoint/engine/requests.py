@@ -238,5 +238,6 @@ class Engine(ABC):
         """Return the present load."""
 
     @abstractmethod
-    def close(self, *, drain_s: float = 0.0) -> None:
-        """Refuse new requests, wait up to `drain_s` seconds for running ones, cancel the others, and stop."""
+    def close(self, *, drain_s: float = 0.0, interrupt: Callable[[], None] | None = None) -> None:
+        """Refuse new requests, wait up to `drain_s` seconds for running ones, cancel the others, and stop. `interrupt`:
+        ends a step that waits for a provider, such as `Session.close`."""

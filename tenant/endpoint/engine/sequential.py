@@ -3,6 +3,7 @@
 import copy
 import logging
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -145,10 +146,10 @@ class MediaEngine(Engine):
         names = ("running", "waiting", "steps", "tokens")
         return replace(texts, **{name: getattr(texts, name) + getattr(media, name) for name in names})
 
-    def close(self, *, drain_s: float = 0.0) -> None:
+    def close(self, *, drain_s: float = 0.0, interrupt: Callable[[], None] | None = None) -> None:
         end = time.monotonic() + drain_s
         for engine in (self._media, self._texts):
-            engine.close(drain_s=max(0.0, end - time.monotonic()))
+            engine.close(drain_s=max(0.0, end - time.monotonic()), interrupt=interrupt)
 
 
 class _Steps(LogitsProcessor):

@@ -402,6 +402,19 @@ def test_a_refused_first_connection_does_not_wait_out_the_deadline(
         session.runtime._connect_with_retries(session.routes.executors[0], lambda: True)
 
 
+def test_closing_ends_the_wait_for_executors_that_are_away(new_provider: NewProvider, new_session: NewSession) -> None:
+    first, second = new_provider(), new_provider()
+    session = new_session("none", [first, second], deadline_s=60.0)
+    assert is_right(session, QKV, FORWARD, 1, seed=1)
+    for provider in (first, second):
+        provider.close()
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(is_right, session, QKV, FORWARD, 1, seed=1)
+        until(lambda: all(provider.health.failures > 1 for provider in session.routes.executors))
+        session.close()
+        assert isinstance(waiting.exception(20), errors.SymbiosisError)
+
+
 # Layers
 
 

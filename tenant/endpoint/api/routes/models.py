@@ -1,4 +1,4 @@
-"""`/v1/models`, `/v1/load_lora_adapter`, `/v1/unload_lora_adapter`, `/health` and `/metrics`."""
+"""`/v1/models`, `/v1/load_lora_adapter`, `/v1/unload_lora_adapter`, `/health`, `/ready` and `/metrics`."""
 
 import logging
 from pathlib import Path
@@ -85,6 +85,14 @@ async def metrics(http: Request) -> Response:
 async def health(http: Request) -> dict[Literal["status"], Literal["ok"]]:
     """Report that the endpoint answers."""
     endpoint_of(http).service.engine.load()
+    return {"status": "ok"}
+
+
+@open_router.get("/ready")
+async def ready(http: Request) -> dict[Literal["status"], Literal["ok"]]:
+    """Report that an executor can be reached; otherwise, an error 503."""
+    if not await endpoint_of(http).service.is_ready():
+        raise ApiError(503, "no executor can be reached", code="providers")
     return {"status": "ok"}
 
 

@@ -68,7 +68,14 @@ def test_the_page_of_the_endpoint_itself_may_ask(served: Served) -> None:
 
 
 def test_what_needs_no_key(served: Served) -> None:
-    for path, status in (("/health", 200), ("/openapi.json", 200), ("/metrics", 401), ("/v1/none", 401), ("/x", 401)):
+    for path, status in (
+        ("/health", 200),
+        ("/ready", 200),
+        ("/openapi.json", 200),
+        ("/metrics", 401),
+        ("/v1/none", 401),
+        ("/x", 401),
+    ):
         assert ask(served, "GET", path, Authorization=None)[0] == status
     assert ask(served, "GET", "/v1/none")[0] == 404
     assert ask(served, "PUT", "/v1/models")[0] == 405

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -36,7 +37,7 @@ class Scripted(Engine):
     def load(self) -> Load:
         return Load()
 
-    def close(self, *, drain_s: float = 0.0) -> None:
+    def close(self, *, drain_s: float = 0.0, interrupt: Callable[[], None] | None = None) -> None:
         pass
 
 

@@ -119,8 +119,9 @@ class Guard:
                 if not status:
                     await error.response()(scope, receive, noted)
             except asyncio.CancelledError:  # the answers in progress have had their time to end
-                if not status:
-                    await ApiError(503, "the endpoint is stopping", code="stopping").response()(scope, receive, noted)
+                if status:
+                    raise
+                await ApiError(503, "the endpoint is stopping", code="stopping").response()(scope, receive, noted)
             except Exception as error:  # its text may quote a prompt, so only its type and place are logged
                 log.error("%s\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
                 if not status:

@@ -547,7 +547,7 @@ def build(config: ProviderConfig, *, model_digest: str, inbox: Inbox) -> Executo
     """Make the executor for a configuration. Raises `ConfigError`: the device or the kernel cannot be used;
     `CheckpointError`: the checkpoint has changed since the gateway read its digest."""
     settings = config.executor
-    store = open_store(config, shardable=dist.is_initialized())
+    store = open_store(config)
     if store.manifest().digest != model_digest:
         raise CheckpointError(f"{store.path} changed while it was in use; start the provider again")
     operands: Operands | None = None

@@ -53,7 +53,7 @@ class MemberExecutor(ExecutorHandle):
         self._thread = threading.Thread(target=self._follow, name="executor", daemon=True)
 
     def start(self) -> None:
-        store = open_store(self.config, shardable=True)
+        store = open_store(self.config)
         if store.manifest().digest != self.model_digest:
             raise CheckpointError(f"{store.path} changed while it was in use; start the provider again")
         self._operands = ShardedOperands(store, sharding=self.config.executor.sharding)

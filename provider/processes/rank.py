@@ -72,7 +72,7 @@ def _run(config: ProviderConfig, *, lead: Callable[[dist.ProcessGroup | None], N
         lead(lines)
     else:
         with torch.no_grad():
-            ShardedOperands(open_store(config, shardable=True), sharding=settings.sharding).follow()
+            ShardedOperands(open_store(config), sharding=settings.sharding).follow()
     dist.destroy_process_group()
 
 

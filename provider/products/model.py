@@ -238,8 +238,8 @@ def _size(entry: GroupEntry) -> int:
     return 4 * entry.stacked_outputs * (entry.inputs + 1)
 
 
-def open_store(config: ProviderConfig, *, shardable: bool = False) -> WeightStore:
-    """Open the weight store of a configuration. For a group of ranks, it uses a layout that can be sharded."""
+def open_store(config: ProviderConfig) -> WeightStore:
+    """Open the weight store of a configuration."""
     model, executor = config.model, config.executor
     return WeightStore(
         resolve(model.checkpoint),
@@ -247,7 +247,6 @@ def open_store(config: ProviderConfig, *, shardable: bool = False) -> WeightStor
         cache=model.cache,
         device=executor.device,
         kernel=executor.kernel,
-        shardable=shardable,
         layers=model.layer_range,
         scope=model.scope,
     )

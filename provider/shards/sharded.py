@@ -55,7 +55,7 @@ from provider.shards.rank_group import Heartbeats
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, Widths, opposite
 from symbiosis_priv.arithmetic.segments import Counts, segments
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import CheckpointError, ConfigError, RankLostError
+from symbiosis_priv.errors import CheckpointError, RankLostError
 from symbiosis_priv.kernels import Choice, Packed, kernel_of, probe_rows
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 
@@ -119,15 +119,11 @@ class RowKeeper(Protocol):
 
 class Unit(nn.Module):
     """A module whose one parameter is a layer group's packed weights as bytes, on the meta device until `load`. Keeps
-    no reference to the data of `whole`, which may be a mapped file. Raises `ConfigError`: weights in this layout cannot
-    be cut along their outputs."""
+    no reference to the data of `whole`, which may be a mapped file."""
 
     def __init__(self, whole: Packed, choice: Choice) -> None:
         super().__init__()
-        granule = kernel_of(choice.layout).shard_granule
-        if granule is None:
-            raise ConfigError(f"weights packed as {choice.layout!r} cannot be sharded: choose another kernel")
-        self._granule = granule
+        self._granule = kernel_of(choice.layout).granule
         nothing = torch.empty(0, dtype=whole.data.dtype, device="cpu")  # a view of the data would keep its file mapped
         self._whole = replace(whole, data=nothing)
         self._choice = choice
@@ -191,7 +187,7 @@ class Unit(nn.Module):
 
     def _product(self, weights: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
         if out.numel():
-            self._choice.kernel(direction, len(rows)).product(weights, rows, direction, out)
+            self._choice.kernel(len(rows)).product(weights, rows, direction, out)
 
 
 def _chunk(granules: int, world: int) -> int:
@@ -201,10 +197,9 @@ def _chunk(granules: int, world: int) -> int:
 
 class ShardedOperands(Operands):
     """The ring products of a group of ranks. Every rank makes one; rank 0 computes products, the other ranks `follow`.
-    The store is `shardable`, unless its kernel is named. `sharding` is "columns", "gathered", or "auto" to measure
-    both. Raises `CheckpointError`: the ranks have different models, or serve different layers; `ConfigError`: the
-    weights cannot be packed, or the packed weights cannot be sharded; `RankLostError`: a rank did not answer during the
-    start."""
+    `sharding` is "columns", "gathered", or "auto" to measure both. Raises `CheckpointError`: the ranks have different
+    models, or serve different layers; `ConfigError`: the weights cannot be packed; `RankLostError`: a rank did not
+    answer during the start."""
 
     def __init__(self, store: WeightStore, *, sharding: str = "auto") -> None:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()

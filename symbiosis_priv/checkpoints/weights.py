@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -23,13 +23,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, Stack, centred, compose, quantise
-from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 from symbiosis_priv.checkpoints import packed
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
 from symbiosis_priv.checkpoints.layers import AGAIN, DEFAULT_SCOPE, THROUGH, GroupSpec, LayerRange, Scope, layers_of
 from symbiosis_priv.checkpoints.manifest import MANIFEST_VERSION, GroupEntry, Manifest
 from symbiosis_priv.errors import CheckpointError, ConfigError
-from symbiosis_priv.kernels import Choice, Packed, RingMatrix, choose, kernel_of, tune
+from symbiosis_priv.kernels import Choice, Packed, RingMatrix, choose, kernel_of
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, GroupIndex
 from symbiosis_priv.system.files import PrivateFolder, default_cache, read_limited, replace_atomically, write_atomically
 
@@ -120,8 +120,8 @@ class _Members:
 
 class WeightStore:
     """Layer groups of one checkpoint folder (`checkpoint.resolve` gives one), quantised once. `kernel` is a name in
-    `kernels.KERNELS`, or "auto" for the fastest one: if `shardable`, only among those whose packed weights can be split
-    by output channel. `layers` are packed for products; the manifest always describes the whole model."""
+    `kernels.KERNELS`, or "auto" for the fastest one. `layers` are packed for products; the manifest always describes
+    the whole model."""
 
     def __init__(
         self,
@@ -131,14 +131,13 @@ class WeightStore:
         cache: Path | None = None,
         device: str = "cpu",
         kernel: str = "auto",
-        shardable: bool = False,
         layers: LayerRange | None = None,
         scope: Scope = DEFAULT_SCOPE,
     ) -> None:
         self.path, self.scope, self.weight_bits, self.device = path, scope, weight_bits, device
-        self._kernel, self._shardable, self._wanted = kernel, shardable, layers
+        self._kernel, self._wanted = kernel, layers
         self.cache = (cache or default_cache()) / "weights"  # quantised and packed weights
-        self._choices = self.cache / "kernels.json"
+        self._times = self.cache / "tiles.json"
         self._skeleton: Skeleton | None = None
         self._manifest: Manifest | None = None
         self._read_for: Path | None = None
@@ -235,22 +234,23 @@ class WeightStore:
         return group
 
     def _choice(self, entry: GroupEntry) -> Choice:
-        inputs, outputs = entry.columns(BACKWARD if entry.transposed else FORWARD)
-        return choose((outputs, inputs), kernel=self._kernel, **self._tuning(entry))
-
-    def _tuning(self, entry: GroupEntry) -> dict[str, Any]:
-        """What `kernels.tune` and `kernels.choose` need to know of a group."""
-        _, outputs = entry.by_expert.columns(BACKWARD if entry.transposed else FORWARD)
-        height = outputs if entry.experts > 1 else 0  # packed outputs of one expert's matrix
-        how = {"weight_bits": self.weight_bits, "device": torch.device(self.device), "shardable": self._shardable}
-        return how | {"height": height, "results": self._choices}
+        direction: Direction = BACKWARD if entry.transposed else FORWARD
+        inputs, outputs = entry.columns(direction)
+        _, height = entry.by_expert.columns(direction)  # packed outputs of one expert's matrix
+        return choose(
+            (outputs, inputs),
+            weight_bits=self.weight_bits,
+            device=torch.device(self.device),
+            kernel=self._kernel,
+            height=height if entry.experts > 1 else 0,
+        )
 
     def _mapped(self, entry: GroupEntry) -> RingMatrix | None:
         choice = self._choice(entry)
         found = packed.read(self.cache, _key(entry), choice.layout, weight_bits=self.weight_bits)
         if found is None:
             return None
-        matrix = RingMatrix.of_packed(found[0], choice, device=self.device)
+        matrix = RingMatrix.of_packed(found[0], choice, device=self.device, results=self._times)
         if packed.agrees(matrix, found[1]):
             return matrix.as_stack(entry.experts, transposed=entry.transposed)
         log.warning("the packed weights of %s in %s are damaged and are packed again", entry.name, self.cache)
@@ -260,8 +260,6 @@ class WeightStore:
         """Pack a group and write it to the cache. Returns the mapped copy if the cache can be written."""
         if entry.transposed:
             weight = weight.t()
-        if self._kernel == "auto":
-            self._write_to_cache(lambda: tune(weight, **self._tuning(entry)))
         choice = self._choice(entry)
         made = kernel_of(choice.layout).pack(weight, weight_bits=self.weight_bits)
         products = packed.probe_products(weight, weight_bits=self.weight_bits)
@@ -363,7 +361,7 @@ class WeightStore:
                     self._pack(entry, group.weight)
             return entry
 
-        return self.assemble(self.each_group(pack, progress=progress))  # one at a time: kernels are being timed
+        return self.assemble(self.each_group(pack, progress=progress))  # one at a time: tiles are being timed
 
     def _read(self, digest: str) -> QuantisedGroup | None:
         path = self.cache / f"{digest}.safetensors"

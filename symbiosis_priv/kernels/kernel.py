@@ -8,24 +8,19 @@ int32     unchanged weights, int16 or int8 `[o, d]`: torch's integer matmul wrap
           Fast for few rows.
 fp64      unchanged weights: exact while every partial sum is an integer of at most 2^53; longer sums are split. Both
           kernels convert one block at a time, and never hold a second full copy.
-limbs     int8 matrix units (CUDA tensor cores, AMX): rows are split into four balanced int8 limbs, weights into one or
-          two int8 digits. Pairs whose shift is 32 or more are 0 modulo 2^32; seven int8 products remain for 9 to 15
-          weight bits, four for up to 8. In a ring of 24 bits, three limbs suffice, and five or three products remain.
-          The units need the second matrix in column order, so the digits are stored in that order for the forward
-          direction, and transposed block by block for the backward direction.
 """
 
 import functools
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from symbiosis_priv import native
 from symbiosis_priv.arithmetic.passes import large_tensor
@@ -38,9 +33,8 @@ from symbiosis_priv.native import Isa, for_each_slice, slices_of
 class Packed:
     """A weight matrix in the layout of some kernels: one plain tensor, so that it can be mapped from disk and shared.
 
-    `layout` is the `Kernel.layout` of the kernels that can read it. A packed weight takes 1 byte up to 8 weight bits,
-    and 2 bytes beyond; in panels, 10 bits at 9 and 10 weight bits. `data` is contiguous int8 or int16. The weight is
-    `[outputs, inputs]`.
+    `layout` is the `Kernel.layout` of the kernels that can read it. `data` is contiguous int8, int16 or float16. The
+    weight is `[outputs, inputs]`.
     """
 
     layout: str
@@ -67,15 +61,12 @@ class Kernel(ABC):
 
     name: str
     layout: ClassVar[str]
-    shard_granule: ClassVar[int | None] = None
-    """Output channels in one element of the packed data's first dimension. The data can be sharded there. None if it
-    cannot."""
-
     narrow = False
     """True if a product modulo 2^24 takes less work than one modulo 2^32."""
 
     granule: ClassVar[int]
-    """`cut` divides packed weights at multiples of this number of outputs."""
+    """`cut` divides packed weights at multiples of this number of outputs, and shards begin there: the outputs in one
+    element of the packed data's first dimension."""
 
     @abstractmethod
     def supports(self, device: torch.device) -> bool:
@@ -84,10 +75,6 @@ class Kernel(ABC):
     def is_candidate(self, device: torch.device) -> bool:
         """Returns True if this kernel may be the fastest on a device that it supports."""
         return True
-
-    def max_terms(self) -> int:
-        """The widest row whose product is exact."""
-        return 1 << 62
 
     @abstractmethod
     def form(self, outputs: int, inputs: int, *, weight_bits: int) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -104,8 +91,9 @@ class Kernel(ABC):
         data = packed.data[start // self.granule : stop // self.granule]
         return replace(packed, outputs=stop - start, data=data)
 
-    def prepare(self, packed: Packed) -> None:  # noqa: B027
-        """Do the work that the first products with these weights, on their device, would otherwise wait for."""
+    def prepare(self, packed: Packed, results: Path | None = None) -> None:  # noqa: B027
+        """Do the work that the first products with these weights, on their device, would otherwise wait for. What was
+        measured is kept in the file of results, if there is one."""
 
     @abstractmethod
     def product(
@@ -166,7 +154,7 @@ class CompiledKernel(Kernel):
     """A kernel for one instruction set: `tdpbusd`, `vpdpwssd`, `pmaddwd` or plain C."""
 
     layout = "panels"
-    shard_granule = granule = _PANEL
+    granule = _PANEL
 
     def __init__(self, isa: Isa) -> None:
         self.isa = isa
@@ -246,7 +234,7 @@ _CPU_WEIGHTS, _GPU_WEIGHTS = 1 << 19, 1 << 26  # weights that are converted at a
 
 class _PlainKernel(Kernel):
     layout = "plain"
-    shard_granule = granule = 1
+    granule = 1
     dtype: ClassVar[torch.dtype]
     """The dtype of the product's operands."""
 
@@ -306,83 +294,3 @@ class Float64Kernel(_PlainKernel):
         for start in range(0, rows.shape[1], terms):
             summed = slice(start, start + terms)
             out.add_((rows[:, summed] @ matrix[summed]).to(torch.int64).to(torch.int32))
-
-
-BALANCE = -0x7F7F7F80
-"""0x80808080 as int32: adding it and then xoring with it makes every byte a balanced digit."""
-
-_TURNED_AT_A_TIME = 1 << 22  # weights per block
-_MULTIPLE = 8  # every dimension is padded to a multiple of it, as the units require
-_LEAST_ROWS = 16  # CUDA requires more than 16 rows of a product, which has those of two or more limbs
-
-
-class DigitKernel(Kernel):
-    """Base of kernels on int8 digits: a plane of low digits and, beyond 8 weight bits, a plane of high digits."""
-
-    layout = "digits"
-    shard_granule = granule = _MULTIPLE
-
-    def form(self, outputs: int, inputs: int, *, weight_bits: int) -> tuple[torch.dtype, tuple[int, ...]]:
-        digits = 1 if weight_bits <= 8 else 2
-        return torch.int8, (-(-outputs // _MULTIPLE), _MULTIPLE, digits, inputs + -inputs % _MULTIPLE)
-
-    def pack(self, weight: Tensor, *, weight_bits: int) -> Packed:
-        outputs, inputs = weight.shape
-        digits = [weight]
-        if weight_bits > 8:
-            low = ((weight + 0x80) & 0xFF) - 0x80
-            digits = [low, (weight - low) >> 8]
-        padding = (0, -inputs % _MULTIPLE, 0, -outputs % _MULTIPLE)
-        data = torch.stack([pad(digit.to(torch.int8), padding) for digit in digits], dim=1)
-        return Packed(self.layout, outputs, inputs, weight_bits, data.unflatten(0, (-1, _MULTIPLE)))
-
-
-def _planes(packed: Packed) -> Tensor:
-    """The digits as int8 `[digits, o, d]`: a view, in which both planes of an output lie side by side."""
-    return packed.data.flatten(0, 1).transpose(0, 1)
-
-
-class LimbKernel(DigitKernel):
-    name = "limbs"
-    narrow = True
-
-    def supports(self, device: torch.device) -> bool:
-        return True
-
-    def is_candidate(self, device: torch.device) -> bool:
-        return device.type != "cpu" or not native.vectorised()
-
-    def max_terms(self) -> int:
-        return 1 << 16  # products of 2^7 * 2^7 in int32 accumulators
-
-    def product(
-        self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor, *, ring_bits: RingBits = 32
-    ) -> None:
-        planes = _planes(packed)
-        count, width = rows.shape[0], planes.shape[2 if direction == FORWARD else 1]
-        padded = max(_LEAST_ROWS, count + -count % _MULTIPLE)
-        x = pad(rows, (0, width - rows.shape[1], 0, padded - count))
-        x.add_(BALANCE).bitwise_xor_(BALANCE)
-        held = ring_bits // 8
-        limbs = x.new_empty((held, *x.shape), dtype=torch.int8)
-        for limb in limbs:
-            limb.copy_(x)  # the lowest byte of the row
-            x >>= 8
-        for columns, matrices in self._steps(planes, packed.outputs, direction):
-            target = out[:, columns].zero_()
-            for j, matrix in enumerate(matrices):
-                products = torch._int_mm(limbs[: held - j].flatten(0, 1), matrix).view(held - j, padded, -1)
-                for i, product in enumerate(products):
-                    target.add_(product[:count, : target.shape[1]], alpha=1 << 8 * (i + j))
-
-    def _steps(self, planes: Tensor, used: int, direction: Direction) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Divide a product by its output columns. Yields the slice of columns of each step, and each plane's digits for
-        them, stored column by column."""
-        if direction == FORWARD:
-            yield slice(0, used), [w.t() for w in planes]
-            return
-        _, outputs, inputs = planes.shape
-        step = max(1, _TURNED_AT_A_TIME // outputs // _MULTIPLE) * _MULTIPLE
-        for start in range(0, inputs, step):
-            columns = slice(start, start + step)
-            yield columns, [w[:, columns].t().contiguous().t() for w in planes]

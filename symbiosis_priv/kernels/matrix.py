@@ -8,6 +8,7 @@ is joined along its inputs (down) is packed transposed, and its directions are e
 
 import copy
 import math
+from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -50,10 +51,13 @@ class RingMatrix:
         self._hold(kernel_of(choice.layout).pack(weight.cpu(), weight_bits=weight_bits), choice, device)
 
     @classmethod
-    def of_packed(cls, packed: Packed, choice: Choice, *, device: torch.device | str = "cpu") -> Self:
-        """A matrix of weights that are already packed in the choice's layout. Shares their memory if possible."""
+    def of_packed(
+        cls, packed: Packed, choice: Choice, *, device: torch.device | str = "cpu", results: Path | None = None
+    ) -> Self:
+        """A matrix of weights that are already packed in the choice's layout. Shares their memory if possible.
+        `results`: see `Kernel.prepare`."""
         matrix = cls.__new__(cls)
-        matrix._hold(packed, choice, torch.device(device))
+        matrix._hold(packed, choice, torch.device(device), results)
         return matrix
 
     def as_stack(self, experts: int, *, transposed: bool) -> Self:
@@ -64,14 +68,14 @@ class RingMatrix:
         stack._set_columns()
         return stack
 
-    def _hold(self, packed: Packed, choice: Choice, device: torch.device) -> None:
+    def _hold(self, packed: Packed, choice: Choice, device: torch.device, results: Path | None = None) -> None:
         self.device = device
         self.experts, self._transposed = 1, False
-        self._kernels = {(d, rows): choice.of_class(d, rows) for d in DIRECTIONS for rows in ROW_CLASSES}
+        self._kernels = {rows: choice.of_class(rows) for rows in ROW_CLASSES}
         self._packed = packed.to(device)
         self._set_columns()
         for name in set(choice.kernels.values()):
-            KERNELS[name].prepare(self._packed)
+            KERNELS[name].prepare(self._packed, results)
 
     @property
     def nbytes(self) -> int:
@@ -134,11 +138,11 @@ class RingMatrix:
         if self.device.type != "cpu" or not 0 < count <= _CPU_ROWS:
             return None
         direction = self._as_packed(direction)
-        return self.chosen(count, direction).few(self._packed, direction, count, ring_bits)
+        return self.chosen(count).few(self._packed, direction, count, ring_bits)
 
-    def chosen(self, count: int, direction: Direction = FORWARD) -> Kernel:
-        """The kernel that products of `count` rows use, for a direction of the packed weights."""
-        return self._kernels[direction, row_class(count)]
+    def chosen(self, count: int) -> Kernel:
+        """The kernel that products of `count` rows use."""
+        return self._kernels[row_class(count)]
 
     def _as_packed(self, direction: Direction) -> Direction:
         """Return the direction of the packed weights that corresponds to a direction of this matrix."""
@@ -148,9 +152,9 @@ class RingMatrix:
         count = rows.shape[0]
         pieces = max(1, count // _CPU_ROWS) if self.device.type == "cpu" else 1
         if pieces == 1 and count:
-            self.chosen(count, direction).product(packed, rows, direction, out, ring_bits=ring_bits)
+            self.chosen(count).product(packed, rows, direction, out, ring_bits=ring_bits)
             return
         step = math.ceil(count / pieces) or 1
         for start in range(0, count, step):
             block = slice(start, start + step)
-            self.chosen(count, direction).product(packed, rows[block], direction, out[block], ring_bits=ring_bits)
+            self.chosen(count).product(packed, rows[block], direction, out[block], ring_bits=ring_bits)

@@ -103,7 +103,6 @@ def measure_kernels(
     top = (1 << (weight_bits - 1)) - 1
     weight = torch.randint(-top, top + 1, (outputs, inputs), dtype=torch.int16, device="cpu")
     kernels = {name: kernel for name, kernel in KERNELS.items() if kernel.supports(where)}
-    kernels = {name: kernel for name, kernel in kernels.items() if max(weight.shape) <= kernel.max_terms()}
     packed: dict[str, Packed] = {}
     for kernel in kernels.values():
         if kernel.layout not in packed:
@@ -122,12 +121,12 @@ def measure_kernels(
                     continue
                 data = packed[kernel.layout]
                 try:
-                    if is_exact(kernel, weight, data, count=count, direction=direction, ring_bits=bits):
+                    if is_exact(kernel, weight, data, rows.cpu(), direction=direction, ring_bits=bits):
                         runs[name, bits] = partial(kernel.product, data, rows, direction, out, ring_bits=bits)
                 except Exception as error:  # no support for this device; Triton's errors have no common base class
                     log.warning("kernel %s cannot run on %s: %s: %s", name, where, type(error).__qualname__, error)
             times = _median_us(runs, repeat=repeat, device=where)
-            float32, chosen = times.pop(_FLOAT32), matrix.chosen(count, direction).name
+            float32, chosen = times.pop(_FLOAT32), matrix.chosen(count).name
             for (name, ring_bits), micros in times.items():
                 yield {
                     "weight_bits": weight_bits,

@@ -207,7 +207,7 @@ def nccl(options: Options) -> Iterator[Row]:
         if backend == "nccl":
             torch.cuda.set_device(0)
         rank_group.join(backend, timeout=timedelta(seconds=20))
-        store = WeightStore(model, cache=Path(folder, "cache"), device=options.device, shardable=True)
+        store = WeightStore(model, cache=Path(folder, "cache"), device=options.device)
         local = LocalOperands(store)
         for sharding in ("columns", "gathered"):
             operands = ShardedOperands(store, sharding=sharding)

@@ -130,7 +130,7 @@ def test_rows_for_single_experts_of_tenants_of_several_ranks_share_products(
 ) -> None:
     """In rings of 32 and 24 bits, until some requests have shared a product."""
     path = write("Mixtral", tmp_path / "experts", num_local_experts=3, intermediate_size=96, num_hidden_layers=1)
-    store = WeightStore(path, cache=cache, shardable=True)
+    store = WeightStore(path, cache=cache)
     local = LocalOperands(store)
     group = new_group(2, sharding=sharding, checkpoint=path, metrics=MetricsConfig(listen="127.0.0.1:0"))
     stacks = [index for index in store.served if store.manifest().groups[index].experts > 1]

@@ -87,7 +87,7 @@ def test_a_pipe_in_the_cache_does_not_block(llama_path: Path, tmp_path: Path) ->
     """The file that it replaces is made again."""
     digest = WeightStore(llama_path, cache=tmp_path).manifest().digest
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    for path in {*files, tmp_path / "weights" / "kernels.json"}:
+    for path in {*files, tmp_path / "weights" / "tiles.json"}:
         path.unlink(missing_ok=True)
         os.mkfifo(path)
     again = WeightStore(llama_path, cache=tmp_path)
@@ -188,7 +188,7 @@ def test_a_kernel_of_another_layout_has_its_own_packed_weights(llama_path: Path,
     store = WeightStore(llama_path, cache=cache)
     entry = store.manifest().groups[0]
     default = choose((entry.stacked_outputs, entry.inputs), weight_bits=10, device=CPU).layout
-    other = "limbs" if default != "digits" else "fp64"
+    other = "fp64" if default != "plain" else "native-portable"
     served_by_other = served(WeightStore(llama_path, cache=cache, kernel=other), 0, "forward")
     assert torch.equal(served_by_other, expected(store, 0, "forward"))
     assert len(list(cache.rglob(f"{entry.digest}-*.safetensors"))) == 2

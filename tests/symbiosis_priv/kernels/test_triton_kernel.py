@@ -1,103 +1,219 @@
-"""Properties of the Triton kernel only: division of products, range of accumulators, compilation for absent GPUs.
+"""Properties of the kernels for GPUs only: choice by chip, division of products, range of accumulators, far offsets.
 
-Its exactness is tested together with all other kernels, in test_matrix.py.
+Their exactness is tested together with all other kernels, in test_matrix.py; `test_triton_targets.py` compiles them for
+absent GPUs.
 """
 
 import itertools
-import os
-import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
-from symbiosis_priv.kernels import KERNELS, RingMatrix, triton_kernel
-from symbiosis_priv.kernels.choice import passes_self_test, probe_rows
-from symbiosis_priv.kernels.triton_kernel import LEAST_MEMORY, MAX_TERMS, TILES, Tile, TritonKernel, plan
-from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.kernels import (
+    KERNELS,
+    Packed,
+    RingMatrix,
+    bits_per_weight,
+    chip as chips,
+    choice,
+    choose,
+    triton_kernel,
+)
+from symbiosis_priv.kernels.chip import Chip
+from symbiosis_priv.kernels.choice import probe_rows
+from symbiosis_priv.kernels.triton_kernel import MAX_TERMS, TILES, Tile, TritonKernel, chunk, plan
+from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, RingBits
+from tests.gpu.chips import ROWS, SHEETS, Sheet, best, chosen, scheme
 from tests.stacks import expert_product
 
-CPU = torch.device("cpu")
-TRITON = KERNELS["triton"]
-PROGRAM = Path(triton_kernel.__file__).with_name("triton_product.py")
-needs_interpreter = pytest.mark.skipif(not TRITON.supports(CPU), reason="needs Triton's interpreter")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+TRITON = {kernel.name: kernel for kernel in KERNELS.values() if isinstance(kernel, TritonKernel)}
+needs_interpreter = pytest.mark.skipif(not TRITON["triton-int8"].supports(CPU), reason="needs Triton's interpreter")
+by_kernel = pytest.mark.parametrize("kernel", TRITON.values(), ids=TRITON)
+by_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
+# Which chip gets what
+
+
+def use(monkeypatch: pytest.MonkeyPatch, chip: Chip | None) -> None:
+    """Let every CUDA device be this chip, on which every kernel is exact."""
+    monkeypatch.setattr(chips, "chip_of", lambda device: chip if device.type == "cuda" else None)
+    monkeypatch.setattr(choice, "passes_self_test", lambda kernel, device: True)
+
+
+@pytest.mark.parametrize("height", [0, 1536, 100])
+@pytest.mark.parametrize("name", SHEETS)
+def test_every_chip_gets_its_kernel_for_every_number_of_rows(
+    name: str, height: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for experts of any height. Every layout can be sharded."""
+    use(monkeypatch, SHEETS[name].chip)
+    kernel = "triton-fp16" if name in ("B200", "B300") else "triton-int8"
+    for weight_bits in (8, 10, 12):
+        found = choose((28672, 8192), weight_bits=weight_bits, device=CUDA, height=height)
+        assert set(found.kernels.values()) == {kernel}
+        assert bits_per_weight(weight_bits, "cuda") == weight_bits
+    assert KERNELS[kernel].granule == 1
+
+
+@pytest.mark.parametrize("weight_bits", [8, 10])
+@pytest.mark.parametrize("rows", [*ROWS, 17, 33, 64, 65])
+@pytest.mark.parametrize("sheet", SHEETS.values(), ids=SHEETS)
+def test_the_chosen_kernel_is_near_the_best_exact_scheme(sheet: Sheet, rows: int, weight_bits: int) -> None:
+    kernel = chosen(sheet.chip)
+    assert all(kernel.candidates(sheet.chip, rows, weight_bits=bits) for bits in (weight_bits, 12))
+    seconds = scheme(sheet, kernel, weight_bits, rows).seconds(sheet, rows)
+    assert seconds <= 1.4 * best(sheet, weight_bits, rows) or rows in (17, 33, 65)  # beside a tile's size
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kernel"),
+    [
+        ("sm_75", "fp64"),
+        ("gfx1030", "fp64"),
+        ("gfx90a", "triton-int8"),
+        ("gfx1100", "triton-int8"),
+        ("sm_121", "triton-int8"),
+    ],
+)
+def test_chips_without_matrix_units_multiply_in_float64(
+    architecture: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compute capability 10.3 is what ROCm says of gfx1030; it says nothing."""
+    use(monkeypatch, Chip("another", architecture, 60, 1 << 33, 64 << 10))
+    assert set(choose((64, 64), weight_bits=10, device=CUDA).kernels.values()) == {kernel}
+
+
+def test_without_a_device_there_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, None)
+    monkeypatch.setattr(choice, "passes_self_test", lambda kernel, device: False)
+    with pytest.raises(ConfigError, match="device = 'cpu'"):
+        choose((64, 64), weight_bits=10, device=CUDA)
+
+
+def test_without_triton_there_is_no_such_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert not any(kernel.supports(CPU) for kernel in TRITON.values())
+
+
+def test_it_is_not_chosen_on_a_cpu() -> None:
+    assert not any(kernel.is_candidate(CPU) for kernel in TRITON.values())
+
+
+# Tiles
+
+EVERY_TILE = [
+    pytest.param(kernel, tile, id=f"{kernel.name}-{tile.rows}x{tile.columns}")
+    for kernel in TRITON.values()
+    for tile in sorted({tile for tiles in kernel.tiles.values() for tile in tiles}, key=repr)
+]
 sizes = st.sampled_from([1, 15, 16, 17, 63, 64, 65, 4096, MAX_TERMS, MAX_TERMS + 1, 3 * MAX_TERMS + 5]) | st.integers(
     1, 1 << 20
 )
 
 
-SMALL, LARGE = TILES[16][0], TILES[1 << 62][0]
-EVERY_TILE = sorted({tile for tiles in TILES.values() for tile in tiles}, key=repr)
-
-
 @given(
-    tile=st.sampled_from(EVERY_TILE),
-    terms=st.sampled_from([Tile.depth // 2, Tile.depth]),
+    tile=st.sampled_from([parameter.values[1] for parameter in EVERY_TILE]),
     count=st.integers(1, 5000),
     width=sizes,
     columns=sizes,
-    processors=st.integers(1, 200),
+    processors=st.integers(1, 400),
 )
-def test_a_plan_covers_every_term_once(
-    tile: Tile, terms: int, count: int, width: int, columns: int, processors: int
-) -> None:
-    launch = plan(tile, count, width, columns, terms=terms, processors=processors)
-    down, across, shares = launch.grid
+def test_a_plan_covers_every_term_once(tile: Tile, count: int, width: int, columns: int, processors: int) -> None:
+    (down, across, shares), share = plan(tile, count, width, columns, processors=processors)
     assert (down - 1) * tile.rows < count <= down * tile.rows
     assert (across - 1) * tile.columns < columns <= across * tile.columns
-    assert (shares - 1) * launch.share < width <= shares * launch.share
-    assert launch.share % terms == 0
-    assert launch.share <= MAX_TERMS
+    assert (shares - 1) * share * tile.terms < width <= shares * share * tile.terms
+    assert share * tile.terms <= MAX_TERMS
     assert max(across, shares) <= 65535  # CUDA's limit
 
 
+@by_kernel
+def test_the_fastest_tile_multiplies_and_is_timed_once(
+    kernel: TritonKernel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """For each class of row counts and each direction; in this process, and in later ones of this machine. Another
+    shape gets the first candidate."""
+    results, timed = tmp_path / "tiles.json", list[int]()
+    packed, other = (kernel.pack(torch.ones(8 * n, 8, dtype=torch.int16), weight_bits=8) for n in (1, 2))
+
+    def milliseconds(run: object) -> float:  # the last candidate is the fastest
+        timed.append(len(timed))
+        return float(-len(timed))
+
+    def fastest(kernel: TritonKernel, packed: Packed, place: int) -> None:
+        for direction, (most, tiles) in itertools.product(DIRECTIONS, kernel.tiles.items()):
+            assert kernel.tile(packed, direction, min(most, 1000)) == tiles[place]
+
+    for content in (None, b"", b"{", b'{"a": 1}', b"\xff", b"[" * 10_000):
+        fresh, again = (TritonKernel(floats=kernel.floats) for _ in range(2))
+        if content is not None:
+            results.write_bytes(content)
+        timed.clear()
+        for one in (fresh, fresh, again):
+            one.choose(packed, results, milliseconds=milliseconds)
+            fastest(one, packed, -1)
+            fastest(one, other, 0)
+        assert len(timed) == 2 * sum(map(len, kernel.tiles.values()))
+    results.write_bytes(results.read_bytes().replace(b'"terms":', b'"terms":1'))  # tiles of another release
+    TritonKernel(floats=kernel.floats).choose(packed, results, milliseconds=milliseconds)
+    assert len(timed) == 4 * sum(map(len, kernel.tiles.values()))
+
+
 @needs_interpreter
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("tile", EVERY_TILE, ids=repr)
-def test_every_tile_is_exact(tile: Tile, direction: Direction, monkeypatch: pytest.MonkeyPatch) -> None:
+@by_direction
+@pytest.mark.parametrize(("kernel", "tile"), EVERY_TILE)
+def test_every_tile_is_exact(
+    kernel: TritonKernel, tile: Tile, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Several tiles in both dimensions, several programs per tile, and rows, columns and terms beside the last tile."""
-    monkeypatch.setattr(triton_kernel, "TILES", {1 << 62: (tile,)})
+    monkeypatch.setattr(kernel, "tiles", {1 << 62: (tile,)})
     monkeypatch.setattr(triton_kernel, "_LEAST_STEPS", 1)
-    for bits in (8, 12):
-        columns, width, count = tile.columns + 5, Tile.depth + 9, tile.rows + 1
+    cases: list[tuple[int, RingBits]] = [(8, 32), (10, 32), (10, 24), (12, 24)]
+    for bits, ring_bits in cases:
+        columns, width, count = tile.columns + 5, tile.terms + 9, tile.rows + 1
         shape = (columns, width) if direction == FORWARD else (width, columns)
         weight, rows = probe_rows(*shape) % (1 << bits - 1), probe_rows(count, width)
         weight[0, 0] = -(1 << bits - 1) + 1
         got = torch.empty((count, columns), dtype=torch.int32)
-        TRITON.product(TRITON.pack(weight.to(torch.int16), weight_bits=bits), rows, direction, got)
+        packed = kernel.pack(weight.to(torch.int16), weight_bits=bits)
+        kernel.product(packed, rows, direction, got, ring_bits=ring_bits)
         want = rows.long() @ (weight.t() if direction == FORWARD else weight).long()
-        assert torch.equal(got, want.to(torch.int32))
+        assert torch.equal(got << 32 - ring_bits, want.to(torch.int32) << 32 - ring_bits)
+
+
+# Exactness beyond what other kernels are tested for
 
 
 @needs_interpreter
-def test_it_passes_the_self_test() -> None:
-    assert passes_self_test(TRITON, CPU)
+@by_kernel
+def test_it_passes_the_self_test(kernel: TritonKernel) -> None:
+    """With the real self-test, which other tests of this folder skip for kernels of Triton."""
+    assert SELF_TEST(kernel, CPU)
 
 
-def test_the_fastest_tile_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tile is chosen for each class of row counts and each direction; another matrix gets the first candidate."""
-    kernel, multiplied, times = TritonKernel(), list[Tile](), itertools.count(0, -1)
-    monkeypatch.setattr(triton_kernel, "_multiply", lambda tile, *_: multiplied.append(tile))
-    packed, other = (kernel.pack(torch.ones(8 * n, 8, dtype=torch.int16), weight_bits=8) for n in (1, 2))
-    kernel.choose(packed, milliseconds=lambda run: next(times))  # the last candidate is the fastest
-    for direction, (most, tiles) in itertools.product(DIRECTIONS, TILES.items()):
-        rows = torch.empty((min(most, 1000), 1), dtype=torch.int32)
-        kernel.product(packed, rows, direction, rows)
-        kernel.product(other, rows, direction, rows)
-        assert multiplied[-2:] == [tiles[-1], tiles[0]]
+SELF_TEST = choice.self_test
+
+
+def product(rows: Tensor, weight: Tensor, direction: Direction) -> Tensor:
+    x, w = rows.numpy().astype(np.int64), weight.numpy().astype(np.int64)
+    return torch.from_numpy((x @ (w.T if direction == FORWARD else w)).astype(np.int32))
 
 
 @needs_interpreter
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_an_experts_part_of_a_stack_is_read_where_it_lies(direction: Direction) -> None:
-    weight = (torch.arange(24 * 9, dtype=torch.int16).view(24, 9) * 37) % 1023 - 511
-    matrix = RingMatrix(weight, weight_bits=10, kernel="triton").as_stack(3, transposed=False)
+@by_kernel
+@by_direction
+def test_an_experts_part_of_a_stack_is_read_where_it_lies(kernel: TritonKernel, direction: Direction) -> None:
+    """An expert may begin at any output."""
+    weight = (torch.arange(15 * 9, dtype=torch.int16).view(15, 9) * 37) % 1023 - 511
+    matrix = RingMatrix(weight, weight_bits=10, kernel=kernel.name).as_stack(3, transposed=False)
     counts = (1, 0, 2)
     width, _ = matrix.columns(direction, by_expert=True)
     rows = torch.arange(3 * width, dtype=torch.int32).view(3, width) * 0x7F4A7C1
@@ -106,107 +222,71 @@ def test_an_experts_part_of_a_stack_is_read_where_it_lies(direction: Direction) 
 
 
 @pytest.mark.parametrize("bits", range(MIN_WEIGHT_BITS, MAX_WEIGHT_BITS + 1))
-def test_accumulators_stay_in_int32(bits: int) -> None:
-    """Triton's int8 products saturate on CUDA and wrap in its interpreter, so only this calculation can test it
-    here."""
-    weight = torch.arange(-(2 ** (bits - 1)) + 1, 2 ** (bits - 1), dtype=torch.int16)[None]
-    digits = TRITON.pack(weight, weight_bits=bits).data.to(torch.int64)
-    limb = 128
-    assert MAX_TERMS * limb * int(digits.abs().flatten(1).amax(dim=1).sum()) < 2**31
+def test_accumulators_stay_exact(bits: int) -> None:
+    """Triton's int8 products saturate on CUDA and wrap in its interpreter, and float32 sums are rounded differently on
+    every unit, so only this calculation can test them here."""
+    limb, top = 128, (1 << bits - 1) - 1
+    high = 0 if bits <= 8 else 15 if bits > 10 else 3
+    assert MAX_TERMS * limb * (128 + high) < 2**31
+    assert chunk(bits) * limb * top <= 2**24
+    assert top <= 2**11  # an integer that float16 holds
+    assert all(chunk(bits) % tile.terms == 0 for tiles in TILES[True].values() for tile in tiles)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_terms_of_one_sign_beyond_one_program(direction: Direction, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All partial sums are largest, and one tile has several programs. (The interpreter takes as long for a step of
-    many terms as for a step of few.)"""
-    monkeypatch.setattr(Tile, "depth", 2048)
-    width = MAX_TERMS + 5
+@by_kernel
+@by_direction
+def test_terms_of_one_sign_beyond_one_program(
+    kernel: TritonKernel, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All partial sums are largest, and one tile has several programs: the limit is lowered to a tenth."""
+    monkeypatch.setattr(triton_kernel, "MAX_TERMS", 1 << 11)
+    width = (1 << 12) + 5
     weight = torch.full((2, width) if direction == FORWARD else (width, 2), 2047, dtype=torch.int16)
     weight[0, 0] -= 1
-    rows = torch.full((2, width), -0x7F7F7F80, dtype=torch.int32)
-    rows[1] = -(1 << 31)
-    assert plan(SMALL, 2, width, 2, terms=Tile.depth // 2, processors=1).grid[2] > 1
-    got = RingMatrix(weight, weight_bits=12, kernel="triton").product(rows, direction)
-    x, w = rows.numpy().astype(np.int64), weight.numpy().astype(np.int64)
-    assert torch.equal(got, torch.from_numpy((x @ (w.T if direction == FORWARD else w)).astype(np.int32)))
+    rows = torch.full((3, width), 0x7F7F7F80, dtype=torch.int32)  # all limbs are -128
+    rows[1], rows[2] = -(1 << 31), -0x7F7F7F80
+    packed = kernel.pack(weight, weight_bits=12)
+    assert plan(kernel.tile(packed, direction, 3), 3, width, 2, processors=1)[0][2] > 1
+    got = torch.empty((3, 2), dtype=torch.int32)
+    kernel.product(packed, rows, direction, got)
+    assert torch.equal(got, product(rows, weight, direction))
 
 
-def test_without_triton_there_is_no_such_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    assert not TRITON.supports(CPU)
+@needs_interpreter
+@by_direction
+@by_kernel
+@pytest.mark.parametrize("bits", [8, 10])
+def test_weights_beyond_the_range_of_int32(
+    bits: int, kernel: TritonKernel, direction: Direction, tmp_path: Path
+) -> None:
+    """Offsets of more than 2^31 entries, in a sparse file: the lines lie far apart."""
+    outputs, inputs, stride = 300, 70, 1 << 23
+    weight = (probe_rows(outputs, inputs) % (1 << bits - 1)).to(torch.int16)
+    packed = kernel.pack(weight, weight_bits=bits)
+    file = np.memmap(tmp_path / "sparse", dtype=np.int8, mode="w+", shape=outputs * stride * packed.data.itemsize)
+    far = torch.from_numpy(file).view(packed.data.dtype).view(outputs, stride)
+    far[:, : packed.data.shape[1]] = packed.data
+    width, columns = packed.columns(direction)
+    rows, got = probe_rows(1, width), torch.empty((1, columns), dtype=torch.int32)
+    kernel.product(Packed(packed.layout, outputs, inputs, bits, far), rows, direction, got)
+    assert torch.equal(got, product(rows, weight, direction))
 
 
-def test_it_is_not_chosen_on_a_cpu() -> None:
-    assert not TRITON.is_candidate(CPU)
+@needs_interpreter
+def test_rows_beyond_the_range_of_int32(tmp_path: Path) -> None:
+    """As in a product of many wide rows. Rows are the first dimension of a grid, which has room for 2^31 programs."""
+    from symbiosis_priv.kernels import triton_product
 
-
-# Loads the program from its file, because the package would import torch.
-COMPILE = """
-import importlib.util, json, re, sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-path, cases = sys.argv[1], json.loads(sys.argv[2])
-spec = importlib.util.spec_from_file_location("triton_product", path)
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-numbers = ("count", "width", "columns", "row_stride", "plane", "stride", "share")
-types = dict(limbs="*i8", digits="*i8", result="*i32", **dict.fromkeys(numbers, "i32"))
-
-def build(capability, warps, stages, constants):
-    names = [*types, *constants]
-    source = ASTSource(fn=module.tile, signature={**types, **dict.fromkeys(constants, "constexpr")},
-                       constexprs={(names.index(name),): value for name, value in constants.items()},
-                       attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types if name != "count"})
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32),
-                           options={"num_warps": warps, "num_stages": stages})
-    ptx = built.asm["ptx"]
-    return {"shared": built.metadata.shared, "waits": len(re.findall("wgmma.wait_group", ptx)),
-            "units": len(re.findall(r"(?:wgmma|mma)\\S*s32[.]s8[.]s8", ptx)),
-            "waited_loads": len(re.findall("ld.global", ptx)), "bytewise": len(re.findall(r"shared[.][bsu]8", ptx))}
-
-print(json.dumps([build(*case) for case in cases]))
-"""
-
-
-@pytest.mark.skipif(not TRITON.supports(CPU), reason="needs Triton")
-def test_it_compiles_for_absent_gpus(tmp_path: Path) -> None:
-    """The compiled code uses int8 matrix instructions, and no more shared memory than the choice of tiles assumes.
-
-    On Hopper, each step waits for the matrix units once, and all loads go through the pipeline.
-    """
-    builds = [(90, LARGE, True, 2), (90, LARGE, False, 2), (90, SMALL, False, 1), (80, SMALL, True, 1)]
-    cases = [
-        (
-            capability,
-            tile.warps,
-            tile.stages,
-            {
-                "FORWARD": forward,
-                "DIGITS": digits,
-                "ROWS": tile.rows,
-                "COLUMNS": tile.columns,
-                "TERMS": Tile.depth // digits,
-            },
-        )
-        for capability, tile, forward, digits in builds
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(PROGRAM), msgspec.json.encode(cases).decode()],
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    for (capability, tile, _, _), found in zip(builds, msgspec.json.decode(done.stdout), strict=True):
-        assert found["units"] >= 4, found
-        assert found["shared"] <= tile.memory, found
-        if capability == 90:
-            assert (found["waits"], found["waited_loads"], found["bytewise"]) == (1, 0, 0), found
-
-
-def test_every_gpu_has_shared_memory_for_a_tile() -> None:
-    assert all(min(tile.memory for tile in tiles) <= LEAST_MEMORY for tiles in TILES.values())
+    count, width, stride = 34, 100, 1 << 24
+    weight, rows = (probe_rows(9, width) % 128).to(torch.int16), probe_rows(count, width)
+    near, sums, got = (torch.empty(size, dtype=torch.int32) for size in ((count, 4, 128), (count, 1), (count, 9)))
+    near = near.to(torch.int8)
+    triton_product.split[(17, 1)](rows, near, sums, count, width, 128, LIMBS=4, OFFSET=0, LINES=2, BLOCK=128)
+    file = np.memmap(tmp_path / "sparse", dtype=np.int8, mode="w+", shape=count * 4 * stride)
+    far = torch.from_numpy(file).view(count, 4, stride)
+    far[..., :128] = near
+    data, numbers = KERNELS["triton-int8"].pack(weight, weight_bits=8).data, (count, width, 9, stride, 0, 128, 2, 1)
+    sizes = {"FORWARD": True, "HIGH": 0, "CHUNK": 0, "LIMBS": 4, "ROWS": 16, "COLUMNS": 16, "TERMS": 64}
+    triton_product.tile[(3, 1, 1)](far, sums, data, got, *numbers, **sizes)
+    assert torch.equal(got, product(rows, weight, FORWARD))

@@ -62,11 +62,7 @@ def _run(config: ProviderConfig, *, lead: Callable[[dist.ProcessGroup | None], N
     settings = config.executor
     if settings.threads:
         torch.set_num_threads(max(1, settings.threads // int(os.environ["LOCAL_WORLD_SIZE"])))
-    if settings.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    rank_group.join(
-        "nccl" if settings.device.startswith("cuda") else "gloo", timeout=timedelta(seconds=settings.group_timeout_s)
-    )
+    rank_group.join(settings.device, timeout=timedelta(seconds=settings.group_timeout_s))
     lines = open_lines() if settings.gateways == "all" else None
     if dist.get_rank() == 0 or lines is not None:
         lead(lines)

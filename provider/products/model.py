@@ -11,16 +11,18 @@ it is off unless the operator enables it. float32 weights are several times larg
 groups in memory are limited, and the least recently used group is dropped first.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
 
-from provider.config.schema import MIB, ProviderConfig
+from provider.config.schema import MIB, ExecutorConfig, ProviderConfig
 from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.passes import large_tensor
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
@@ -145,6 +147,7 @@ class Transfers:
         ring_bits: RingBits = DEFAULT_RING_BITS,
     ) -> Tensor:
         """`RingMatrix.product` from host memory to host memory: int32 `[r, width]` to `[r, columns]`, contiguous."""
+        use(self._device)
         columns = matrix.columns(direction, by_expert=counts is not None)[1]
         host_rows, host_product = self._host(*rows.shape), self._host(len(rows), columns)
         if len(rows) <= self._chunk:
@@ -238,6 +241,19 @@ def _size(entry: GroupEntry) -> int:
     return 4 * entry.stacked_outputs * (entry.inputs + 1)
 
 
+def device_of(settings: ExecutorConfig) -> str:
+    """The device of this process, with its index: threads differ in what "cuda" alone means."""
+    if settings.device != "cuda":
+        return settings.device
+    return f"cuda:{os.environ['LOCAL_RANK'] if dist.is_initialized() else 0}"
+
+
+def use(device: torch.device) -> None:
+    """Make a device the current one of this thread. Every thread begins with the first device, where Triton would
+    launch, and page-locked memory would make a context."""
+    torch.get_device_module(device).set_device(device)
+
+
 def open_store(config: ProviderConfig) -> WeightStore:
     """Open the weight store of a configuration."""
     model, executor = config.model, config.executor
@@ -245,7 +261,7 @@ def open_store(config: ProviderConfig) -> WeightStore:
         resolve(model.checkpoint),
         weight_bits=model.weight_bits,
         cache=model.cache,
-        device=executor.device,
+        device=device_of(executor),
         kernel=executor.kernel,
         layers=model.layer_range,
         scope=model.scope,

@@ -26,6 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final, Protocol
 
+import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 
@@ -99,17 +100,23 @@ _COUNTER_BYTES = 8
 _TIMEOUT = timedelta(seconds=30)
 
 
-def join(backend: str, *, timeout: timedelta) -> None:
-    """Call `init_process_group` for the group that torchrun's variables and `FOLDER_VARIABLE` describe. Raises
-    `RuntimeError`: not all ranks joined the group in time."""
+def join(device: str, *, timeout: timedelta) -> None:
+    """Call `init_process_group` for the group that torchrun's variables and `FOLDER_VARIABLE` describe: with NCCL on
+    GPUs, where "cuda" is the GPU with the rank's number on its machine. Raises `RuntimeError`: not all ranks joined the
+    group in time."""
     folder = os.environ.get(FOLDER_VARIABLE)
+    own: torch.device | None = None
+    if device.startswith("cuda"):
+        own = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" else device)
+        torch.cuda.set_device(own)
+    backend = "nccl" if own else "gloo"
     if folder is None:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, device_id=own)
         return
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = FileStore(f"{folder}/store", world)
     store.set_timeout(timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=own)
 
 
 def counters() -> Counters:

@@ -48,7 +48,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from provider import logs
-from provider.products.model import Operands
+from provider.products.model import Operands, use
 from provider.scheduler.jobs import RankPiece
 from provider.shards import rank_group
 from provider.shards.rank_group import Heartbeats
@@ -204,8 +204,6 @@ class ShardedOperands(Operands):
     def __init__(self, store: WeightStore, *, sharding: str = "auto") -> None:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._device = torch.device(store.device)
-        if self._device.type == "cuda" and self._device.index is None:  # other threads have another current device
-            self._device = torch.device("cuda", torch.cuda.current_device())
         self._fixed = None if sharding == "auto" else Mode[sharding.upper()]
         self._entries = store.manifest().groups
         self._sequence = 0
@@ -266,6 +264,7 @@ class ShardedOperands(Operands):
         pieces: Mapping[int, Sequence[RankPiece]] = MappingProxyType({}),  # of each other rank's `RowKeeper`
     ) -> Tensor:
         """Compute a product of rows of several ranks. Returns the products of rank 0's rows."""
+        use(self._device)
         direction = self._packed(group, direction)
         of_rank = [pieces.get(rank, ()) for rank in range(self._world)]
         each = [len(rows), *(sum(piece.rows for piece in some) for some in of_rank[1:])]
@@ -312,8 +311,7 @@ class ShardedOperands(Operands):
     def follow(self, keeper: RowKeeper | None = None) -> None:
         """Take part in products until rank 0 closes; for every rank but rank 0. `keeper` has the rows of this rank.
         Raises `RankLostError`: a rank did not take part, or the plan of rank 0 is not the next plan."""
-        if self._device.type == "cuda":  # the current device belongs to a thread
-            torch.cuda.set_device(self._device)
+        use(self._device)
         while True:
             message = torch.empty(_HEAD + 2 * self._world, dtype=torch.int64, device="cpu")
             with self._ending_on_error("the next plan"):

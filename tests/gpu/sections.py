@@ -203,11 +203,8 @@ def nccl(options: Options) -> Iterator[Row]:
         model = _save_llama(Path(folder, "model"), width=128, inner=256, layers=1, device="cpu")
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {rank_group.FOLDER_VARIABLE: folder, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        backend = "nccl" if options.device.startswith("cuda") else "gloo"
-        if backend == "nccl":
-            torch.cuda.set_device(0)
-        rank_group.join(backend, timeout=timedelta(seconds=20))
-        store = WeightStore(model, cache=Path(folder, "cache"), device=options.device)
+        rank_group.join(options.device, timeout=timedelta(seconds=20))
+        store = WeightStore(model, cache=Path(folder, "cache"), device=options.device.replace("cuda", "cuda:0"))
         local = LocalOperands(store)
         for sharding in ("columns", "gathered"):
             operands = ShardedOperands(store, sharding=sharding)
@@ -216,7 +213,7 @@ def nccl(options: Options) -> Iterator[Row]:
                 rows = probe_rows(65, width)
                 got = operands.product(rows, group=0, direction=direction)
                 equal = torch.equal(got, local.product(rows, group=0, direction=direction))
-                yield {"backend": backend, "sharding": sharding, "direction": direction, "equal": equal}
+                yield {"backend": dist.get_backend(), "sharding": sharding, "direction": direction, "equal": equal}
             operands.close()
         dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 
 import contextlib
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from provider.config.schema import MIB, ExecutorConfig, PolicyName, SchedulerConfig
 from provider.executor.executor import Executor
 from provider.executor.queues import ExecutorAnswer, LocalInbox, ProductRequest
-from provider.products.model import FloatGroups, ServedModel, Transfers
+from provider.products.model import FloatGroups, ServedModel, Transfers, open_store
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
@@ -313,6 +314,31 @@ def test_a_product_by_expert_in_chunks_equals_the_whole_product(
     rows = torch.arange(sum(counts) * width, dtype=torch.int32).view(-1, width)
     got = Transfers(torch.device("cpu"), chunk=chunk).product(matrix, rows, direction, counts=counts)
     assert torch.equal(got, matrix.product(rows, direction, counts=counts))
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_every_thread_that_multiplies_uses_the_device(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the current device belongs to a thread, and every thread begins with the first one."""
+    matrix = RingMatrix(torch.ones((3, 5), dtype=torch.int16), weight_bits=10)
+    transfers, used = Transfers(torch.device("cpu"), chunk=4), list[tuple[int, object]]()
+    monkeypatch.setattr(transfers._module, "set_device", lambda device: used.append((threading.get_ident(), device)))
+    for _ in range(2):
+        thread = threading.Thread(
+            target=transfers.product, args=(matrix, torch.ones(rows, 5, dtype=torch.int32), FORWARD)
+        )
+        thread.start()
+        thread.join()
+        assert used.pop() == (thread.ident, CPU)
+
+
+def test_each_rank_has_the_device_with_its_number(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for device, alone, ranks in (("cuda", "cuda:0", "cuda:3"), ("cuda:1", "cuda:1", "cuda:1"), ("cpu", "cpu", "cpu")):
+        config = configure(executor=ExecutorConfig(device=device))
+        assert open_store(config).device == alone
+        with monkeypatch.context() as patch:
+            patch.setattr("torch.distributed.is_initialized", lambda: True)
+            assert open_store(config).device == ranks
 
 
 def test_one_part_needs_no_second_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,11 +152,13 @@ def limited(store: WeightStore, *, whole: int) -> None:
 
 def main(checkpoint: str, experts: str, cache: str, weight_bits: str, kernel: str, layers: str, *large: str) -> None:
     """`experts`: a mixture of experts. `large`: a checkpoint, its cache and the bytes of its weights; or nothing."""
-    rank_group.join("gloo", timeout=timedelta(seconds=60))
+    rank_group.join("cpu", timeout=timedelta(seconds=60))
     options: dict[str, Any] = {"weight_bits": int(weight_bits), "kernel": kernel}
     served = LayerRange.parse(layers) if layers else None
     if quick := kernel.startswith("triton"):  # in its interpreter, the self-test takes seconds; other tests run it
         choice.passes_self_test = lambda kernel, device: True  # type: ignore[assignment]
+    used = list[object]()
+    torch.cpu.set_device = used.append  # type: ignore[assignment]
     with torch.no_grad():
         if not quick:
             products(WeightStore(Path(checkpoint), cache=Path(cache), layers=served, **options), quick=quick)
@@ -164,6 +166,7 @@ def main(checkpoint: str, experts: str, cache: str, weight_bits: str, kernel: st
         if large:
             path, large_cache, whole = large
             limited(WeightStore(Path(path), cache=Path(large_cache)), whole=int(whole))
+    assert used, "a thread that multiplies has not chosen its device"
     dist.destroy_process_group()
 
 

@@ -172,7 +172,7 @@ def test_the_models_digest_is_broadcast_with_gloo(
     monkeypatch.setenv(rank_group.FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(dist, "broadcast", noted)
-    rank_group.join("gloo", timeout=timedelta(seconds=30))
+    rank_group.join("cpu", timeout=timedelta(seconds=30))
     try:
         operands = ShardedOperands(WeightStore(store.path, cache=tmp_path / "cache"))
         assert groups

@@ -45,7 +45,7 @@ def generate(
 ) -> None:
     """Generate text after a prompt and print it word by word. Greedy by default; see the options of decoding."""
     words = _prompt(prompt, prompt_file)
-    with opened(model, remote, adapter, chat=chat) as (loaded, tokenizer):
+    with opened(model, remote, adapter, without_template="leave out --chat" if chat else None) as (loaded, tokenizer):
         from tenant.training import generate as generation
 
         if chat:
@@ -58,12 +58,13 @@ def generate(
 
 @contextmanager
 def opened(
-    model: str, remote: Remote, adapter: str | None, *, chat: bool
+    model: str, remote: Remote, adapter: str | None, *, without_template: str | None
 ) -> Iterator[tuple[Any, PreTrainedTokenizerBase]]:
-    """Context manager: yields a split model and its tokenizer, and at the end prints the session's ledger."""
+    """Context manager: yields a split model and its tokenizer, and at the end prints the session's ledger.
+    `without_template`: what to do if the model has no chat template; None if it needs none."""
     folder = resolve(model)
-    if chat:
-        check_template(folder)
+    if without_template is not None:
+        check_template(folder, instead=without_template)
     found = None if adapter is None else resolve_adapter(adapter)
     remote.check()
     with loading():
@@ -108,7 +109,8 @@ def chat(*, model: Model, remote: Remote, adapter: Adapter = None, decoding: Dec
     terminal = sys.stdin.isatty()
     with contextlib.suppress(ImportError):  # not on every system; gives input() editing and a history
         import readline  # noqa: F401
-    with Interrupts() as interrupts, opened(model, remote, adapter, chat=True) as (loaded, tokenizer):
+    instead = "continue a text with `symbiosis-priv tenant generate`"
+    with Interrupts() as interrupts, opened(model, remote, adapter, without_template=instead) as (loaded, tokenizer):
         from tenant.training.generate import Conversation
 
         conversation, stopped = Conversation(loaded, tokenizer, decoding=decoding), False

@@ -53,7 +53,7 @@ def init(
         typer.Option(help="The model's digest, from an operator. Every session compares it with your own copy."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Your own copy of the checkpoint; the digest is computed from it.")
+        str | None, typer.Option(help="Your own copy of the checkpoint; digest and verification keys are made from it.")
     ] = None,
     served: Served,
 ) -> None:
@@ -108,15 +108,15 @@ def _beside(path: Path, file: Path) -> Path:
 
 
 def _digest(folder: Path, served: Served) -> str:
+    """Return the digest of a checkpoint. The same pass makes its verification keys, for `check` and for sessions."""
     with loading("torch"):
-        import torch
-
         from symbiosis_priv.checkpoints.weights import WeightStore
+        from tenant.core.blame import DEFAULT_COLUMNS
+        from tenant.preparation.keys import prepare
 
     store = WeightStore(folder, weight_bits=served.weight_bits, scope=served.scope)
-    with terminal.progress_bar("quantising") as progress:
-        entries = store.each_group(lambda _, entry, __: entry, threads=torch.get_num_threads(), progress=progress)
-        return store.assemble(entries).digest
+    with terminal.progress_bar("verification keys") as progress:
+        return prepare(store, digest=None, columns=DEFAULT_COLUMNS, progress=progress).manifest.digest
 
 
 def _write(path: Path, text: str) -> Federation:

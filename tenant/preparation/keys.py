@@ -58,7 +58,7 @@ _PATIENCE_S = 3600.0  # wait for another process that makes keys, which takes mi
 def prepare(
     store: WeightStore | None,
     *,
-    digest: str,
+    digest: str | None,
     columns: int,
     model: WeightStore | None = None,
     weight_bits: int | None = None,
@@ -70,7 +70,7 @@ def prepare(
 
     Args:
         store: the full base checkpoint; None to use cached files only.
-        digest: the manifest digest that the federation pins.
+        digest: the manifest digest that the federation pins; None to make the files for the digest of `store`.
         columns: m, columns of the keys for fault attribution.
         model: the checkpoint that is being loaded, full or slim; None if no checkpoint is loaded.
         weight_bits: the federation's weight bits; None to skip this check.
@@ -86,9 +86,18 @@ def prepare(
         ConfigError: the pinned model has other weight bits, other users can change the cache, or another process has
             held the cache for too long.
     """
-    folder = (cache or default_cache()) / "tenant" / f"v{_VERSION}-{digest.removeprefix('sha256:')}-{columns}"
+    root = cache or default_cache()
+
+    def place(digest: str) -> Path:
+        return root / "tenant" / f"v{_VERSION}-{digest.removeprefix('sha256:')}-{columns}"
+
+    if digest is None:
+        assert store is not None
+        with _alone(root):
+            return _make(store, place, digest=None, columns=columns, pinned=None, must_keep=False, progress=progress)
+    folder = place(digest)
     whole = (folder / _SEAL).exists() and not reread
-    with contextlib.nullcontext() if whole else _alone(folder.parents[1]):
+    with contextlib.nullcontext() if whole else _alone(root):
         prepared = _load(folder, digest=digest, columns=columns, store=store)
         pinned = None if prepared is None else prepared.manifest
         if prepared is not None and reread and store is not None:
@@ -99,7 +108,7 @@ def prepare(
             assert store is not None  # `_load` raises without a store
             _check_pinned(store, store.cached_manifest(), digest)
             prepared = _make(
-                store, folder, digest=digest, columns=columns, pinned=pinned, must_keep=reread, progress=progress
+                store, place, digest=digest, columns=columns, pinned=pinned, must_keep=reread, progress=progress
             )
     if weight_bits not in (None, prepared.manifest.weight_bits):
         raise ConfigError(
@@ -121,9 +130,9 @@ def _check_pinned(store: WeightStore, manifest: Manifest | None, digest: str) ->
 
 def _make(
     store: WeightStore,
-    folder: Path,
+    place: Callable[[str], Path],
     *,
-    digest: str,
+    digest: str | None,
     columns: int,
     pinned: Manifest | None,
     must_keep: bool,
@@ -152,7 +161,8 @@ def _make(
 
     facts = store.each_group(look, threads=torch.get_num_threads(), progress=progress)
     manifest = store.assemble([f.entry for f in facts])
-    _check_pinned(store, manifest, digest)
+    _check_pinned(store, manifest, digest or manifest.digest)
+    folder = place(manifest.digest)
     prepared = Preparation(
         manifest=manifest,
         facts=tuple(facts),

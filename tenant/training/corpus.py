@@ -50,7 +50,8 @@ _WRITE = (
     'write {"text": ...}, {"prompt": ..., "completion": ...}, {"messages": [{"role": ..., "content": ...}, ...]} or '
     '{"prompt": ..., "chosen": ..., "rejected": ...} on every line'
 )
-_NO_TEMPLATE = "this model's tokenizer has no chat template; write plain prompts (and completions) instead"
+_NO_TEMPLATE = "this model's tokenizer has no chat template"
+_PLAIN = "write plain prompts (and completions) instead"
 
 
 class _Function(msgspec.Struct):
@@ -127,7 +128,7 @@ def read(path: Path, *, model: Path | None = None) -> Corpus:
         raise ConfigError(f"{path} holds no lines")
     corpus = Corpus(form[0], rows)
     if model is not None and corpus.has_chats:
-        check_template(model)
+        check_template(model, instead=_PLAIN)
     return corpus
 
 
@@ -217,7 +218,7 @@ def render_chat(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBa
     """Return the text of a chat in the tokenizer's chat template. Raises `ConfigError` if there is no template, or if
     the template refuses the messages."""
     if not (options.get("chat_template") or tokenizer.chat_template):
-        raise ConfigError(_NO_TEMPLATE)
+        raise ConfigError(f"{_NO_TEMPLATE}; {_PLAIN}")
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except (TemplateError, ValueError, TypeError) as error:
@@ -248,13 +249,13 @@ def check_context(context: int | None, *, prompt: int, new: int) -> None:
         )
 
 
-def check_template(model: Path) -> None:
-    """Raise `ConfigError` if no file in a model's folder holds a chat template."""
+def check_template(model: Path, *, instead: str) -> None:
+    """Raise `ConfigError` if no file in a model's folder holds a chat template. `instead`: what to do then."""
     settings = model / "tokenizer_config.json"
     if not any((model / name).exists() for name in ("chat_template.jinja", "additional_chat_templates")) and not (
         settings.exists() and read_json(settings).get("chat_template")
     ):
-        raise ConfigError(_NO_TEMPLATE)
+        raise ConfigError(f"{_NO_TEMPLATE}; {instead}")
 
 
 def _refuse_json(path: Path) -> None:

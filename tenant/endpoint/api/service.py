@@ -32,6 +32,7 @@ from tenant.endpoint.engine.answer import TextStream
 from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Pooling, Sampling
 from tenant.session.session import Session
 from tenant.tasks import Tasks
+from tenant.training.corpus import context_of
 
 T = TypeVar("T")
 _PREFIX = "symbiosis_endpoint_"
@@ -144,7 +145,7 @@ class Service:
         self.fixed_length = fixed_length
         self.processor = None if processor is None else Processor(processor)
         self.created = int(time.time())
-        self.context: int = getattr(config, "max_position_embeddings", None) or 1 << 20
+        self.context: int = context_of(config) or 1 << 20
         self.ends = frozenset(token for token in found if token is not None)
         self.vocabulary = Vocabulary(tokenizer, size=config.vocab_size, ends=self.ends)
         self._defaults = {key: getattr(model.generation_config, key, None) for key in ("temperature", "top_p", "top_k")}

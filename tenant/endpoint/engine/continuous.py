@@ -22,6 +22,7 @@ from tenant.endpoint.engine.requests import EngineRequest, Load
 from tenant.endpoint.engine.sequence import Drafter, Sequence
 from tenant.session.tally import look
 from tenant.tasks import Tasks
+from tenant.training.corpus import context_of
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class ContinuousEngine(QueuedEngine):
         drafter: Drafter | None = None,
         turn: Turn | None = None,
     ) -> None:
-        context = getattr(packed.config, "max_position_embeddings", None)
+        context = context_of(packed.config)
         super().__init__(packed.model, tokenizer, tasks=tasks, max_waiting=limits.waiting, context=context, turn=turn)
         self._packed, self._limits = packed, limits
         self._drafter, self._ahead = drafter, 0 if drafter is None else drafter.ahead

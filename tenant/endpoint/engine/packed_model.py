@@ -24,6 +24,7 @@ from tenant.endpoint.engine.kv import KeyValues, Shape
 from tenant.endpoint.engine.row_blocks import ROWS, RowBlocks
 from tenant.tasks import Tasks
 from tenant.tasks.batch import BASE
+from tenant.training.corpus import context_of
 
 _PREFIX = "packed_"
 _STEP = "_symbiosis_priv_step"  # attribute of keys that a `_Step` has returned
@@ -88,7 +89,7 @@ class PackedModel:
             raise UnsupportedModelError("its layers share keys and values")
         if model.get_output_embeddings() is None or model.base_model is model:
             raise UnsupportedModelError("it has no LM head")
-        self._last_position = getattr(self.config, "max_position_embeddings", sys.maxsize) - 1
+        self._last_position = (context_of(self.config) or sys.maxsize) - 1
         self.shape = Shape.from_config(self.config, model.dtype)
         words: Any = model.get_input_embeddings()
         self.vocabulary: int = words.num_embeddings

@@ -28,6 +28,7 @@ from tenant.endpoint.engine.requests import Engine, EngineRequest, Handle, Load,
 from tenant.endpoint.engine.sequence import Drafter, Sequence
 from tenant.session.tally import look, taken_sight
 from tenant.tasks import Tasks
+from tenant.training.corpus import context_of
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class SequentialEngine(QueuedEngine):
     ) -> None:
         model = copy.copy(model)  # has its own generation settings and shares the layers
         model.generation_config = GenerationConfig()
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        context = context_of(model.config)
         super().__init__(model, tokenizer, tasks=tasks, max_waiting=max_waiting, context=context, turn=turn)
 
     def check(self, request: EngineRequest) -> None:

@@ -24,6 +24,7 @@ from tenant.endpoint.engine.kv import KeyValues
 from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.endpoint.engine.sequence import Drafter, Sequence
 from tenant.model.loading import load_language_model, load_tokenizer
+from tenant.training.corpus import context_of
 
 _LONGEST = 3  # tokens of an n-gram
 _READ = 256  # tokens of a sequence that a draft model reads in one step
@@ -54,7 +55,7 @@ class DraftModel(Drafter):
     def __init__(self, packed: PackedModel, *, vocabulary: int, ahead: int = 4) -> None:
         self.ahead = ahead
         self._packed, self._vocabulary = packed, vocabulary
-        self._context = getattr(packed.config, "max_position_embeddings", None)
+        self._context = context_of(packed.config)
         self._read: WeakKeyDictionary[Sequence, KeyValues] = WeakKeyDictionary()
 
     def bytes(self, tokens: int) -> int:

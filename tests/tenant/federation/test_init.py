@@ -14,7 +14,7 @@ from symbiosis_priv.certificates.reading import Kind, fingerprint
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictError, SymbiosisError
 from symbiosis_priv.federation import load_federation
-from tenant.federation.cli import app
+from tenant.federation.cli import _preparation, app
 from tests.warm import run
 
 DIGEST = "sha256:" + "0" * 64
@@ -63,10 +63,17 @@ def test_paths_in_the_file_are_relative_to_it(folder: Path) -> None:
     assert all(Path(str(p.certificate)).is_file() for p in load_federation(folder / "runs/mine.toml").peers)
 
 
-def test_the_digest_comes_from_the_tenants_checkpoint(folder: Path, save_llama: Callable[..., Path]) -> None:
+def test_digest_and_verification_keys_come_from_the_tenants_checkpoint(
+    folder: Path, save_llama: Callable[..., Path]
+) -> None:
+    """`federation check` checks products with these keys, without the checkpoint."""
     model = save_llama()
     init(*ALPHA, *BETA, "--tenant", "alice", "--model", str(model))
-    assert load_federation(folder / "federation.toml").model_digest == WeightStore(model).manifest().digest
+    loaded = load_federation(folder / "federation.toml")
+    assert loaded.model_digest == WeightStore(model).manifest().digest
+    prepared = _preparation(loaded, None)
+    assert prepared is not None
+    assert prepared.manifest.digest == loaded.model_digest
 
 
 @pytest.mark.parametrize(

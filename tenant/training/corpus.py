@@ -236,7 +236,7 @@ def context_of(config: Any) -> int | None:
     for entry in (rope, *rope.values()):  # one, or one for each kind of layer
         if isinstance(entry, dict) and entry.get("rope_type") == "yarn":
             original = entry.get("original_max_position_embeddings") or config.max_position_embeddings
-            positions = max(positions, int(original * entry.get("factor", 1.0)))
+            positions = max(positions, int(original * (entry.get("factor") or 1.0)))
     return int(positions)
 
 

@@ -535,9 +535,10 @@ def test_no_more_tokens_than_the_models_context(model: Path) -> None:
         (64, {"factor": 4.0, "original_max_position_embeddings": 64}, 256),  # as Qwen's page tells people to write it
         (256, {"factor": 4.0, "original_max_position_embeddings": 64}, 256),
         (64, {"factor": 2.0}, 128),
+        (256, {"factor": None, "original_max_position_embeddings": 64}, 256),  # transformers divides the two
     ],
 )
-def test_yarns_factor_counts(positions: int, rope: dict[str, float], context: int) -> None:
+def test_yarns_factor_counts(positions: int, rope: dict[str, float | None], context: int) -> None:
     parameters = {"rope_type": "yarn", "rope_theta": 1e4, **rope}
     config = LlamaConfig(max_position_embeddings=positions, rope_parameters=parameters)
     assert context_of(config) == context

@@ -40,21 +40,15 @@ def serve(
     *,
     config: Config,
     ready_file: Annotated[
-        Path | None, typer.Option(help="Write the bound address here once ready, one line per gateway (for port 0).")
+        Path | None, typer.Option(help="Write the bound address here once ready (for port 0).")
     ] = None,
     stop_with_stdin: Annotated[bool, typer.Option("--stop-with-stdin", help="Also stop when stdin closes.")] = False,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. When ready, print one line of JSON to stdout; logs go to stderr."""
     from provider import logs
     from provider.config.provider_toml import load
-    from provider.config.schema import group_command
 
     settings = load(config)
-    if settings.executor.gateways == "all" and settings.executor.ranks > 1:  # torchrun takes the place of this process
-        words = ["--config", str(config), *(["--stop-with-stdin"] if stop_with_stdin else [])]
-        words += [] if ready_file is None else ["--ready-file", str(ready_file)]
-        ranks, environment = group_command(settings.executor, *words)
-        os.execve(ranks[0], ranks, environment)
     logs.setup(settings.log_level)
     log = logs.EventLog("provider")
 

@@ -1,18 +1,15 @@
 """Starts and stops a whole provider: model, executor, gateway, announcements and metrics."""
 
 import gc
-import os
 import resource
 import signal
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import msgspec
-import torch.distributed as dist
 
 from provider import logs
 from provider.announce.announcer import Announcer
@@ -23,21 +20,17 @@ from provider.config.reload import Reloader
 from provider.config.schema import AUTO, ProviderConfig
 from provider.executor import supervisor
 from provider.executor.client import ExecutorHandle
-from provider.executor.supervisor import ThreadExecutor
-from provider.gateway.accounts import Accounts, RemoteQuotas, RemoteRegister, RemoteUsage
 from provider.gateway.credentials import Credentials
 from provider.gateway.gateway import Gateway
 from provider.gateway.usage import UsageCounters
 from provider.operations.status import Status, take_status
 from provider.products.model import open_store
-from provider.shards.line import GatewayStatus, Member
 from symbiosis_priv.checkpoints.layers import LayerRange, whole_layers
 from symbiosis_priv.checkpoints.manifest import Manifest, price_of_composing
 from symbiosis_priv.checkpoints.weights import Progress
-from symbiosis_priv.errors import ConfigError, RankLostError
+from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.network.addresses import listen
 from symbiosis_priv.system.files import write_atomically
-from symbiosis_priv.system.pacing import Periodic
 from symbiosis_priv.system.processes import when_stdin_closes
 
 if TYPE_CHECKING:  # set in `start`
@@ -55,9 +48,8 @@ class Provider:
         with Provider(config) as provider:
             connect_to(provider.address)
 
-    The file `source` of the configuration is read again when it changes. `lines` connect the gateways of a group's
-    ranks, of which this process is one (`gateways = "all"`). `on_move` is called in another thread when other layers
-    need this executor more; then `move` changes them."""
+    The file `source` of the configuration is read again when it changes. `on_move` is called in another thread when
+    other layers need this executor more; then `move` changes them."""
 
     def __init__(
         self,
@@ -66,25 +58,7 @@ class Provider:
         source: Path | None = None,
         progress: Progress | None = None,
         on_move: Callable[[], None] | None = None,
-        lines: "dist.ProcessGroup | None" = None,
     ) -> None:
-        self._lines = lines
-        self._member: Member | None = None
-        self._accounts: Accounts | None = None
-        if lines is not None:
-            if dist.get_rank():
-                self._member = Member(lines)
-                metrics = msgspec.structs.replace(config.metrics, listen=None)  # rank 0 shows all ranks
-                config = msgspec.structs.replace(config, metrics=metrics)
-            host, port = config.listen.rsplit(":", 1)
-            if int(port):
-                port = str(int(port) + int(os.environ["LOCAL_RANK"]))
-            config = msgspec.structs.replace(config, listen=f"{host}:{port}")
-        elif config.executor.gateways == "all":
-            raise ConfigError(
-                '[executor] gateways = "all": set ranks and run `symbiosis-priv provider serve`, or start the ranks '
-                "of several machines with `python -m provider.processes.launch` (docs/provider.md)"
-            )
         self.config = self._unplaced = self._reloaded = config  # `_reloaded`: as last read
         self._source, self._progress, self._on_move = source, progress, on_move
         self._credentials: Credentials | None = None
@@ -100,18 +74,6 @@ class Provider:
         assert self._gateway is not None, "start it first"
         return self._gateway.listener.address
 
-    def addresses(self) -> list[str]:
-        """The bound addresses of the gateways of all ranks, when all of them listen. Raises `RankLostError`: one does
-        not listen in time."""
-        if self._accounts is None:
-            return [self.address]
-        until = time.monotonic() + self.config.executor.group_timeout_s
-        while len(self._accounts.gateways) < dist.get_world_size() - 1:
-            if time.monotonic() > until:
-                raise RankLostError("the gateway of a rank does not listen: read the reason in the log")
-            time.sleep(_POLL_S)
-        return [each.address for each in self.status().gateways]
-
     @property
     def metrics_address(self) -> str | None:
         """The bound address for operators, as `host:port`; None if there is none."""
@@ -119,33 +81,24 @@ class Provider:
 
     def status(self) -> Status:
         assert self._gateway is not None, "start it first"
-        gateways = []
-        if self._accounts is not None:
-            gateways = [self._gateway_status(), *(found for _, found in sorted(self._accounts.gateways.items()))]
-        return take_status(self._gateway, self.executor, self._announcer, self._reloader, gateways, self._reloaded)
+        return take_status(self._gateway, self.executor, self._announcer, self._reloader, self._reloaded)
 
     def start(self) -> Self:
         """Quantise the model if necessary, start the executor, and listen. Raises `ConfigError`: the address is in use,
         or the executor does not start; `CertificateError`: a certificate, a key or the revocation list cannot be used;
         `CheckpointError`, `UnsupportedModelError`: the model cannot be read or served."""
         self._reloader = Reloader(self._watched_files, self._reload)  # later changes are reloaded
-        if self._lines is None:  # otherwise the other ranks would wait for this one
-            _require_free(self.config)
+        _require_free(self.config)
         config = self.config = placed(self.config, progress=self._progress)
-        helpers, member = config.relay.helpers, self._member
+        helpers = config.relay.helpers
         self._credentials = credentials = Credentials.load(config.tls, helpers=helpers, before=self._credentials)
         store = open_store(config)
         manifest, served = store.manifest(progress=self._progress), store.served
         self.model_digest = manifest.digest
         check_plan(memory_plan(config, manifest, served))
         self.executor: ExecutorHandle
-        self._usage = UsageCounters(config.usage.database) if member is None else RemoteUsage(member)
-        if member is None:
-            self.executor = supervisor.make(config, model_digest=manifest.digest)
-        else:
-            from provider.executor.member import MemberExecutor  # imports FSDP
-
-            self.executor = MemberExecutor(config, model_digest=manifest.digest, member=member)
+        self._usage = UsageCounters(config.usage.database)
+        self.executor = supervisor.make(config, model_digest=manifest.digest)
         try:
             self.executor.start()
             self._gateway = gateway = Gateway(
@@ -156,7 +109,7 @@ class Provider:
                 executor=self.executor,
                 usage=self._usage,
             )
-            self._start_gateway(gateway)
+            gateway.listener.start()
             self._reloader.periodic.start()
             self._start_announcing(gateway, manifest, served)
             if config.metrics.listen is not None:
@@ -164,9 +117,7 @@ class Provider:
                 from provider.operations.metrics import MetricsServer
 
                 self._metrics = MetricsServer(config.metrics.listen, self.status, hosts=config.metrics.hosts)
-        except BaseException as error:
-            if self._member is not None and isinstance(error, Exception):  # `executor.stop` may end this process
-                log.failure("start_failed", error)
+        except BaseException:
             if self._gateway is None:
                 self.executor.stop(config.limits.stop_timeout_s)
                 self.executor.close()
@@ -180,22 +131,6 @@ class Provider:
             composed = {"round_trips": 2, "memory": f"x{memory:.2f}", "multiply_adds_of_a_token": f"x{work:.2f}"}
         log.info("started", provider=config.name, address=gateway.listener.address, groups=len(served), **composed)
         return self
-
-    def _start_gateway(self, gateway: Gateway) -> None:
-        """Listen. In a group of ranks, rank 0 counts for the gateways of all ranks."""
-        if (member := self._member) is not None:
-            gateway.state.quotas = RemoteQuotas(member, gateway.state.quotas)
-            gateway.state.register = RemoteRegister(member)
-            gateway.listener.start()
-            self._tells = Periodic(
-                lambda: member.tell(self._gateway_status()), every_s=_TELL_S, name="status", at_once=True
-            )
-            self._tells.start()
-            return
-        if self._lines is not None:
-            assert isinstance(self.executor, ThreadExecutor), "this process is rank 0 of the group"
-            self._accounts = Accounts(gateway.state, self.executor, self._lines, dist.get_world_size())
-        gateway.listener.start()
 
     def _start_announcing(self, gateway: Gateway, manifest: Manifest, served: range) -> None:
         registry = self.config.registry
@@ -222,11 +157,7 @@ class Provider:
             self._announcer = None
         self._reloader.periodic.close(timeout)
         clean = self._gateway.stop(timeout)
-        if self._member is not None:
-            self._tells.close(timeout)
         requests = self._gateway.state.register.requests.total()
-        if self._accounts is not None:
-            clean = self._accounts.close(timeout) and clean
         self.executor.stop(timeout)
         if clean:  # otherwise a socket is still open, and closing the context would wait for it
             self.executor.close()
@@ -236,18 +167,6 @@ class Provider:
         self._gateway = None
         self._usage.close()
         log.info("stopped", provider=self.config.name, requests=requests, clean=clean)
-
-    def _gateway_status(self) -> GatewayStatus:
-        gateway = self._gateway
-        assert gateway is not None
-        register = gateway.state.register
-        return GatewayStatus(
-            rank=dist.get_rank(),
-            address=gateway.listener.address,
-            connections=gateway.connections,
-            requests=register.requests_here,
-            rows=register.rows_here,
-        )
 
     def _plan_move(self, config: ProviderConfig) -> None:
         assert self._on_move is not None, "`start` checks it"
@@ -294,7 +213,6 @@ class Provider:
             tenants=old.tenants,
             relay=replace(config.relay, to=old.relay.to, helpers=old.relay.helpers),
             model=chosen if config.model.layers == AUTO else config.model,
-            **({} if self._lines is None else {"listen": old.listen, "metrics": old.metrics}),  # a rank has its own
         )
         log.info("reloaded", needs_restart=None if fixed == self.config else "yes: other settings have changed too")
 
@@ -318,15 +236,14 @@ def serve(
     stop_with_stdin: bool = False,
     progress: Progress | None = None,
     on_ready: Callable[[], None] = lambda: None,
-    lines: "dist.ProcessGroup | None" = None,
 ) -> None:
-    """Run a `Provider` until SIGTERM or SIGINT. When ready, write the bound addresses to `ready_file`, a line for each
-    gateway, and print one line of JSON to stdout; logs go to stderr. SIGHUP and changed files make the provider read
-    certificates, revocations and quotas again. With `stop_with_stdin`, the provider ends with its parent."""
+    """Run a `Provider` until SIGTERM or SIGINT. When ready, write the bound address to `ready_file`, and print one line
+    of JSON to stdout; logs go to stderr. SIGHUP and changed files make the provider read certificates, revocations and
+    quotas again. With `stop_with_stdin`, the provider ends with its parent."""
     logs.setup(config.log_level)
     _allow_descriptors(config)
     stop, started, wake = threading.Event(), threading.Event(), threading.Event()
-    provider = Provider(config, source=source, progress=progress, on_move=wake.set, lines=lines)
+    provider = Provider(config, source=source, progress=progress, on_move=wake.set)
 
     def on_signal(*_: object) -> None:
         stop.set()
@@ -346,10 +263,8 @@ def serve(
     try:
         if not stop.is_set():
             if ready_file is not None:
-                write_atomically(ready_file, "\n".join(provider.addresses()).encode())
+                write_atomically(ready_file, provider.address.encode())
             ready = {"address": provider.address, "model_digest": provider.model_digest}
-            if lines is not None:
-                ready["rank"] = str(dist.get_rank())
             if provider.metrics_address is not None:
                 ready["metrics"] = provider.metrics_address
             on_ready()

@@ -45,13 +45,12 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
     if dist.is_initialized():  # this process is rank 0 of a group over several machines, and serves itself
         here = processes = int(os.environ["LOCAL_WORLD_SIZE"])
         ranks = dist.get_world_size()
-    gateways = here if config.executor.gateways == "all" else 1
     own_gpus = device == "cuda" and (ranks > 1 or dist.is_initialized())  # each rank has its own
     places = [f"cuda:{rank}" for rank in range(here)] if own_gpus else [device]
     plan = [
         *(Need("ring weights, both directions", p, kind, sum(sizes) * here // ranks // len(places)) for p in places),
-        Need("matrices in flight", _CPU, "int32 and float32", config.limits.max_inflight_mib * MIB * gateways),
-        Need("connections", _CPU, "-", _CONNECTION * config.limits.max_connections * gateways),
+        Need("matrices in flight", _CPU, "int32 and float32", config.limits.max_inflight_mib * MIB),
+        Need("connections", _CPU, "-", _CONNECTION * config.limits.max_connections),
         Need("one batch", _CPU, "int32", _WORKING * here),
         Need("Python and torch", _CPU, "-", _PROCESS * processes),
     ]

@@ -152,9 +152,6 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ranks: number of processes that each hold a shard of the model and multiply together (`provider.shards`).
         sharding: `columns` sends rows to the weights, `gathered` sends weights to the rows; `auto` measures in idle
             time which one is faster for each number of rows. Results are equal.
-        gateways: `all` gives every rank a gateway, at the port of `listen` plus the rank's number on its machine, for
-            the rows of the tenants that connect to it; `first` gives one to rank 0 only. With ranks on several
-            machines, start them with `provider.processes.launch`.
         group_timeout_s: time that ranks wait for a running rank that does not take part. A rank that has died or
             stopped is noticed within seconds.
         hang_timeout_s: an executor that does not answer for this time is killed and restarted. With ranks, the
@@ -170,7 +167,6 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     warm_up: bool = True
     ranks: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     sharding: Literal["auto", "columns", "gathered"] = "auto"
-    gateways: Literal["first", "all"] = "first"
     group_timeout_s: _Seconds = 30.0
     hang_timeout_s: _Seconds = 60.0
     float_path: bool = msgspec.field(default=False, name="float")
@@ -377,20 +373,6 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         parse_address(self.listen)
-        if self.executor.gateways == "all":
-            way_out = {
-                'roles = ["helper"]; let another provider be the helper': "helper" in self.roles,
-                "[relay]; blocks must reach the process that has the rows": self.relay.to or self.relay.helpers,
-                "[registry] announce; a descriptor has one address, so tenants list yours in federation.toml": (
-                    self.registry.announce
-                ),
-                "[executor] float; let another provider serve it": self.executor.float_path,
-            }
-            if wrong := [text for text, is_set in way_out.items() if is_set]:
-                raise ValueError(
-                    f'[executor] gateways = "all" does not work with {", nor with ".join(wrong)}. Remove this, or '
-                    f'write gateways = "first"'
-                )
         if self.relay.to and "helper" not in self.roles:
             raise ValueError('[relay] to is for helpers: add "helper" to roles, or remove to')
         if self.relay.helpers and "executor" not in self.roles:

@@ -31,7 +31,7 @@ import math
 import os
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +54,6 @@ from provider.executor.queues import (
     InboxMessage,
     KeystreamMaker,
     ProductRequest,
-    RemoteSender,
     RepeatedProduct,
     ReportRequest,
     Stop,
@@ -62,7 +61,7 @@ from provider.executor.queues import (
     row_load,
 )
 from provider.products.model import Operands, ServedModel, open_store
-from provider.scheduler.jobs import ARITHMETIC_ROWS, Job, Key, Piece, RankPiece
+from provider.scheduler.jobs import ARITHMETIC_ROWS, Job, Key, Piece
 from provider.scheduler.scheduler import Scheduler
 from symbiosis_priv.arithmetic.segments import Counts, clip, merge
 from symbiosis_priv.errors import CheckpointError, DeviceLostError, RankLostError
@@ -365,10 +364,6 @@ class Executor:
     def _run_batch(self, pieces: list[Piece[_Job]]) -> None:
         try:
             key = pieces[0].job.key
-            own = [piece for piece in pieces if not isinstance(piece.job.sender, RemoteSender)]
-            if len(own) < len(pieces):
-                self._run_batch_of_ranks(pieces, own)
-                return
             flat = _joined([self._rows(piece) for piece in pieces])
             count = sum([piece.rows for piece in pieces])
             encoding = wire.encoding_of(key.arithmetic)
@@ -400,39 +395,6 @@ class Executor:
         del rows, flat  # the executor must not hold a request's memory when it answers
         self._unrecorded.append((pieces, count, _matrices(counts), begun, time.monotonic()))
         self._hand_out(pieces, product, encoding)
-
-    def _run_batch_of_ranks(self, pieces: list[Piece[_Job]], own: list[Piece[_Job]]) -> None:
-        """Compute a product of this rank's `own` pieces and of pieces whose rows other ranks have and keep."""
-        key, begun, ranks = pieces[0].job.key, time.monotonic(), defaultdict[int, list[RankPiece]](list)
-        of_ranks: list[tuple[int, Piece[_Job]]] = []
-        for piece in pieces:
-            if isinstance(sender := piece.job.sender, RemoteSender):
-                ranks[sender.rank].append(RankPiece(sender.number, piece.start, piece.stop))
-                of_ranks.append((sender.rank, piece))
-        entry = self._model.manifest.entry(key.group, by_expert=key.by_expert)
-        count = sum(piece.rows for piece in own)
-        rows = torch.empty((0, entry.columns(key.direction)[0]), dtype=torch.int32, device="cpu")
-        if own:
-            rows = wire.RING32.unpack(_joined([self._rows(piece) for piece in own]), rows=count)
-        counts: Counts | None = None
-        order: Tensor | None = None
-        if key.by_expert:
-            in_order = [*own, *(piece for _, piece in sorted(of_ranks, key=lambda each: each[0]))]
-            parts = [clip(piece.job.request.counts or (), piece.start, piece.rows) for piece in in_order]
-            counts, order = (parts[0], None) if len(parts) == 1 else merge(parts)
-        from provider.shards.sharded import ShardedOperands  # imports FSDP
-
-        operands = self._model.operands
-        assert isinstance(operands, ShardedOperands), "only ranks send pieces"
-        product = operands.product_of_ranks(
-            rows, group=key.group, direction=key.direction, counts=counts, order=order, pieces=ranks
-        )
-        del rows
-        total = count + sum(piece.rows for _, piece in of_ranks)
-        self._unrecorded.append((pieces, total, _matrices(counts), begun, time.monotonic()))
-        self._hand_out(own, product, wire.RING32)
-        if answers := [self._answer_of(piece.job) for _, piece in of_ranks if piece.last]:
-            self._inbox.answer(answers)
 
     def _hand_out(self, pieces: list[Piece[_Job]], product: Tensor, encoding: wire.Encoding) -> None:
         """Give every piece its rows of the product."""

@@ -20,7 +20,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar, get_args
 
 import msgspec
@@ -28,7 +27,6 @@ from torch import Tensor
 
 from provider.fairness import RoundRobin
 from provider.scheduler.jobs import Stage
-from provider.shards.line import Line, Reply
 from symbiosis_priv.arithmetic.ring import FORWARD, Widths
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
@@ -243,18 +241,6 @@ class LocalSender(ABC):
     @abstractmethod
     def put(self, answer: ExecutorAnswer) -> None:
         """Take the answer, from any thread."""
-
-
-@dataclass(frozen=True)
-class RemoteSender(LocalSender):
-    """The sender of a request whose rows another rank has, by the number of its call."""
-
-    rank: int
-    number: int
-    line: Line = field(compare=False, repr=False)
-
-    def put(self, answer: ExecutorAnswer) -> None:
-        self.line.send(Reply(number=self.number, failure=answer.failure, rows=answer.rows))
 
 
 class LocalInbox(Inbox):

@@ -8,6 +8,5 @@ repeated         the fast lane: requests of few rows that are like an earlier on
 admission        checks headers; limits memory and connections, and keeps each tenant's role
 quota            limits each tenant's requests, rows and work per second
 usage            counts what each tenant has used
-accounts         one quota, bill and role for each tenant over the gateways of all ranks
 credentials      tenants' and helpers' certificates, and the revocation list
 """

@@ -183,18 +183,13 @@ class Register:
         self.visits: Counter[Party] = Counter()
         """Number of connections that each tenant or helper has opened, including refused connections."""
         self.requests: Counter[TenantIdentity] = Counter()
-        """Number of products of each tenant, at the gateways of all ranks."""
-        self.requests_here = self.rows_here = 0  # products that this gateway has answered, and their rows
+        """Number of products of each tenant."""
         self._roles: dict[TenantIdentity, Counter[Role]] = {}
         self._lock = threading.Lock()
 
-    def count_request(self, tenant: TenantIdentity, *, rows: int | None) -> None:
-        """Count a product of this gateway, or, with None, of another rank's."""
+    def count_request(self, tenant: TenantIdentity) -> None:
         with self._lock:
             self.requests[tenant] += 1
-            if rows is not None:
-                self.requests_here += 1
-                self.rows_here += rows
 
     def count_visit(self, party: Party) -> None:
         with self._lock:

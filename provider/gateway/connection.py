@@ -122,7 +122,7 @@ class Connection(FrameLoop[wire.Request]):
             return False
         stream.arrived = stream.arrived[repeated.size :]
         counts = repeated.counts
-        state.register.count_request(self._tenant, rows=counts.rows)
+        state.register.count_request(self._tenant)
         self._bill(counts)
         head, answer = repeated.before + parts[1] + repeated.after, self._space[: counts.bytes_sent]
         try:
@@ -168,7 +168,7 @@ class Connection(FrameLoop[wire.Request]):
             raise Refusal(wire.ErrorCode.BUSY, "this provider cannot write its usage database; ask again later")
         if not request.rows:  # needs no executor, and has a limited rate
             with self._state.quotas.admitted(self._tenant, rows=0, work=0) as limit:
-                self._state.register.count_request(self._tenant, rows=0)
+                self._state.register.count_request(self._tenant)
                 self._bill(UsageCounts(requests=1))
                 self._frames.send(wire.encode(wire.Result.answering(request, limit=limit)))
             self._pause(0)
@@ -246,7 +246,7 @@ class Connection(FrameLoop[wire.Request]):
             return None
         if not answer.failure:
             payload, relayed, sent = self._finish(request, answer.payload)
-            self._state.register.count_request(self._tenant, rows=request.rows)
+            self._state.register.count_request(self._tenant)
             self._bill(UsageCounts(1, request.rows, sizes.cost, sizes.received, sent))
             result = wire.Result.answering(request, limit=limit, relayed=relayed)
             self._frames.send(wire.encode(result, payload_bytes=len(payload)), payload)

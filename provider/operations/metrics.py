@@ -84,13 +84,6 @@ class _Collector:
         yield _gauge("last_reload_successful", "0 if changed files were refused: older settings apply", status.reloaded)
         yield _gauge("usage_unwritten_seconds", "time for which usage could not be written", status.usage_unwritten_s)
         yield _gauge("connections", "authenticated connections", status.connections)
-        found = {str(each.rank): each.connections for each in status.gateways}
-        yield _gauge("rank_connections", "authenticated connections at each rank's gateway", found, "rank")
-        for name in ("requests", "rows"):
-            answered = {str(each.rank): getattr(each, name) for each in status.gateways}
-            yield _counter(
-                f"rank_{name}", f"{name} that each rank's own gateway has read and answered", answered, "rank"
-            )
         handshakes = status.handshakes
         yield _gauge("pending_handshakes", "connections that have not authenticated", handshakes.present)
         ended = {outcome: getattr(handshakes, outcome) for outcome in ("accepted", "refused", "late", "crowded_out")}

@@ -16,7 +16,6 @@ from provider.gateway.usage import BilledRole, UsageCounts
 from provider.refusal import Refusal
 from provider.relay.blocks import BlockCounts
 from provider.relay.links import LinkCounts
-from provider.shards.line import GatewayStatus
 from symbiosis_priv import __version__
 from symbiosis_priv.certificates.reading import expiry
 from symbiosis_priv.errors import CertificateError
@@ -66,7 +65,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[str] = []  # names of the layer groups that are served
     reloaded: bool = True  # certificates, revocations and quotas; if not, the older settings are in use
     usage_unwritten_s: float = 0.0  # seconds since usage was last written to disk, if writing fails
-    gateways: list[GatewayStatus] = []  # of all ranks, rank 0's first; empty if only rank 0 has one
 
 
 def take_status(
@@ -74,7 +72,6 @@ def take_status(
     executor: ExecutorHandle,
     announcer: Announcer | None,
     reloader: Reloader,
-    gateways: list[GatewayStatus],
     config: ProviderConfig,
 ) -> Status:
     state, report = gateway.state, None
@@ -86,7 +83,7 @@ def take_status(
         model_digest=state.digest,
         uptime_s=time.monotonic() - state.started,
         ready=report is not None and not state.stopping.is_set() and state.can_bill,
-        connections=gateway.connections + sum(each.connections for each in gateways[1:]),
+        connections=gateway.connections,
         handshakes=gateway.listener.handshakes,
         visits={str(tenant): count for tenant, count in dict(state.register.visits).items()},
         over_quota={str(tenant): count for tenant, count in state.quotas.limited().items()},
@@ -106,5 +103,4 @@ def take_status(
         certificates=_expiry(config),
         groups=[group.name for group in state.manifest.groups[state.served.start : state.served.stop]],
         reloaded=reloader.succeeded,
-        gateways=gateways,
     )

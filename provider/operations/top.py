@@ -114,11 +114,6 @@ def _headline(status: Status) -> Text:
         if status.blocks.deposits
         else "",
         *(
-            f"  rank {each.rank} at {one_line(each.address)}: {each.connections} connections, "
-            f"{each.requests:,} products of {each.rows:,} rows"
-            for each in status.gateways
-        ),
-        *(
             (
                 f"  relay to {one_line(link.address)}: {link.deposits:,} sent, {link.failed:,} failed",
                 "" if link.up else "bold red",

@@ -1,5 +1,4 @@
-"""A process of a sharded executor (`shards`), as torchrun starts it: rank 0 serves, and the other ranks follow. With
-`[executor] gateways = "all"` every rank serves.
+"""A process of a sharded executor (`shards`), as torchrun starts it: rank 0 serves, and the other ranks follow.
 
 On one machine, the supervisor starts a group of ranks for the gateway (`[executor] ranks = 4`). With several machines,
 `launch` starts the ranks of each machine, and rank 0 is the whole provider. Between machines, torch.distributed neither
@@ -23,7 +22,6 @@ from provider.config.schema import RANKS_VARIABLE, ProviderConfig, from_json
 from provider.processes import executor_process
 from provider.products.model import open_store
 from provider.shards import rank_group
-from provider.shards.line import open_lines
 from provider.shards.sharded import ShardedOperands
 from symbiosis_priv.errors import SymbiosisError
 
@@ -32,7 +30,7 @@ def main() -> None:
     """Run one rank. Exits with status 1 if the group cannot be formed or has lost a rank."""
     parser = argparse.ArgumentParser(prog="provider.processes.launch ... -m provider.processes.rank")
     parser.add_argument("--config", type=Path, help="provider.toml")
-    parser.add_argument("--ready-file", type=Path, help="file for the addresses of all gateways")
+    parser.add_argument("--ready-file", type=Path, help="file for the bound address")
     parser.add_argument("--stop-with-stdin", action="store_true", help="also stop when stdin closes")
     rank_group.end_with_torchrun()
     rank_group.show_rank()
@@ -44,28 +42,24 @@ def main() -> None:
         if path is not None:
             config = load(path)
             whole = {"ready_file": words.ready_file, "stop_with_stdin": words.stop_with_stdin}
-            _run(
-                config,
-                lead=lambda lines: server.serve(config, source=path, lines=lines, **({} if dist.get_rank() else whole)),
-            )
+            _run(config, lead=lambda: server.serve(config, source=path, **whole))
         else:
             digest, _, text = os.environ[RANKS_VARIABLE].partition(" ")
             config = from_json(text.encode())
             # rank 0 inherits stdin from the gateway through torchrun
-            _run(config, lead=lambda _: executor_process.serve(config, model_digest=digest))
+            _run(config, lead=lambda: executor_process.serve(config, model_digest=digest))
     except SymbiosisError as error:
         sys.exit(f"error: rank {os.environ.get('RANK')}: {error}")
 
 
-def _run(config: ProviderConfig, *, lead: Callable[[dist.ProcessGroup | None], None]) -> None:
+def _run(config: ProviderConfig, *, lead: Callable[[], None]) -> None:
     logs.setup(config.log_level)
     settings = config.executor
     if settings.threads:
         torch.set_num_threads(max(1, settings.threads // int(os.environ["LOCAL_WORLD_SIZE"])))
     rank_group.join(settings.device, timeout=timedelta(seconds=settings.group_timeout_s))
-    lines = open_lines() if settings.gateways == "all" else None
-    if dist.get_rank() == 0 or lines is not None:
-        lead(lines)
+    if dist.get_rank() == 0:
+        lead()
     else:
         with torch.no_grad():
             ShardedOperands(open_store(config), sharding=settings.sharding).follow()

@@ -80,18 +80,6 @@ class Piece(NamedTuple, Generic[J]):  # creating a frozen dataclass takes three 
         return self.stop == self.job.rows
 
 
-class RankPiece(NamedTuple):
-    """Rows `start .. stop` of a request whose rows another rank has, by that rank's number of the request."""
-
-    number: int
-    start: int
-    stop: int
-
-    @property
-    def rows(self) -> int:
-        return self.stop - self.start
-
-
 _Kind = tuple[Direction, wire.Arithmetic, bool]  # a key without its layer group
 _FIRST_GUESS = 2e9  # multiply-adds a second, before the first product was timed
 ARITHMETIC_ROWS = 8  # a product of fewer rows shows the time to read the weights, not the time of a row

@@ -1,6 +1,5 @@
 """Weights sharded over ranks with FSDP2.
 
 rank_group  connects the ranks of a group, notices ranks that hang, and ends ranks and torchrun together
-line        messages between rank 0 and the gateways of other ranks
 sharded     products over all ranks, by a plan that rank 0 broadcasts
 """

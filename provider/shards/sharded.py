@@ -13,11 +13,6 @@ plans would otherwise gather different layer groups. There are two ways to multi
 `columns` transfers rows and is faster for few rows; `gathered` transfers weights and is faster for many rows. `warm_up`
 measures both, and rank 0 chooses. Weights are sent as bytes, because gloo has no int16.
 
-Rows may come from several ranks, whose gateways have them (`gateways = "all"`). A plan names the rows of each rank.
-Rank 0 then sends each other rank its pieces, and every rank gets the products of its own rows: `columns` exchanges rows
-and products between the ranks, and with `gathered` no row leaves its rank. Rows that are all on one rank are divided
-among the ranks for `gathered`.
-
 Directions here are those of the packed weights, which may be a transposed stack of experts. A product with rows for
 single experts is computed in a third way, `experts`: every rank has all rows, and multiplies them with the rows of
 their experts' matrices in its shard. The sum of the ranks' results is the product.
@@ -32,13 +27,12 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
-from types import MappingProxyType
-from typing import NoReturn, Protocol, Self
+from typing import NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -49,7 +43,6 @@ from torch.distributed.tensor import DTensor
 
 from provider import logs
 from provider.products.model import Operands, use
-from provider.scheduler.jobs import RankPiece
 from provider.shards import rank_group
 from provider.shards.rank_group import Heartbeats
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, Widths, opposite
@@ -65,7 +58,6 @@ _IDLE = timedelta(days=365)  # between two plans
 _TIMED_ROWS = (1, 8, 64, 512)
 _NEVER = 1 << 62  # rows
 _LEAD = 0  # the rank that serves
-_HEAD = 4  # numbers of a plan before the rows of every rank
 
 
 class Mode(IntEnum):
@@ -79,42 +71,23 @@ class Mode(IntEnum):
 
 @dataclass(frozen=True)
 class _Plan:
-    """The next step of every rank, with the number of rows that each rank has, and of pieces that rank 0 sends to
-    it."""
+    """The next step of every rank."""
 
     sequence: int
     mode: Mode
     group: int = 0
     direction: Direction = FORWARD
-    rows: tuple[int, ...] = ()
-    pieces: tuple[int, ...] = ()
+    rows: int = 0
 
-    def encode(self, world: int) -> Tensor:
-        """Encode the plan as int64 `[4 + 2 * world]`."""
-        head = [self.sequence, self.mode, self.group, DIRECTIONS.index(self.direction)]
-        numbers = [*head, *(self.rows or [0] * world), *(self.pieces or [0] * world)]
+    def encode(self) -> Tensor:
+        """Encode the plan as int64 `[5]`."""
+        numbers = [self.sequence, self.mode, self.group, DIRECTIONS.index(self.direction), self.rows]
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     @classmethod
     def decode(cls, plan: Tensor) -> Self:
-        sequence, mode, group, direction, *rest = plan.tolist()
-        rows, pieces = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-        return cls(sequence, Mode(mode), group, DIRECTIONS[direction], tuple(rows), tuple(pieces))
-
-    @property
-    def roots(self) -> list[int]:
-        """The ranks that have rows."""
-        return [rank for rank, rows in enumerate(self.rows) if rows]
-
-
-class RowKeeper(Protocol):
-    """Has the rows of a rank's requests."""
-
-    def rows(self, pieces: Sequence[RankPiece]) -> Tensor:
-        """The rows of pieces, int32 `[r, inputs]` on the CPU."""
-
-    def take(self, pieces: Sequence[RankPiece], product: Tensor) -> None:
-        """Take the product of all rows of the pieces, int32 `[r, outputs]` on the CPU."""
+        sequence, mode, group, direction, rows = plan.tolist()
+        return cls(sequence, Mode(mode), group, DIRECTIONS[direction], rows)
 
 
 class Unit(nn.Module):
@@ -250,40 +223,27 @@ class ShardedOperands(Operands):
     ) -> Tensor:
         """See `Operands.product`. Ranks multiply modulo 2^32, whatever the ring. Raises `RankLostError`: a rank did
         not take part. The group cannot be used any more."""
-        return self.product_of_ranks(rows, group=group, direction=direction, counts=counts)
+        return self._product(rows, group, direction, None, counts)
 
-    def product_of_ranks(
-        self,
-        rows: Tensor,  # rank 0's, as for `product`; perhaps none
-        *,
-        group: int,
-        direction: Direction,
-        mode: Mode | None = None,  # the way to multiply dense rows; None for the faster one
-        counts: Counts | None = None,
-        order: Tensor | None = None,  # sorts the rows of all ranks, in the order of the ranks, by expert
-        pieces: Mapping[int, Sequence[RankPiece]] = MappingProxyType({}),  # of each other rank's `RowKeeper`
+    def _product(
+        self, rows: Tensor, group: int, direction: Direction, mode: Mode | None, counts: Counts | None = None
     ) -> Tensor:
-        """Compute a product of rows of several ranks. Returns the products of rank 0's rows."""
+        """Compute a product. `mode`: the way to multiply dense rows; None for the faster one."""
         use(self._device)
-        direction = self._packed(group, direction)
-        of_rank = [pieces.get(rank, ()) for rank in range(self._world)]
-        each = [len(rows), *(sum(piece.rows for piece in some) for some in of_rank[1:])]
+        direction, total = self._packed(group, direction), len(rows)
         _, outputs = self._widths(group, direction, by_expert=counts is not None)
-        out = torch.empty((len(rows), outputs), dtype=torch.int32, device="cpu")
-        if not sum(each):
+        out = torch.empty((total, outputs), dtype=torch.int32, device="cpu")
+        if not total:
             return out
         if counts is not None:
             mode = Mode.EXPERTS
         elif mode is None:
             crossover = self._crossover.get((*self._widths(group, direction), direction), _NEVER)
-            mode = self._fixed or (Mode.GATHERED if sum(each) >= crossover else Mode.COLUMNS)
-        plan = _Plan(self._sequence + 1, mode, group, direction, tuple(each), tuple(map(len, of_rank)))
+            mode = self._fixed or (Mode.GATHERED if total >= crossover else Mode.COLUMNS)
+        plan = _Plan(self._sequence + 1, mode, group, direction, total)
         with self._ending_on_error(self._name_of(plan)):
             self._announce(plan)
-            for rank, some in enumerate(of_rank):
-                if some:
-                    dist.send(torch.tensor(some, dtype=torch.int64, device="cpu"), rank, group=self._plans)
-            self._compute(plan, rows.contiguous(), out, counts, order)
+            self._compute(plan, rows.contiguous(), out, counts)
         return out
 
     def warm_up(self) -> Iterator[None]:
@@ -299,7 +259,7 @@ class ShardedOperands(Operands):
                     seconds = dict.fromkeys((Mode.COLUMNS, Mode.GATHERED), math.inf)
                     for mode in (*seconds, *seconds):
                         start = time.perf_counter()
-                        self.product_of_ranks(rows, group=group, direction=direction, mode=mode)
+                        self._product(rows, group, direction, mode)
                         seconds[mode] = min(seconds[mode], time.perf_counter() - start)
                         yield
                     if seconds[Mode.GATHERED] < seconds[Mode.COLUMNS]:
@@ -308,12 +268,12 @@ class ShardedOperands(Operands):
                 else:
                     self._crossover[shape] = _NEVER
 
-    def follow(self, keeper: RowKeeper | None = None) -> None:
-        """Take part in products until rank 0 closes; for every rank but rank 0. `keeper` has the rows of this rank.
-        Raises `RankLostError`: a rank did not take part, or the plan of rank 0 is not the next plan."""
+    def follow(self) -> None:
+        """Take part in products until rank 0 closes; for every rank but rank 0. Raises `RankLostError`: a rank did not
+        take part, or the plan of rank 0 is not the next plan."""
         use(self._device)
         while True:
-            message = torch.empty(_HEAD + 2 * self._world, dtype=torch.int64, device="cpu")
+            message = _Plan(0, Mode.STOP).encode()
             with self._ending_on_error("the next plan"):
                 dist.broadcast(message, _LEAD, group=self._plans)
             plan = _Plan.decode(message)
@@ -324,18 +284,7 @@ class ShardedOperands(Operands):
                 self._heartbeats.close()
                 return
             with self._ending_on_error(self._name_of(plan)):
-                inputs, outputs = self._widths(plan.group, plan.direction, by_expert=plan.mode is Mode.EXPERTS)
-                rows = torch.empty((0, inputs), dtype=torch.int32, device="cpu")
-                out = torch.empty((plan.rows[self._rank], outputs), dtype=torch.int32, device="cpu")
-                if not (count := plan.pieces[self._rank]):
-                    self._compute(plan, rows, out)
-                    continue
-                assert keeper is not None, "rank 0 names only what this rank has sent"
-                numbers = torch.empty((count, len(RankPiece._fields)), dtype=torch.int64, device="cpu")
-                dist.recv(numbers, _LEAD, group=self._plans)
-                pieces = [RankPiece(*piece) for piece in numbers.tolist()]
-                self._compute(plan, keeper.rows(pieces), out)
-                keeper.take(pieces, out)
+                self._compute(plan, None, None)
 
     def close(self) -> None:
         """End the other ranks. Only rank 0 calls this."""
@@ -356,121 +305,92 @@ class ShardedOperands(Operands):
 
     def _announce(self, plan: _Plan) -> None:
         self._sequence = plan.sequence
-        dist.broadcast(plan.encode(self._world), _LEAD, group=self._plans)
+        dist.broadcast(plan.encode(), _LEAD, group=self._plans)
 
-    def _compute(
-        self, plan: _Plan, rows: Tensor, out: Tensor, counts: Counts | None = None, order: Tensor | None = None
-    ) -> None:
-        """Take part in a product with this rank's rows, perhaps none, and write their products to `out`. Rank 0 has the
-        counts and the order."""
+    # Matrices that rank 0 has on the CPU; the other ranks pass None
+
+    def _compute(self, plan: _Plan, rows: Tensor | None, out: Tensor | None, counts: Counts | None = None) -> None:
+        """Take part in a product. Rank 0 has the rows, the memory for their products, and the counts."""
         if plan.mode is Mode.EXPERTS:
-            self._compute_experts(plan, rows, out, counts, order)
+            self._compute_experts(plan, rows, out, counts)
         elif plan.mode is Mode.GATHERED:
             self._compute_gathered(plan, rows, out)
         else:
             self._compute_columns(plan, rows, out)
 
-    def _compute_experts(
-        self, plan: _Plan, rows: Tensor, out: Tensor, counts: Counts | None, order: Tensor | None
-    ) -> None:
-        unit, total, experts = self._units[plan.group], sum(plan.rows), self._entries[plan.group].experts
-        numbers = torch.zeros(experts + total, dtype=torch.int64, device="cpu")
-        if counts is not None:
-            numbers[:experts] = torch.tensor(counts, dtype=torch.int64, device="cpu")
-            numbers[experts:] = torch.arange(total, dtype=torch.int64, device="cpu") if order is None else order
+    def _compute_experts(self, plan: _Plan, rows: Tensor | None, out: Tensor | None, counts: Counts | None) -> None:
+        unit, experts = self._units[plan.group], self._entries[plan.group].experts
+        numbers = torch.tensor(counts or [0] * experts, dtype=torch.int64, device="cpu")
         dist.broadcast(numbers, _LEAD, group=self._plans)
-        sorted_by_expert = numbers[experts:].to(self._device)
-        shared = self._everywhere(plan, rows)[sorted_by_expert]
-        product = self._matrix(total, out.shape[1]).zero_()
-        columns, counts = unit.columns_of(self._rank, self._world), tuple(numbers[:experts].tolist())
-        unit.multiply_experts(columns, counts, shared, plan.direction, product)
-        self._sums(plan, torch.empty_like(product).index_copy_(0, sorted_by_expert, product), out)
+        inputs, outputs = self._widths(plan.group, plan.direction, by_expert=True)
+        product, columns = self._matrix(plan.rows, outputs).zero_(), unit.columns_of(self._rank, self._world)
+        shared = self._everywhere(rows, plan.rows, inputs)
+        unit.multiply_experts(columns, tuple(numbers.tolist()), shared, plan.direction, product)
+        self._sum(product, out)
 
-    def _compute_gathered(self, plan: _Plan, rows: Tensor, out: Tensor) -> None:
-        unit, (root, *others) = self._units[plan.group], plan.roots
-        if others:  # every rank multiplies its own rows
-            product = self._matrix(len(rows), out.shape[1])
-            unit(rows.to(self._device), plan.direction, product)
-            out.copy_(product)
-            return
-        here, total = root == self._rank, plan.rows[root]
-        each = [len(part) for part in torch.empty(total, dtype=torch.int64, device="cpu").tensor_split(self._world)]
-        mine = self._scattered(root, rows.split(each) if here else None, each, rows.shape[1])
-        product = self._matrix(each[self._rank], out.shape[1])
-        unit(mine, plan.direction, product)
-        self._collect(root, product, out.split(each) if here else None)
+    def _compute_gathered(self, plan: _Plan, rows: Tensor | None, out: Tensor | None) -> None:
+        inputs, outputs = self._widths(plan.group, plan.direction)
+        each = [len(part) for part in torch.empty(plan.rows, dtype=torch.int8, device="cpu").tensor_split(self._world)]
+        mine = self._scattered(None if rows is None else rows.split(each), each[self._rank], inputs)
+        product = self._matrix(each[self._rank], outputs)
+        self._units[plan.group](mine, plan.direction, product)
+        self._collect(product, None if out is None else out.split(each))
 
-    def _compute_columns(self, plan: _Plan, rows: Tensor, out: Tensor) -> None:
-        unit, total = self._units[plan.group], sum(plan.rows)
+    def _compute_columns(self, plan: _Plan, rows: Tensor | None, out: Tensor | None) -> None:
+        unit, (inputs, outputs) = self._units[plan.group], self._widths(plan.group, plan.direction)
         shards = [unit.columns_of(rank, self._world) for rank in range(self._world)]
         columns = shards[self._rank]
         width = columns.stop - columns.start
         if plan.direction == FORWARD:
-            product = self._matrix(total, width)
-            unit.multiply_shard(columns, self._everywhere(plan, rows), FORWARD, product)
-            for root, part in self._by_root(plan, product):
-                if root != self._rank:
-                    self._collect(root, part, None)
-                    continue
-                chunks = [out.new_empty((len(out), shard.stop - shard.start)) for shard in shards]
-                self._collect(root, part, chunks)
-                torch.cat(chunks, dim=1, out=out)
+            product = self._matrix(plan.rows, width)
+            unit.multiply_shard(columns, self._everywhere(rows, plan.rows, inputs), FORWARD, product)
+            if out is None:
+                self._collect(product, None)
+                return
+            chunks = [out.new_empty((len(out), shard.stop - shard.start)) for shard in shards]
+            self._collect(product, chunks)
+            torch.cat(chunks, dim=1, out=out)
         else:
-            arrived = []
-            for root in plan.roots:
-                parts = [rows[:, shard].contiguous() for shard in shards] if root == self._rank else None
-                arrived.append(self._scattered(root, parts, [plan.rows[root]] * self._world, width))
-            product = self._matrix(total, out.shape[1])
-            unit.multiply_shard(columns, torch.cat(arrived), BACKWARD, product)
-            self._sums(plan, product, out)
+            parts = None if rows is None else [rows[:, shard].contiguous() for shard in shards]
+            product = self._matrix(plan.rows, outputs)
+            unit.multiply_shard(columns, self._scattered(parts, plan.rows, width), BACKWARD, product)
+            self._sum(product, out)
 
-    # Matrices between the root, which has them on the CPU, and the other ranks, which pass None
+    def _everywhere(self, rows: Tensor | None, count: int, width: int) -> Tensor:
+        """All rows, on this rank's device."""
+        shared = self._matrix(count, width) if rows is None else rows.to(self._device)
+        dist.broadcast(shared, _LEAD)
+        return shared
 
-    def _everywhere(self, plan: _Plan, rows: Tensor) -> Tensor:
-        """The rows of all ranks, on this rank's device."""
-        arrived = []
-        for root in plan.roots:
-            own = root == self._rank
-            part = rows.to(self._device) if own else self._matrix(plan.rows[root], rows.shape[1])
-            dist.broadcast(part, root)
-            arrived.append(part)
-        return torch.cat(arrived) if len(arrived) > 1 else arrived[0]
-
-    def _scattered(self, root: int, chunks: Sequence[Tensor] | None, each: Sequence[int], width: int) -> Tensor:
-        """This rank's chunk of the root's rows, on its device. `each`: the rows of every rank's chunk."""
+    def _scattered(self, chunks: Sequence[Tensor] | None, count: int, width: int) -> Tensor:
+        """This rank's chunk of the rows, on its device, which has `count` rows."""
         if chunks is not None:
-            sent = [(rank, chunk.to(self._device)) for rank, chunk in enumerate(chunks) if rank != root]
+            sent = [(rank, chunk.to(self._device)) for rank, chunk in enumerate(chunks) if rank != _LEAD]
             _wait([dist.isend(chunk, rank) for rank, chunk in sent if chunk.numel()])
-            return chunks[root].to(self._device)
-        rows = self._matrix(each[self._rank], width)
+            return chunks[_LEAD].to(self._device)
+        rows = self._matrix(count, width)
         if rows.numel():
-            dist.recv(rows, root)
+            dist.recv(rows, _LEAD)
         return rows
 
-    def _collect(self, root: int, product: Tensor, results: Sequence[Tensor] | None) -> None:
-        """Write every rank's rows or columns of a result to the root's `results`."""
+    def _collect(self, product: Tensor, results: Sequence[Tensor] | None) -> None:
+        """Write every rank's rows or columns of a result to rank 0's `results`."""
         if results is None:
             if product.numel():
-                dist.send(product, root)
+                dist.send(product, _LEAD)
             return
-        results[root].copy_(product)
-        arriving = [(rank, chunk, self._buffer_for(chunk)) for rank, chunk in enumerate(results) if rank != root]
+        results[_LEAD].copy_(product)
+        arriving = [(rank, chunk, self._buffer_for(chunk)) for rank, chunk in enumerate(results) if rank != _LEAD]
         _wait([dist.irecv(there, rank) for rank, _, there in arriving if there.numel()])
         for _, here, there in arriving:
             if here is not there:
                 here.copy_(there)
 
-    def _sums(self, plan: _Plan, product: Tensor, out: Tensor) -> None:
-        """Write the sum of all ranks' results to `out` of each rank that has rows."""
-        for root, part in self._by_root(plan, product):
-            dist.reduce(part, root, op=dist.ReduceOp.SUM)  # int32 sums wrap
-            if root == self._rank:
-                out.copy_(part)
-
-    @staticmethod
-    def _by_root(plan: _Plan, product: Tensor) -> list[tuple[int, Tensor]]:
-        """The results for each rank that has rows."""
-        return list(zip(plan.roots, product.split([plan.rows[root] for root in plan.roots]), strict=True))
+    def _sum(self, product: Tensor, out: Tensor | None) -> None:
+        """Write the sum of all ranks' results to rank 0's `out`."""
+        dist.reduce(product, _LEAD, op=dist.ReduceOp.SUM)  # int32 sums wrap
+        if out is not None:
+            out.copy_(product)
 
     def _buffer_for(self, chunk: Tensor) -> Tensor:
         return chunk if self._device.type == "cpu" else torch.empty_like(chunk, device=self._device)

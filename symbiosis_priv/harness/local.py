@@ -127,7 +127,7 @@ class LocalFederation:
         return tuple(self._providers)
 
     def address(self, name: str) -> str:
-        """`host:port` of a provider; with several gateways, of the first."""
+        """`host:port` of a provider."""
         return self._provider(name).addresses[0]
 
     def pid(self, name: str) -> int | None:
@@ -248,10 +248,7 @@ class LocalFederation:
 
     def _make(self, name: str, role: Role, layers: str | None, *, listed: bool = True) -> _Provider:
         service = ManagedProcess(f"provider {name!r}", self.directory, name)
-        executor = self.provider_options.get("executor", {})
-        every = role == "executor" and executor.get("gateways") == "all"
-        port = consecutive_ports(self.host, int(str(executor.get("ranks", 1)))) if every else 0
-        provider = _Provider(name, role, self._issue(name), service, [f"{self.host}:{port}"], layers, listed)
+        provider = _Provider(name, role, self._issue(name), service, [f"{self.host}:0"], layers, listed)
         self._providers[name] = provider
         return provider
 
@@ -322,8 +319,6 @@ class LocalFederation:
             tables["registry"] = {"announce": [self.registry_address], "authority": self._authority.certificate}
         for table, entries in self.provider_options.items():
             tables.setdefault(table, {}).update(entries)
-        if provider.role == "helper":
-            tables["executor"].pop("gateways", None)
         head = toml_table("", name=provider.name, listen=provider.addresses[0], roles=[provider.role])
         others = [other for other in self._providers.values() if self.relay and other.role != provider.role]
         if provider.role == "executor" and self.relay:

@@ -4,11 +4,8 @@ If there is a large model, every rank then loads its shard of it under a limit o
 """
 
 import contextlib
-import itertools
 import resource
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,72 +14,16 @@ import torch
 import torch.distributed as dist
 
 from provider.products.model import LocalOperands
-from provider.scheduler.jobs import RankPiece
 from provider.shards import rank_group
 from provider.shards.sharded import ShardedOperands
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
-from symbiosis_priv.arithmetic.segments import merge
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.kernels import choice, probe_rows
 
-EXPERT_COUNTS = (2, 0, 3, 1)
 ROWS = (0, 1, 2, 3, 7, 65, 300)
 ROOM = 60 << 20  # bytes: stacks of threads, rows, a layer group while it is read
-
-
-@dataclass
-class Keeper:
-    """The requests of one rank, whose products it compares with those of one process. A request's number says which
-    product its rows need. A piece of rows for single experts has those of `EXPERT_COUNTS`."""
-
-    local: LocalOperands
-    store: WeightStore
-    rank: int
-
-    def request(self, number: int) -> tuple[int, Direction, bool]:
-        group, kind = divmod(number, 4)
-        return group, DIRECTIONS[kind % 2], kind > 1
-
-    def rows(self, pieces: Sequence[RankPiece]) -> torch.Tensor:
-        parts = []
-        for number, start, stop in pieces:
-            group, direction, by_expert = self.request(number)
-            inputs, _ = self.store.manifest().entry(group, by_expert=by_expert).columns(direction)
-            parts.append(probe_rows(2 + self.rank + stop, inputs)[2 + self.rank + start :] * (1 + 2 * self.rank))
-        return torch.cat(parts)
-
-    def take(self, pieces: Sequence[RankPiece], product: torch.Tensor) -> None:
-        group, direction, by_expert = self.request(pieces[0].number)
-        for piece, got in zip(pieces, product.split([piece.rows for piece in pieces]), strict=True):
-            counts = EXPERT_COUNTS[: self.store.manifest().groups[group].experts] if by_expert else None
-            want = self.local.product(self.rows([piece]), group=group, direction=direction, counts=counts)
-            assert torch.equal(got, want), (self.rank, group, direction, by_expert)
-
-
-def spread(local: LocalOperands, operands: ShardedOperands, store: WeightStore) -> None:
-    """Check products of rows of several ranks: on all ranks, on some of them, and on one that is not rank 0."""
-    world = dist.get_world_size()
-    for group, direction in itertools.product(store.served, DIRECTIONS):
-        entry = store.manifest().groups[group]
-        for by_expert in (False, *([True] if entry.experts > 1 else [])):
-            number = 4 * group + 2 * by_expert + DIRECTIONS.index(direction)
-            counts = EXPERT_COUNTS[: entry.experts] if by_expert else ()
-            keeper = Keeper(local, store, 0)
-            each = sum(counts) or 3
-            for ranks in ((0, world - 1), range(world), range(1, world)):
-                pieces = {rank: [RankPiece(number, n * each, (n + 1) * each) for n in range(rank)] for rank in ranks}
-                own = [RankPiece(number, 0, each)] if 0 in ranks else []
-                rows = keeper.rows(own or [RankPiece(number, 0, 0)])
-                merged, order = (None, None)
-                if by_expert:
-                    merged, order = merge([counts] * (len(own) + sum(map(len, pieces.values()))))
-                product = operands.product_of_ranks(
-                    rows, group=group, direction=direction, counts=merged, order=order, pieces=pieces
-                )
-                if own:
-                    keeper.take(own, product)
 
 
 def products(store: WeightStore, *, quick: bool) -> None:
@@ -91,7 +32,7 @@ def products(store: WeightStore, *, quick: bool) -> None:
     for sharding in ("columns", "gathered") if quick else ("columns", "gathered", "auto"):
         operands = ShardedOperands(store, sharding=sharding)
         if not operands.leads:
-            operands.follow(Keeper(LocalOperands(store), store, dist.get_rank()))
+            operands.follow()
             continue
         local = LocalOperands(store)
         for _ in operands.warm_up():
@@ -108,8 +49,6 @@ def products(store: WeightStore, *, quick: bool) -> None:
                     assert got.is_contiguous()
                     if entry.experts > 1:
                         by_expert(local, operands, group, direction, entry, count)
-        if not quick:
-            spread(local, operands, store)
         operands.close()
         print(f"equal: {sharding} on {dist.get_world_size()} ranks")
 

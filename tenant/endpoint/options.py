@@ -40,7 +40,9 @@ class Serving:
     ] = field(default_factory=list)
     api_key_file: Annotated[
         Path | None,
-        Option(help="File with one key per line; each key is a client. By default, a key is made and printed."),
+        Option(
+            help="File with one key per line, first yours; each is a client. By default, a key is made and printed."
+        ),
     ] = None
     allow_loading: Annotated[
         Path | None,

@@ -69,6 +69,8 @@ class Guard:
     requests in progress, and the size of the body. The body of a request without a key is not read, so such a request
     ends with its answer.
 
+    The first key sees what the requests of all keys cost, because the lengths of their texts follow from it.
+
     Other users of this machine can connect to loopback, and so can web pages in a browser on this machine. A page does
     not know the key; the checks of `Host` and `Origin` refuse pages even if it did.
     """
@@ -107,6 +109,7 @@ class Guard:
                 if not client and scope["path"] not in self._settings.open_paths:
                     raise ApiError(401, "send the endpoint's key: Authorization: Bearer KEY", code="invalid_api_key")
                 scope.setdefault("state", {})["client"] = client
+                scope["state"]["sees_all"] = bool(client) and found[0] == self._digests[0]
                 if not self._places.take(client):
                     message = "too many requests of this key are in progress; try again later"
                     raise ApiError(429, message, code="overloaded")

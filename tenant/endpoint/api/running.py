@@ -36,7 +36,8 @@ DOCUMENTED: dict[int | str, dict[str, Any]] = {
 
 class Running:
     """The choices of one HTTP request, while they run in the engine. Iterate to receive their events. `cancel` ends
-    them. `users`: counts the running requests of each adapter. Raises `ApiError` if the engine refuses one of them."""
+    them. `users`: counts the running requests of each adapter. `shared`: other keys may have rows in the same steps.
+    Raises `ApiError` if the engine refuses one of them."""
 
     def __init__(
         self,
@@ -44,6 +45,8 @@ class Running:
         requests: Sequence[engine.EngineRequest],
         metrics: EndpointMetrics,
         users: Counter[str | None],
+        *,
+        shared: bool = False,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, engine.Event]] = asyncio.Queue()
@@ -52,7 +55,7 @@ class Running:
         self._handles: list[engine.Handle] = []
         self._ended: dict[int, engine.RequestLedger] = {}
         self._begun = self._loop.time()
-        self._users, self._adapter = users, requests[0].adapter
+        self._users, self._adapter, self._shared = users, requests[0].adapter, shared
         users[self._adapter] += 1
         self._left = False
         try:
@@ -71,9 +74,11 @@ class Running:
             handle.cancel()
 
     def ledger(self) -> engine.RequestLedger:
-        """Return the costs of all choices so far."""
+        """Return the costs of all choices so far; rounded, if the exact ones would tell the lengths of other keys'
+        texts."""
         each = (self._ended.get(index) or handle.ledger() for index, handle in enumerate(self._handles))
-        return sum(each, engine.RequestLedger())
+        found = sum(each, engine.RequestLedger())
+        return found.rounded() if self._shared else found
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, engine.Event]]:
         """Yield (index of the request, event). Raises `ApiError` if a request fails, or too many events are unread."""
@@ -182,7 +187,8 @@ async def respond(prepared: Prepared, http: HttpRequest, *, streamed: bool | Non
         ends = (http.client.host if http.client else "", http.url.hostname or "")
         if not all(_LOOPBACK.fullmatch(end) for end in ends):
             raise ApiError(403, "rows are shown on the endpoint's own machine only", param="stream_options.include_row")
-    running = Running(endpoint.service.engine, prepared.requests, endpoint.metrics, endpoint.service.users)
+    service, shared = endpoint.service, len(endpoint.settings.keys) > 1
+    running = Running(service.engine, prepared.requests, endpoint.metrics, service.users, shared=shared)
 
     async def events() -> AsyncIterator[ServerSentEvent]:
         try:

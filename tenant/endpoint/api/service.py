@@ -45,7 +45,7 @@ class Settings:
     """Access rules and limits of an endpoint.
 
     Args:
-        keys: API keys. Each key is one client, and clients get equal shares.
+        keys: API keys. Each key is one client, and clients get equal shares. The first one may read all counters.
         hosts: names allowed in the `Host` header, besides IP addresses. Against DNS rebinding, in which a web page's
             own name resolves to this machine.
         body_limit, body_s: bytes of a request's body, and seconds in which it must arrive.
@@ -330,6 +330,11 @@ class Endpoint:
     def client(self, http: Request) -> str:
         """Return the name of the client for the engine: a digest of its key."""
         return str(http.scope["state"]["client"])
+
+
+def sees_all(http: Request) -> bool:
+    """Return whether the key of a request may read counters of all keys' requests."""
+    return bool(http.scope["state"]["sees_all"])
 
 
 def endpoint_of(http: Request) -> Endpoint:

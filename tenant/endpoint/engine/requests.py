@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from symbiosis_priv.errors import SymbiosisError
@@ -127,6 +127,11 @@ class RequestLedger:
 
     def __add__(self, other: "RequestLedger") -> "RequestLedger":
         return RequestLedger(**{name: n + getattr(other, name) for name, n in vars(self).items()})
+
+    def rounded(self) -> "RequestLedger":
+        """Return the costs with two digits of what also depends on the rows of other requests in the same steps."""
+        shared = ("round_trips", "bytes_up", "bytes_down")
+        return replace(self, **{name: int(float(f"{getattr(self, name):.1e}")) for name in shared})
 
 
 @dataclass(frozen=True, kw_only=True)

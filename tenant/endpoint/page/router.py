@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import resources
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from symbiosis_priv.limits import Role
+from tenant.endpoint.api.service import sees_all
 from tenant.masking.scheme import Scheme
 from tenant.routing.known_provider import ProviderFigures
 from tenant.session.tally import Ledger
@@ -40,13 +41,20 @@ _HIDDEN: dict[Role, str] = {
     "executor": "integers that it cannot tell from random ones, in place of your rows",
     "helper": "a random seed, and none of your rows",
 }
+_COUNTED = ("requests", "verified", "rejected", "bytes_sent", "bytes_received", "latency_s")
 _VISIBLE = "how many rows there are, for which layer, when, and when the answer ends"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provider(ProviderFigures):
-    """A provider's figures since the session began. `sees`: what it learns about an answer. `hidden`: not the rows."""
+    """A provider's figures since the session began; counters and latency are None for all keys but the first. `sees`:
+    what it learns about an answer. `hidden`: not the rows."""
 
+    requests: int | None  # type: ignore[assignment]
+    verified: int | None  # type: ignore[assignment]
+    rejected: int | None  # type: ignore[assignment]
+    bytes_sent: int | None  # type: ignore[assignment]
+    bytes_received: int | None  # type: ignore[assignment]
     hidden: bool
     sees: str
 
@@ -75,11 +83,12 @@ def page_router(scheme: Scheme, ledger: Callable[[], Ledger | None], *, model: s
         router.get(path, include_in_schema=False)(_file(name, media_type))
 
     @router.get("/ledger")
-    def session_ledger(response: Response) -> SessionLedger:
-        """Return the providers' counters, which are not secret from clients with a key."""
+    def session_ledger(http: Request, response: Response) -> SessionLedger:
+        """Return the providers, and their counters for the first key."""
         response.headers["Cache-Control"] = "no-store"
         counted = ledger()
         providers = [] if counted is None else counted.providers
+        unseen: dict[str, None] = {} if sees_all(http) else dict.fromkeys(_COUNTED)
         return SessionLedger(
             model=model,
             masking=scheme.name,
@@ -90,7 +99,7 @@ def page_router(scheme: Scheme, ledger: Callable[[], Ledger | None], *, model: s
             exposed="executor" in scheme.roles - scheme.hides_from,
             media=media,
             providers=[
-                Provider(**asdict(one), hidden=one.role in scheme.hides_from, sees=sees(scheme, one.role))
+                Provider(**asdict(one) | unseen, hidden=one.role in scheme.hides_from, sees=sees(scheme, one.role))
                 for one in providers
             ],
         )

@@ -12,7 +12,7 @@ from symbiosis_priv.errors import CheckpointError, ConfigError, TaskError
 from tenant.endpoint.api.answers import Model, Models
 from tenant.endpoint.api.bodies import JsonRoute, LoadRequest, UnloadRequest
 from tenant.endpoint.api.errors import ApiError, public
-from tenant.endpoint.api.service import Endpoint, endpoint_of
+from tenant.endpoint.api.service import Endpoint, endpoint_of, sees_all
 from tenant.model.loading import warn_of_other_template
 from tenant.tasks import Tasks
 
@@ -77,7 +77,11 @@ async def unload_adapter(body: UnloadRequest, http: Request) -> PlainTextRespons
 
 @router.get("/metrics", response_model=None, responses=_TEXT)
 async def metrics(http: Request) -> Response:
-    """Return figures for Prometheus."""
+    """Return figures for Prometheus, to the first key."""
+    if not sees_all(http):
+        raise ApiError(
+            403, "lengths of other keys' texts follow from these figures; ask with the first key", code="key"
+        )
     return Response(endpoint_of(http).metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 

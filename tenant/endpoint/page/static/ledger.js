@@ -69,7 +69,7 @@ export function showProviders(now, before, costs) {
     add(article, "h4", named(one));
     add(article, "p", `${one.operator}, ${one.address}, ${one.state}`);
     const since = Object.fromEntries(Object.keys(COUNTED).map((name) => [name, one[name] - (then[name] ?? 0)]));
-    describe(add(article, "dl"), COUNTED, since);
+    if (one.requests !== null) describe(add(article, "dl"), COUNTED, since); // counters are for the first key
     add(article, "p", `It sees ${one.sees}.`);
   }
   if (!now.remote) add(place, "p", "No provider was asked.");

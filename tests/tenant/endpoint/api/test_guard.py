@@ -84,6 +84,12 @@ def test_what_needs_no_key(served: Served) -> None:
     assert "symbiosis_endpoint_tokens_total" in text
 
 
+def test_a_key_learns_no_lengths_of_other_keys_texts(served: Served) -> None:
+    """A difference of two counters is the number of tokens of the request between them."""
+    status, answer = ask(served, "GET", "/metrics", Authorization="Bearer sk-other")
+    assert (status, answer["error"]["code"]) == (403, "key")
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given, strategies as st
 
 from symbiosis_priv.errors import CheckpointError, QuarantinedError, SymbiosisError, UnsupportedMethodError
 from tenant.endpoint.api.errors import ApiError, failed
@@ -143,3 +144,22 @@ def test_work_of_a_client_that_has_left_keeps_the_thread(served: Served) -> None
 
     asyncio.run(run())
     assert order == ["long", "next"]
+
+
+@given(st.integers(0, 10**12))
+def test_costs_that_other_keys_rows_change_are_rounded(cost: int) -> None:
+    """A step's bytes are divided among its rows, so the exact share would tell how many rows others had."""
+
+    class Costly(Scripted):
+        def ledger(self) -> RequestLedger:
+            return RequestLedger(rows=7, round_trips=cost, bytes_up=cost, bytes_down=cost, answers_verified=7)
+
+    async def run() -> RequestLedger:
+        engine = Costly()
+        return Running(engine, [REQUEST], EndpointMetrics(engine), Counter(), shared=True).ledger()
+
+    found = asyncio.run(run())
+    assert (found.rows, found.answers_verified) == (7, 7)
+    for shown in (found.round_trips, found.bytes_up, found.bytes_down):
+        assert len(str(shown).rstrip("0")) <= 2
+        assert abs(shown - cost) <= 0.05 * cost

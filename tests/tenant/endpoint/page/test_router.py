@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
+from starlette.types import Receive, Scope, Send
 
 from tenant.endpoint.page.router import page_router, sees
 from tenant.masking.registry import registered, scheme_named
@@ -55,11 +56,16 @@ def client() -> TestClient:
     return client_of("pad")
 
 
-def client_of(masking: str) -> TestClient:
+def client_of(masking: str, *, sees_all: bool = True) -> TestClient:
     app = FastAPI()
     ledger = Ledger(providers=(EXECUTOR,))
     app.include_router(page_router(scheme_named(masking), lambda: ledger, model="tiny"))
-    return TestClient(app)
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["sees_all"] = sees_all
+        await app(scope, receive, send)
+
+    return TestClient(guarded)
 
 
 def test_every_file_has_a_policy_that_allows_this_server_only(client: TestClient) -> None:
@@ -89,6 +95,16 @@ def test_every_control_has_a_label() -> None:
     labelled |= set(re.findall(r'id="(\w+)" aria-label="', html))
     labelled |= {name for label in re.findall(r"<label>.*?</label>", html) for name in re.findall(r'id="(\w+)"', label)}
     assert set(re.findall(r'<(?:input|select|textarea) id="(\w+)"', html)) == labelled
+
+
+def test_only_the_first_key_sees_what_requests_of_all_keys_cost() -> None:
+    """The lengths of other keys' prompts and answers follow from differences of these counters."""
+    (seen,) = client_of("pad").get("/ledger").json()["providers"]
+    (other,) = client_of("pad", sees_all=False).get("/ledger").json()["providers"]
+    same = {"name", "role", "operator", "address", "state", "waited_s", "left_s", "hidden", "sees"}
+    assert {name for name in seen if seen[name] == other[name] != None} <= same  # noqa: E711
+    assert all(other[name] is None for name in seen.keys() - same)
+    assert {seen[name] for name in seen.keys() - same} > {3, 40, 50}
 
 
 def test_the_ledger_has_every_provider_and_what_it_sees(client: TestClient) -> None:

@@ -14,12 +14,12 @@ import threading
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
 from typing import BinaryIO
 
 import anyio
-import anyio.to_thread
 from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -46,6 +46,7 @@ class Vocabulary:
         self._starting = threading.Lock()
         self._started: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self._compiling = asyncio.Semaphore(_COMPILING)
+        self._threads = ThreadPoolExecutor(_COMPILING)
         self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by client
         self._grammars = weakref.WeakValueDictionary[tuple[str, str], CompiledGrammar]()
         self._kept = OrderedDict[tuple[str, str], CompiledGrammar]()
@@ -86,7 +87,7 @@ class Vocabulary:
                 if self._is_full(client):
                     raise OverloadedError("too many different schemas of this key are in use; try again later")
                 async with self._compiling:
-                    found = await anyio.to_thread.run_sync(self.compiling, rules)
+                    found = await asyncio.get_running_loop().run_in_executor(self._threads, self.compiling, rules)
                     await found.compiled()
                 self._grammars[key] = found
             self._kept[key] = found

@@ -69,8 +69,12 @@ def test_many_token_ids_are_checked_at_once() -> None:
             CompletionRequest.model_validate({"model": "tiny", "prompt": [*ids, wrong]})
 
 
-def test_a_message_has_a_limited_number_of_parts() -> None:
+def test_all_messages_together_have_a_limited_number_of_parts() -> None:
+    """Each takes ten microseconds of the event loop, and a body of 8 MiB has room for 300,000."""
     part, other = {"type": "text", "text": ""}, {"type": "input_text", "text": ""}
     for body, name, one in ((ChatRequest, "messages", part), (ResponsesRequest, "input", other)):
         for count, wrong in ((1024, 0), (1025, 1)):
-            assert bool(errors(body, {"model": "tiny", name: [{"role": "user", "content": [one] * count}]})) == wrong
+            message = {"role": "user", "content": [one] * count}
+            assert errors(body, {"model": "tiny", name: [message] * 16}) == wrong
+    call = {"id": "a", "type": "function", "function": {"name": "b", "arguments": ""}}
+    assert errors(ChatRequest, {"model": "tiny", "messages": [{"role": "assistant", "tool_calls": [call] * 128}] * 129})

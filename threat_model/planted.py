@@ -85,7 +85,7 @@ def plant(lab: Lab, ring: Recording, floats: Recording, step: Callable[[str], No
         ("ring masks from torch.randint", "rule 1", SeedRecovery(), _remasked(ring, small_integers), ring, public),
         ("float masks from torch.randn", "rule 1", SeedRecovery(), _remasked(floats, small_normals), floats, public),
         ("one-time masks in float32", "rule 1", SamplerGrid(), _remasked(floats, normals), floats, public),
-        ("noises of low rank", "rule 1", SubspaceProjection(), _remasked(floats, low_rank, group=0), floats, public),
+        ("noises of low rank", "rule 1", SubspaceProjection(), _remasked(floats, low_rank, index=0), floats, public),
         ("scale on the wire", "rule 5", RowScale(), _with_scales(ring, public), ring, public),
         ("unfused q/k/v, separate float noise", "rule 4", Averaging(), unfused, floats, siblings),
     ]
@@ -123,7 +123,7 @@ def unfused_view(recording: Recording, public: Public) -> tuple[ExecutorView, Pu
     count = len(public.manifest.groups)
     groups = (0, count, count + 1)
     exchanges = []
-    for order, call in recording.truth.of(group=0, direction=FORWARD).items():
+    for order, call in recording.truth.of(index=0, direction=FORWARD).items():
         for i, group in enumerate(groups):
             noisy = (call.rows.double() + 4.0 * _normal(*call.rows.shape)).float()
             exchanges.append(Exchange(order + i * 10**9, group, FORWARD, "float", noisy, noisy))
@@ -169,10 +169,10 @@ def _normal(rows: int, width: int) -> Tensor:
     return gaussian(expand(random_key(), first_row=0, rows=rows, width=2 * width))
 
 
-def _remasked(recording: Recording, mask: Callable[[Tensor], Tensor], *, group: int | None = None) -> ExecutorView:
+def _remasked(recording: Recording, mask: Callable[[Tensor], Tensor], *, index: int | None = None) -> ExecutorView:
     """The executor's view if the tenant had masked each request with `mask`. Requests for effects are left out."""
     calls = recording.truth.calls
-    kept = [e for e in recording.views.executor.of(group=group) if e.order in calls]
+    kept = [e for e in recording.views.executor.of(index=index) if e.order in calls]
     masked = [replace(e, rows=mask(calls[e.order].rows)) for e in kept]
     return ExecutorView(tuple(e if e.arithmetic == "ring" else replace(e, arithmetic="float") for e in masked))
 
@@ -180,7 +180,7 @@ def _remasked(recording: Recording, mask: Callable[[Tensor], Tensor], *, group: 
 def _with_scales(recording: Recording, public: Public) -> ExecutorView:
     """The view with a row scale in each header. The attack reads only the header, so the rows need no mask."""
     exchanges = []
-    for exchange in recording.views.executor.of(group=0, direction=FORWARD):
+    for exchange in recording.views.executor.of(index=0, direction=FORWARD):
         tokens = recording.truth.calls[exchange.order].tokens
         assert tokens is not None
         _, scale = public.in_ring(0, FORWARD, public.vocabulary_rows[tokens])

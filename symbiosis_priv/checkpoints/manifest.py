@@ -101,9 +101,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def layers(self) -> tuple[int, ...]:
         return layers_of(group.members[0] for group in self.groups)
 
-    def entry(self, group: int, *, by_expert: bool) -> GroupEntry:
+    def entry(self, index: int, *, by_expert: bool) -> GroupEntry:
         """The entry of a layer group, or of one expert's matrix in it."""
-        entry = self.groups[group]
+        entry = self.groups[index]
         return entry.by_expert if by_expert else entry
 
     def to_json(self) -> bytes:

@@ -129,7 +129,7 @@ def _measured(
     names: tuple[str, ...] = ("echo", "product", "float32", "pad", "masked", "rested floor", "back to back", *SPANS)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     turns = _WARM_UP + repeat
-    with connect(up=up, down=down, repetitions=2 * turns, group=index, rows=rows) as exchange:
+    with connect(up=up, down=down, repetitions=2 * turns, index=index, rows=rows) as exchange:
         waited = 0.0
         for _ in range(turns):
             seconds["echo"].append(_seconds(partial(exchange, False)))
@@ -228,7 +228,7 @@ def _fill(connection: socket.socket, buffer: bytearray) -> None:
 
 @contextmanager
 def echo_connection(
-    federation: Federation, peer: Peer, *, port: int, up: int, down: int, repetitions: int, group: int, rows: int
+    federation: Federation, peer: Peer, *, port: int, up: int, down: int, repetitions: int, index: int, rows: int
 ) -> Iterator[Callable[[bool], None]]:
     """Open a connection to the echo server, which shows the certificate of `peer`. Yields a function that makes one
     exchange of `up` and `down` bytes, with a product of `rows` rows if its argument is True."""
@@ -237,7 +237,7 @@ def echo_connection(
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with context.wrap_socket(raw, server_hostname=peer.host) as connection:
         check_pin(connection, pins=peer.pins)
-        connection.sendall(_HEADER.pack(up, down, repetitions, group, rows))
+        connection.sendall(_HEADER.pack(up, down, repetitions, index, rows))
         requests, reply = [bytes([multiplied]) + bytes(up - 1) for multiplied in (0, 1)], bytearray(down)
 
         def exchange(multiplied: bool) -> None:

@@ -134,12 +134,12 @@ class _Tenant:
             for group in reversed(range(len(self._groups))):
                 yield group, BACKWARD
 
-    def _columns(self, group: int, direction: Direction) -> tuple[int, int]:
-        inputs, outputs = self._groups[group]
+    def _columns(self, index: int, direction: Direction) -> tuple[int, int]:
+        inputs, outputs = self._groups[index]
         return (inputs, outputs) if direction == FORWARD else (outputs, inputs)
 
-    def _ask(self, group: int, direction: Direction) -> Tensor:
-        inputs, outputs = self._columns(group, direction)
+    def _ask(self, index: int, direction: Direction) -> Tensor:
+        inputs, outputs = self._columns(index, direction)
         rows = self._rows[inputs]
-        request = wire.Execute(nonce=fresh_nonce(), group=group, direction=direction, arithmetic="ring", rows=len(rows))
+        request = wire.Execute(nonce=fresh_nonce(), group=index, direction=direction, arithmetic="ring", rows=len(rows))
         return self._channel.request(request, mask(rows, UNMASKED_BY_CHOICE), outputs=outputs)

@@ -125,8 +125,8 @@ def _readable_linears(view: ExecutorView, rows: Subtraction, public: Public) -> 
         yield block + "mlp.down_proj", rows.of(down)[kept], torch.stack(parts, dim=1)
 
 
-def _requests(view: ExecutorView, group: int) -> list[Exchange]:
-    return [e for e in generation(view) if e.group == group]
+def _requests(view: ExecutorView, index: int) -> list[Exchange]:
+    return [e for e in generation(view) if e.group == index]
 
 
 def _directions(public: Public, rows: Subtraction, requests: list[Exchange], norm: str) -> Tensor:

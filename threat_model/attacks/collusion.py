@@ -34,7 +34,7 @@ class _Collusion(DirectedAttack[CollusionView, GuessedRows], RowsAttack[Collusio
             _, pads = pad_rows(view.helpers, public, group, self.direction)
             if not len(pads):
                 continue
-            exchanges = view.executor.of(group=group, direction=self.direction)
+            exchanges = view.executor.of(index=group, direction=self.direction)
             shift = view.executor.unused_bits
             masked, pads = torch.cat([e.rows for e in exchanges]) << shift, pads << shift
             rows |= unstack((masked - pads[matching(masked, pads)] >> shift).double(), exchanges)
@@ -113,14 +113,14 @@ class Coalition(DirectedAttack[CollusionView, Tensor]):
         return replace(self._inner.score(guess, truth), curve=())  # the view of the executor alone contains all of them
 
 
-def pad_rows(helpers: Sequence[HelperView], public: Public, group: int, direction: Direction) -> tuple[Tensor, Tensor]:
+def pad_rows(helpers: Sequence[HelperView], public: Public, index: int, direction: Direction) -> tuple[Tensor, Tensor]:
     """The rows of all pads whose effects the helpers were asked for, summed over the helpers. Returns row numbers,
     int64 `[n]`, and pad rows, int32 `[n, d]`."""
-    entry = public.manifest.groups[group]
+    entry = public.manifest.groups[index]
     width = entry.inputs if direction == FORWARD else entry.stacked_outputs
     pads: dict[tuple[int, int], Tensor] = {}  # all helpers are asked about the same rows
     for e in (e for helper in helpers for e in helper.effects):
-        if (e.group, e.direction) == (group, direction):
+        if (e.group, e.direction) == (index, direction):
             key = mask_key(e.seed, group_name=entry.name, direction=direction)
             share = expand(key, first_row=e.first_row, rows=e.rows, width=width)
             at = e.first_row, e.rows

@@ -27,8 +27,8 @@ class RelayedAnswers(DirectedAttack[ExecutorView, GuessedRows], RowsAttack[Execu
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> GuessedRows | None:
         @functools.cache
-        def inverse(group: int, *, plus_one: bool) -> Tensor:
-            weight = public.quantised(group).weight.double()
+        def inverse(index: int, *, plus_one: bool) -> Tensor:
+            weight = public.quantised(index).weight.double()
             if plus_one:
                 weight = weight + torch.eye(len(weight), dtype=torch.float64)
             found: Tensor = torch.linalg.pinv(weight.t() if self.direction == FORWARD else weight)
@@ -52,10 +52,10 @@ class RelayedAnswers(DirectedAttack[ExecutorView, GuessedRows], RowsAttack[Execu
 _PASSES = 6
 
 
-def noises(view: ExecutorView, group: int, direction: Direction) -> tuple[Tensor | None, tuple[Exchange, ...]]:
+def noises(view: ExecutorView, index: int, direction: Direction) -> tuple[Tensor | None, tuple[Exchange, ...]]:
     """Return (noise `[k, d]` or None, the other exchanges) of a group and direction. A tenant without a helper must ask
     the executor itself for the effect of its noise: the first bias-free request."""
-    found = view.of(group=group, direction=direction)
+    found = view.of(index=index, direction=direction)
     if found and found[0].arithmetic == "float_bias_free":
         return found[0].rows.double(), found[1:]
     return None, found
@@ -143,8 +143,8 @@ def generation(view: ExecutorView) -> tuple[Exchange, ...]:
     return tuple(e for e in view.exchanges if e.order > last)
 
 
-def prefills(view: ExecutorView, group: int) -> list[tuple[Exchange, int, int]]:
+def prefills(view: ExecutorView, index: int) -> list[tuple[Exchange, int, int]]:
     """(request, sequences, tokens of each) for every prompt. A generated token has one row per sequence."""
-    pairs = itertools.pairwise(e for e in generation(view) if e.group == group)
+    pairs = itertools.pairwise(e for e in generation(view) if e.group == index)
     sizes = [(first, len(first.rows), len(second.rows)) for first, second in pairs]
     return [(e, batch, rows // batch) for e, rows, batch in sizes if rows > batch and rows % batch == 0]

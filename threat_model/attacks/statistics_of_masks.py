@@ -136,7 +136,7 @@ class Uniformity(Attack[ExecutorView, list[bool]]):
         layers = sorted({(e.group, e.direction) for e in view.exchanges})
         for group, direction in layers:
             # equal lengths, so that all rows of a layer form one matrix of words
-            found = view.of(group=group, direction=direction)
+            found = view.of(index=group, direction=direction)
             for matrices in ([e.rows for e in found], [e.blocks for e in found if e.blocks is not None]):
                 words = torch.cat(matrices).view(torch.int32) if matrices else torch.empty(0)
                 if words.numel() >= _MIN_WORDS:

@@ -28,7 +28,7 @@ FIRST = 0
 
 def first_layer_tokens(truth: Truth) -> dict[int, Tensor]:
     """The token of each row of the first group, by request: int64 `[n]`."""
-    return {o: c.tokens for o, c in truth.of(group=FIRST, direction=FORWARD).items() if c.tokens is not None}
+    return {o: c.tokens for o, c in truth.of(index=FIRST, direction=FORWARD).items() if c.tokens is not None}
 
 
 class FirstLayerAttack(LabelsAttack[ExecutorView]):
@@ -102,7 +102,7 @@ class RowScale(FirstLayerAttack):
         _, scales = public.in_ring(FIRST, FORWARD, public.vocabulary_rows)
         table = scales[:, 0].log()
         guessed = {}
-        for exchange in view.of(group=FIRST, direction=FORWARD):
+        for exchange in view.of(index=FIRST, direction=FORWARD):
             for value in exchange.fields.values():
                 if isinstance(value, list | tuple) and len(value) == len(exchange.rows):
                     sent = torch.tensor(value, dtype=torch.float64).log()
@@ -124,7 +124,7 @@ class EvenMasks(FirstLayerAttack):
             return 1.0 - 2.0 * (rows & 1)  # 1.0 for even entries
 
         table = signs(public.in_ring(FIRST, FORWARD, public.vocabulary_rows, ring_bits=view.ring_bits)[0])
-        exchanges = [e for e in view.of(group=FIRST, direction=FORWARD) if e.arithmetic == "ring"]
+        exchanges = [e for e in view.of(index=FIRST, direction=FORWARD) if e.arithmetic == "ring"]
         return {e.order: (signs(e.rows) @ table.t()).argmax(dim=1) for e in exchanges} or None
 
 
@@ -145,7 +145,7 @@ class FirstLayerTokens(FirstLayerAttack):
         table = normalize(public.vocabulary_rows.double(), dim=1)
         padding = (table == 0).all(dim=1).to(table.dtype)
         left, guessed = subtract_candidates(view).rows, {}
-        for order in (e.order for e in view.of(group=FIRST, direction=FORWARD) if e.order in left):
+        for order in (e.order for e in view.of(index=FIRST, direction=FORWARD) if e.order in left):
             empty = (left[order] == 0).all(dim=1).to(table.dtype)
             cosine = normalize(left[order], dim=1) @ table.t() + torch.outer(empty, padding)
             guessed[order] = cosine.argmax(dim=1)
@@ -195,11 +195,11 @@ class DeepLayerTokens(LabelsAttack[ExecutorView]):
         return score_labels(guess, {order: tokens[: len(found)]})
 
 
-def _read(rows: Tensor, public: Public, group: int, *, drift: Tensor, metric: Tensor) -> Tensor:
+def _read(rows: Tensor, public: Public, index: int, *, drift: Tensor, metric: Tensor) -> Tensor:
     """Tokens `[b, t]` whose activations, after the linear map, are nearest to rows `[b, t, d]`."""
     prefixes, which = torch.empty((1, 0), dtype=torch.long), torch.zeros(len(rows), dtype=torch.long)
     for t in range(rows.shape[1]):
-        tries = normalize(public.next_inputs(group, prefixes).double(), dim=-1) @ (drift @ metric)
+        tries = normalize(public.next_inputs(index, prefixes).double(), dim=-1) @ (drift @ metric)
         # |a - b|^2 without |b|^2, which is the same for every token
         inner = torch.bmm(tries[which], (rows[:, t] @ metric)[:, :, None])[..., 0]
         distance = tries.square().sum(dim=2)[which] - 2 * inner
@@ -228,7 +228,7 @@ class HeadLabels(_GradientAttack):
             return None  # a tied head never leaves the tenant
         head = public.group_of("lm_head")
         rows = subtract_candidates(view).rows
-        online = [e for e in view.of(group=head, direction=BACKWARD) if e.order in rows]
+        online = [e for e in view.of(index=head, direction=BACKWARD) if e.order in rows]
         return {e.order: unfold(public, e, rows[e.order]).argmin(dim=1) for e in online} or None
 
 
@@ -247,7 +247,7 @@ class BlockLabels(_GradientAttack):
         directions = head * final_norm
         directions = directions - directions.mean(dim=0)
         rows = subtract_candidates(view).rows
-        online = [e for e in view.of(group=group, direction=BACKWARD) if e.order in rows]
+        online = [e for e in view.of(index=group, direction=BACKWARD) if e.order in rows]
         return {e.order: (unfold(public, e, rows[e.order]) @ directions.t()).argmin(dim=1) for e in online} or None
 
 

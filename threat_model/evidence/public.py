@@ -57,43 +57,43 @@ class Public:
         raise KeyError(suffix)
 
     @functools.cache  # noqa: B019 (one Public lives as long as the report)
-    def quantised(self, group: int) -> QuantisedGroup:
-        return self.store.group(group)
+    def quantised(self, index: int) -> QuantisedGroup:
+        return self.store.group(index)
 
     @functools.cache  # noqa: B019
-    def bound(self, group: int, direction: Direction) -> Bound:
-        return self.quantised(group).bound(direction)
+    def bound(self, index: int, direction: Direction) -> Bound:
+        return self.quantised(index).bound(direction)
 
-    def served_weight(self, group: int, member: str, *, arithmetic: wire.Arithmetic) -> Tensor:
+    def served_weight(self, index: int, member: str, *, arithmetic: wire.Arithmetic) -> Tensor:
         """The weight of a member in this arithmetic, float64 `[o, d]`. The member's name ends in `member`."""
         if arithmetic != "ring":
-            return next(m.weight.double() for m in self.store.layers(group) if m.name.endswith(member))
-        entry, quantised = self.manifest.groups[group], self.quantised(group)
+            return next(m.weight.double() for m in self.store.layers(index) if m.name.endswith(member))
+        entry, quantised = self.manifest.groups[index], self.quantised(index)
         place = next(i for i, name in enumerate(entry.members) if name.endswith(member))
         weight = quantised.weight.double() * quantised.channel_scale[:, None]
         part: Tensor = weight.split(list(entry.outputs))[place]
         return part
 
     def in_ring(
-        self, group: int, direction: Direction, rows: Tensor, *, ring_bits: RingBits = 32
+        self, index: int, direction: Direction, rows: Tensor, *, ring_bits: RingBits = 32
     ) -> tuple[Tensor, Tensor]:
         """Float rows as a tenant would send them unmasked: (int32 `[r, d]`, float64 scale `[r, 1]`)."""
         if direction == BACKWARD:
-            rows = rows.double() * self.quantised(group).channel_scale
-        return quantise_rows(rows, self.bound(group, direction).narrowed(ring_bits))
+            rows = rows.double() * self.quantised(index).channel_scale
+        return quantise_rows(rows, self.bound(index, direction).narrowed(ring_bits))
 
-    def next_inputs(self, group: int, prefixes: Tensor) -> Tensor:
+    def next_inputs(self, index: int, prefixes: Tensor) -> Tensor:
         """The inputs of a group for every token after prefixes, int64 `[b, t]`. Returns float32 `[b, v, d]`."""
-        known = self.tried.setdefault(group, {})
+        known = self.tried.setdefault(index, {})
         wanted = [tuple(prefix) for prefix in prefixes.tolist()]
         new = [place for place, prefix in enumerate(wanted) if prefix not in known]
         if new:
             tokens, past = torch.arange(self.vocabulary), DynamicCache()
             with torch.no_grad():
                 if prefixes.shape[1]:
-                    self._until(group, input_ids=prefixes[new], past_key_values=past)
+                    self._until(index, input_ids=prefixes[new], past_key_values=past)
                     past.batch_repeat_interleave(len(tokens))
-                seen = self._until(group, input_ids=tokens.repeat(len(new))[:, None], past_key_values=past)
+                seen = self._until(index, input_ids=tokens.repeat(len(new))[:, None], past_key_values=past)
             found = seen.view(len(new), len(tokens), -1)
             known |= zip((wanted[place] for place in new), found, strict=True)
         return torch.stack([known[prefix] for prefix in wanted])
@@ -103,14 +103,14 @@ class Public:
         """A cache, by group and prefix: attacks try the same prefixes several times, on several schemes."""
         return {}
 
-    def inputs_at(self, group: int, ids: Tensor) -> Tensor:
+    def inputs_at(self, index: int, ids: Tensor) -> Tensor:
         """The inputs of a group for tokens `[b, t]`: float32 `[b, t, d]`."""
         with torch.no_grad():
-            return self._until(group, input_ids=ids, use_cache=False)
+            return self._until(index, input_ids=ids, use_cache=False)
 
-    def _until(self, group: int, **inputs: Any) -> Tensor:
+    def _until(self, index: int, **inputs: Any) -> Tensor:
         """Run the base model up to a group. Returns the group's input."""
-        module = self.model.get_submodule(self.manifest.groups[group].members[0])
+        module = self.model.get_submodule(self.manifest.groups[index].members[0])
 
         def stop(module: object, args: tuple[Tensor, ...]) -> None:
             raise _Arrived(args[0])

@@ -43,10 +43,10 @@ class Truth:
     coins: dict[Direction, Tensor] = field(default_factory=dict)
     """Which of two known rows was masked, in the second half of the distinguishing game; bool `[n]`."""
 
-    def of(self, *, group: int | None = None, direction: Direction | None = None) -> dict[int, GroupCall]:
+    def of(self, *, index: int | None = None, direction: Direction | None = None) -> dict[int, GroupCall]:
         """The calls of a group in a direction by their order; None stands for all."""
         wanted = self.calls.items()
-        return {o: c for o, c in wanted if group in (None, c.group) and direction in (None, c.direction)}
+        return {o: c for o, c in wanted if index in (None, c.group) and direction in (None, c.direction)}
 
 
 class Witness(Backend):

@@ -99,9 +99,9 @@ class ExecutorView:
         """Number of high bits of a word that are not sent. Words shifted left by this number wrap as the ring does."""
         return 32 - self.ring_bits
 
-    def of(self, *, group: int | None = None, direction: Direction | None = None) -> tuple[Exchange, ...]:
+    def of(self, *, index: int | None = None, direction: Direction | None = None) -> tuple[Exchange, ...]:
         """The exchanges of a group and direction, in order."""
-        return tuple(e for e in self.exchanges if group in (None, e.group) and direction in (None, e.direction))
+        return tuple(e for e in self.exchanges if index in (None, e.group) and direction in (None, e.direction))
 
 
 @dataclass(frozen=True, eq=False)

@@ -189,9 +189,10 @@ function openChat(one) {
   write();
 }
 
-// Puts the cursor into the message. On a phone, that would open the keyboard over the answer.
+// Puts the cursor into the message, unless the user edits another one. On a phone, that would open the keyboard over the
+// answer.
 function write() {
-  if (!isNarrow.matches) byId("message").focus();
+  if (!isNarrow.matches && !document.activeElement?.matches("#chat textarea")) byId("message").focus();
 }
 
 // Lets the user change a question where it stands. The answers after it go when the new one is sent.

@@ -381,7 +381,12 @@ def test_chats_survive_a_reload_and_can_be_deleted(page: Any) -> None:
 
 def test_an_answer_is_regenerated_and_a_question_edited(page: Any) -> None:
     first = ask(page, "The weather")
-    ask(page, "And the sea?")
+    page.get_by_label("Message").fill("And the sea?")
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Edit").first.click()
+    answer_of(page)
+    assert page.get_by_label("Edited message").evaluate("(box) => box === document.activeElement")
+    page.keyboard.press("Escape")
     with page.expect_request(COMPLETIONS) as asked:
         page.get_by_role("button", name="Regenerate").first.click()
     assert answer_of(page) == first  # temperature 0
@@ -576,6 +581,7 @@ def test_pictures_are_dropped_pasted_and_chosen(browser: Any, tmp_path: Path) ->
             page.locator("#chat .user canvas").nth(1).wait_for()
             page.get_by_role("button", name="Edit").click()
             page.get_by_label("Edited message").fill("And this?")
+            page.get_by_role("option").first.wait_for(state="attached")  # the page has asked for models meanwhile
             with page.expect_request(COMPLETIONS) as asked:
                 page.keyboard.press("Enter")
             assert question(asked)[0]["content"] == [*parts, {"type": "text", "text": "And this?"}]

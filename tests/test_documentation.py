@@ -10,6 +10,7 @@ import pytest
 import tenant
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("symbiosis_priv", "provider", "tenant", "threat_model")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 DEFINITION = re.compile(r"^def (test_\w+)", re.MULTILINE)
 TESTS = {
@@ -32,6 +33,26 @@ def test_named_tests_and_files_exist(page: Path) -> None:
         assert (ROOT / path).exists(), path
     for path in re.findall(r"\]\(((?!https?:)[\w/.-]+)(?:#[\w-]*)?\)", text):
         assert (page.parent / path).exists(), path
+
+
+def test_no_word_is_used_in_place_of_the_tables() -> None:
+    """CONTRIBUTING's table of words names those that are not used for the same thing; identifiers are made of words."""
+    rules = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = re.findall(
+        r"^\| [^|]+ \| [^|]+ \| ([^|]*)\|$", rules.partition("## Words")[2].partition("\n## ")[0], re.MULTILINE
+    )
+    words = [word for cell in table[1:] for word in cell.strip().split(", ") if word]
+    assert len(table) > 20 < len(words) + 10
+    joined = "|".join(re.sub(r"[ -]", "[ _-]?", word) for word in words)
+    pattern = re.compile(rf"(?<![a-z])(?:{joined})s?(?![a-z])", re.IGNORECASE)
+    code = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in [*code, *PAGES]
+        if path.name not in ("CONTRIBUTING.md", "CHANGELOG.md")
+        for match in pattern.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

@@ -258,7 +258,7 @@ def run_properties(subjects: Sequence[Subject], *, examples: int, seed: int, bud
             if found.reason is not None and found.reason not in {r.reason for r in before}:
                 say(f"    {found.reason}", style)
             if found.violation is not None:
-                say(f"    {found.culprit} breaks {found.property.name}", style)
+                say(f"    {found.at_fault} breaks {found.property.name}", style)
                 for line in found.violation.lines():
                     say(f"      {line}")
             results.append(found)

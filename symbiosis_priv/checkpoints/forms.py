@@ -1,6 +1,6 @@
 """The forms in which published checkpoints store weights in 8 or 4 bits: which tensors make a weight, by their names.
 
-config.json states the form (`quantization_config`), and a stranger wrote it: it is read as data, and no other
+config.json states the form (`quantization_config`), and another party wrote it: it is read as data, and no other
 library's quantizer runs. A form that is not read is refused by its name. `widening` makes the numbers.
 """
 

@@ -361,7 +361,7 @@ def test_one_weight_altered_by_one_unit_is_found_and_located(judge: Judge, alter
     alter(group, output, column)
     outcome = judge("every-layer")["every-layer"]
     assert outcome.verdict == "broken"
-    assert outcome.culprit == "executor"
+    assert outcome.at_fault == "executor"
     case, difference = case_of(outcome), violation_of(outcome).difference
     assert difference is not None
     assert (case.index, case.direction, case.arithmetic) == (group, FORWARD, "ring")
@@ -590,7 +590,7 @@ def test_effect_agreement_names_the_wrong_provider(
             chosen = [p for p in PROPERTIES if p.name == "effect-agreement"]
             (outcome,) = verify([helper], chosen, examples=EXAMPLES, seed=0)
             executor.close()
-    assert (outcome.verdict, outcome.provider, outcome.culprit) == ("broken", "helper", "executor")
+    assert (outcome.verdict, outcome.provider, outcome.at_fault) == ("broken", "helper", "executor")
 
 
 def test_one_group_backward_only(judge: Judge, tamper: Callable[..., None]) -> None:
@@ -679,7 +679,9 @@ def test_a_provider_that_avoids_all_products_does_not_pass(
 
 def test_outcomes_are_printed_as_they_come(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*_: Any, **__: Any) -> Iterator[PropertyResult]:
-        yield PropertyResult("alpha", "executor", PROPERTIES[0], "broken", violation=Violation("lies"), culprit="alpha")
+        yield PropertyResult(
+            "alpha", "executor", PROPERTIES[0], "broken", violation=Violation("lies"), at_fault="alpha"
+        )
         raise KeyboardInterrupt
 
     monkeypatch.setattr("threat_model.conformance.trials.verify", interrupted)

@@ -310,7 +310,7 @@ def check_agreement(subject: Subject, run: Run) -> None:
             if difference is not None:
                 found = subject.violation(f"disagrees with {executor.name!r}", case, difference=difference)
                 both = ((subject, effect), (executor, product))
-                found.culprit = next((s.name for s, answer in both if s.judge(case, answer)), None)
+                found.at_fault = next((s.name for s, answer in both if s.judge(case, answer)), None)
                 raise found
 
     limits = [executor.row_limit(i) for executor in subject.executors for i in subject.sampled]

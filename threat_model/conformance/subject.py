@@ -189,7 +189,7 @@ def effect_case(
 class Violation(Exception):
     """A request that refutes a property. `what`: the provider's fault, in one clause."""
 
-    culprit: str | None = None
+    at_fault: str | None = None
     """The provider at fault, if it is not the one that the property was run on."""
 
     def __init__(

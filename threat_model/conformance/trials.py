@@ -198,11 +198,11 @@ class PropertyResult:
     seconds: float = 0.0
     reason: str | None = None
     violation: Violation | None = None
-    culprit: str | None = None
+    at_fault: str | None = None
     wrong_role: bool = False
 
     def document(self) -> dict[str, Any]:
-        plain = ("provider", "role", "verdict", "examples", "reason", "culprit")
+        plain = ("provider", "role", "verdict", "examples", "reason", "at_fault")
         return {name: getattr(self, name) for name in plain} | {
             "property": self.property.name,
             "claim": self.property.claim,
@@ -233,7 +233,7 @@ def run_property(
         else:
             chosen.check(subject, run)
     except Violation as found:
-        result.verdict, result.violation, result.culprit = "broken", found, found.culprit or subject.name
+        result.verdict, result.violation, result.at_fault = "broken", found, found.at_fault or subject.name
     except NotTested as why:
         result.verdict, result.reason, result.wrong_role = "not tested", str(why), isinstance(why, WrongRole)
     except OutOfTime:

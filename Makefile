@@ -18,7 +18,7 @@ help:
 	@echo "make check   ruff and mypy only"
 	@echo "make docs    the pages and the API reference as a site, in build/site"
 	@echo "make venv    build .venv only"
-	@echo "make compatibility    try every family of models, and architectures with PEFT methods; writes docs/compatibility.md"
+	@echo "make compatibility    try every family of models, and architectures with PEFT methods; writes docs/compatibility/"
 	@echo "make gpu     on a machine with a GPU: kernels, tests, products, steps and tokens, in 8 minutes; writes gpu.json"
 	@echo "make release    build sdist and wheel, try both in empty environments, print checksums; uploads nothing"
 	@echo "make clean   remove .venv and caches"

@@ -67,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--compatibility",
         choices=("some", "all", "write"),
         default="some",
-        help="which pairs of architecture and PEFT method to try; write: try all, and write docs/compatibility.md",
+        help="which pairs of architecture and PEFT method to try; write: try all, and write docs/compatibility/",
     )
 
 

@@ -6,6 +6,7 @@ time. Lines are written to a file at once, and the next run leaves out what is i
 """
 
 import argparse
+import csv
 import os
 import subprocess
 import sys
@@ -111,49 +112,57 @@ def sweep(pairs: list[tuple[str, str]], path: Path) -> None:
             print(f"{count}/{len(pairs)} {result.family} {result.model} {result.seconds:g} s {outcome}", flush=True)
 
 
-# The table of docs/compatibility.md
+# The tables beside docs/compatibility.md, and its summaries
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
+_HEADER = ["family", "kind", "stages", "offloaded", "what stays, the largest first"]
 _NAMED = 3  # matrices shown in a cell
 
 
-def render(results: dict[tuple[str, str], Result]) -> str:
-    """A table for each kind of family."""
+def table(results: dict[tuple[str, str], Result]) -> list[list[str]]:
+    """A row for each family."""
     kinds = families.FAMILIES | dict.fromkeys(families.PUBLISHED, "Checkpoints in 8 or 4 bits")
     rows = {name: results.get((name, families.head(name)), Result(family=name, model="")) for name in kinds}
-    working = sum(rows[name].status == "works" for name in families.FAMILIES)
+    return [_HEADER, *([name, kinds[name], *cells(rows[name])] for name in kinds)]
+
+
+def summary(rows: list[list[str]]) -> str:
+    working = sum(name in families.FAMILIES and set("FBH") <= set(stages) for name, _, stages, *_ in rows)
     libraries = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in ("transformers", "peft", "torch"))
-    lines = [f"{working} of {len(families.FAMILIES)} families work ({libraries})."]
-    for kind in dict.fromkeys(kinds.values()):
-        lines += ["", f"| {kind} | stages | offloaded | what stays, the largest first |", "|---" * 4 + "|"]
-        lines += [f"| {name} | {' | '.join(cells(rows[name]))} |" for name in kinds if kinds[name] == kind]
-    return "\n".join(lines) + "\n"
+    return f"{working} of {len(families.FAMILIES)} families work ({libraries}).\n"
 
 
 def cells(result: Result) -> list[str]:
     if result.status != "works":
-        return [result.status, "", result.error.replace("|", "/")]
+        return [result.status, "", result.error]
     more = len(result.stayed) - _NAMED
     stayed = ", ".join(result.stayed[:_NAMED]) + (f" and {more} more" if more > 0 else "")
     modes = f" ({', '.join(result.experts)})" if result.experts else ""
-    return [result.stages + modes, f"{result.offloaded:.0%}", stayed.replace("*", "\\*")]
+    return [result.stages + modes, f"{result.offloaded:.0%}", stayed]
 
 
-def committed(table: str = "families") -> str:
-    """What the document says between the marks of a table."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    return text.partition(f"<!-- {table}:begin -->\n")[2].partition(f"<!-- {table}:end -->")[0]
+def committed(name: str) -> tuple[list[list[str]], str]:
+    """The rows of a table, with the header, and the document's summary of it."""
+    with _path(name).open(encoding="utf-8", newline="") as file:
+        rows = list(csv.reader(file))
+    return rows, _parts(name)[1]
 
 
-def parse(text: str) -> dict[str, list[str]]:
-    """The cells of every family's row."""
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-    return {name: cells for name, *cells in rows if name in (*families.FAMILIES, *families.PUBLISHED)}
+def write(name: str, rows: list[list[str]], text: str) -> None:
+    with _path(name).open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)
+    before, _, after = _parts(name)
+    DOCUMENT.write_text(before + text + after, encoding="utf-8")
 
 
-def write(text: str, table: str = "families") -> None:
-    before, begin, rest = DOCUMENT.read_text(encoding="utf-8").partition(f"<!-- {table}:begin -->\n")
-    DOCUMENT.write_text(before + begin + text + rest.removeprefix(committed(table)), encoding="utf-8")
+def _path(name: str) -> Path:
+    return DOCUMENT.with_suffix("") / f"{name}.csv"
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    before, begin, rest = DOCUMENT.read_text(encoding="utf-8").partition(f"<!-- {name}:begin -->\n")
+    text, end, after = rest.partition(f"<!-- {name}:end -->")
+    return before + begin, text, end + after
 
 
 def main() -> None:
@@ -163,7 +172,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="also classes that the file of results already has")
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"file of results ({RESULTS})")
     parser.add_argument("--here", metavar="CLASS", help="try this class in this process, and print the result")
-    parser.add_argument("--write", action="store_true", help="then write the table of docs/compatibility.md")
+    parser.add_argument("--write", action="store_true", help="then write docs/compatibility/families.csv")
     options = parser.parse_args()
     names = options.families or [*families.FAMILIES, *families.PUBLISHED]
     if options.here:
@@ -173,7 +182,8 @@ def main() -> None:
     known = set() if options.again else set(read(options.results))
     sweep([pair for pair in pairs if pair not in known], options.results)
     if options.write:
-        write(render(read(options.results)))
+        rows = table(read(options.results))
+        write("families", rows, summary(rows))
         options.results.unlink()  # the next sweep begins anew
 
 

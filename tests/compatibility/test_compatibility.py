@@ -1,4 +1,4 @@
-"""The table in docs/compatibility.md equals the result of a run.
+"""docs/compatibility/methods.csv equals the result of a run.
 
 By default: every method on a Llama (`nn.Linear`) and on a GPT-2 (`Conv1D`), and LoRA on every architecture. `make
 compatibility` tries every pair, which takes some minutes, and writes the table.
@@ -24,34 +24,36 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 Table = dict[tuple[str, str], str]
 
 
-def render(found: Table, architectures: dict[str, list[Any]], methods: list[str]) -> str:
-    """One table for each kind of architecture."""
-    lines = [
-        f"peft {peft.__version__}, transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
-    ]
-    for title, kind in architectures.items():
-        names = [architecture.name for architecture in kind]
-        lines += ["", f"| {title} | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-        lines += [f"| {m} | {' | '.join(found.get((name, m), 'not tried') for name in names)} |" for m in methods]
+def rows(found: Table, compatibility: Any) -> list[list[str]]:
+    """A row for each method, a column for each architecture."""
+    names = [architecture.name for kind in compatibility.ARCHITECTURES.values() for architecture in kind]
+    cells = [[m, *(found.get((name, m), "not tried") for name in names)] for m in compatibility.METHODS]
+    return [["method", *names], *cells]
+
+
+def summary(rows: list[list[str]]) -> str:
+    """Which methods work on an architecture, and which on none."""
+    works = {method: any("F" in cell for cell in cells) for method, *cells in rows[1:]}
+    libraries = ", ".join(f"{x.__name__} {x.__version__.partition('+')[0]}" for x in (peft, transformers, torch))
+    lines = [f"{len(works)} methods on {len(rows[0]) - 1} architectures ({libraries}).", ""]
+    for title, group in (("Work on at least one", True), ("Refused by name", False)):
+        lines.append(f"* **{title}**: {'; '.join(method for method in works if works[method] is group)}.")
     return "\n".join(lines) + "\n"
 
 
-def parse(text: str) -> Table:
-    table: Table = {}
-    for block in text.split("\n\n"):
-        header, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()] + [[], []]
-        for method, *cells in filter(None, rows):
-            table |= {(name, method): cell for name, cell in zip(header[1:], cells, strict=True)}
-    return table
+def parse(rows: list[list[str]]) -> Table:
+    header, *lines = rows
+    return {(name, m): cell for m, *cells in lines for name, cell in zip(header[1:], cells, strict=True)}
 
 
 @pytest.fixture(scope="module")
 def found(pytestconfig: pytest.Config, compatibility: Any) -> Iterator[Table]:
     """The results of this run and of earlier runs. At the end they are written if an option says so."""
-    table = parse(committed("compatibility"))
+    table = parse(committed("methods")[0])
     yield table
     if pytestconfig.getoption("compatibility") == "write":
-        write(render(table, compatibility.ARCHITECTURES, list(compatibility.METHODS)), "compatibility")
+        new = rows(table, compatibility)
+        write("methods", new, summary(new))
 
 
 def test_each_pair_gives_the_result_in_the_table(
@@ -67,15 +69,10 @@ def test_the_table_is_complete(compatibility: Any) -> None:
     """The table contains every PEFT method and architecture: a method that PEFT adds must be tried."""
     kinds = {kind for kind, _ in compatibility.METHODS.values()} | set(compatibility.NOT_TRIED)
     assert kinds == {kind.name for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
-    table = parse(committed("compatibility"))
+    old, text = committed("methods")
+    table = parse(old)
     names = [architecture.name for kind in compatibility.ARCHITECTURES.values() for architecture in kind]
-    assert list(table) == [
-        (architecture.name, method)
-        for kind in compatibility.ARCHITECTURES.values()
-        for method in compatibility.METHODS
-        for architecture in kind
-    ]
-    assert committed("compatibility") == render(table, compatibility.ARCHITECTURES, list(compatibility.METHODS))
+    assert (old, text) == (rows(table, compatibility), summary(old))
     assert "not tried" not in table.values()
     assert all(set("FBH") <= set(table[name, "LoRA"]) for name in names)
     for reason in compatibility.NOT_TRIED.values():
@@ -87,7 +84,7 @@ def test_the_table_is_complete(compatibility: Any) -> None:
 )
 def test_refusals_name_what_works(weight: type[OffloadedWeight], models: tuple[str, ...], compatibility: Any) -> None:
     """An error names the adapters that work on such a layer in the table, with and without a bias."""
-    table = parse(committed("compatibility"))
+    table = parse(committed("methods")[0])
     working = {
         PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType[kind]].__name__.removesuffix("Config")
         for method, (kind, options) in compatibility.METHODS.items()

@@ -22,6 +22,7 @@ from provider.config.schema import ProviderConfig
 from provider.executor import queues
 from provider.refusal import Refusal
 from symbiosis_priv.network import wire
+from symbiosis_priv.system.pacing import Periodic
 
 log = logs.EventLog(__name__)
 
@@ -40,7 +41,7 @@ class ExecutorHandle(ABC):
         self.hangs = 0
         self._answered = -1  # the last generation that has answered
         self.stopping = threading.Event()
-        self._guard = threading.Thread(target=self._run_guard, name="executor-guard", daemon=True)
+        self._guard = Periodic(self._look, every_s=_GUARD_S, name="executor-guard")
 
     @property
     def present(self) -> bool:
@@ -65,23 +66,18 @@ class ExecutorHandle(ABC):
     def _on_hang(self) -> None:  # noqa: B027 - a thread cannot be killed
         """React to an executor that does not answer any more."""
 
-    def _run_guard(self) -> None:
-        while not self.stopping.wait(_GUARD_S):
-            generation, settings = self.generation, self.config.executor
-            patience = settings.hang_timeout_s + (settings.group_timeout_s if settings.ranks > 1 else 0.0)
-            if not self.present:  # a start takes longer than an answer
-                patience = max(patience, STARTUP_S)
-            try:
-                answers = self._answers(generation, deadline=time.monotonic() + patience)
-            except Exception as error:  # the request was not sent: for example no descriptor was free
-                log.failure("executor_not_asked", error)
-                continue
-            if answers:
-                self._answered = generation
-            elif generation == self.generation and not self.stopping.is_set():
-                self.hangs += 1
-                log.warning("executor_hangs", seconds=round(patience, 1))
-                self._on_hang()
+    def _look(self) -> None:
+        """Ask for a report; notice a start or a hang."""
+        generation, settings = self.generation, self.config.executor
+        patience = settings.hang_timeout_s + (settings.group_timeout_s if settings.ranks > 1 else 0.0)
+        if not self.present:  # a start takes longer than an answer
+            patience = max(patience, STARTUP_S)
+        if self._answers(generation, deadline=time.monotonic() + patience):
+            self._answered = generation
+        elif generation == self.generation and not self.stopping.is_set():
+            self.hangs += 1
+            log.warning("executor_hangs", seconds=round(patience, 1))
+            self._on_hang()
 
     def _answers(self, generation: int, *, deadline: float) -> bool:
         """Ask for a report. Returns False if the report is late, or if the executor restarts or stops first."""

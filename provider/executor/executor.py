@@ -129,6 +129,8 @@ class Executor:
                         self._inbox.wait(pause if pause < math.inf else None)
                 self._model.operands.close()
             finally:
+                with self._turn:
+                    self._resting_since = None  # senders have ways to multiply at once that outlive the executor
                 self._maker.close()
 
     def stop(self) -> None:

@@ -25,11 +25,14 @@ from typing import Generic, NamedTuple, TypeVar, get_args
 import msgspec
 from torch import Tensor
 
+from provider import logs
 from provider.fairness import RoundRobin
 from provider.scheduler.jobs import Stage
 from symbiosis_priv.arithmetic.ring import FORWARD, Widths
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
+
+log = logs.EventLog(__name__)
 
 _KEYSTREAM_COST = 50  # multiply-adds that take as long as one keystream word
 _STEP_S = 60.0  # a tenant that has sent no backward request for this time has stopped training
@@ -303,8 +306,12 @@ class LocalInbox(Inbox):
 
     def _run_deliveries(self) -> None:
         while answers := self._batches.get():
-            _deliver(answers)
-            del answers  # a sender may keep its own answer in memory only
+            for answer in answers:
+                try:
+                    _deliver([answer])
+                except Exception as error:  # the other senders wait, and later ones
+                    log.failure("answer_not_delivered", error)
+            del answers, answer  # a sender may keep its own answer in memory only
 
 
 def _deliver(answers: Sequence[AddressedAnswer]) -> None:
@@ -396,4 +403,7 @@ class KeystreamMaker(Generic[J]):
                 outcome = error
             self._made.append((job, outcome))
             del job, make, outcome  # frees the memory before the thread waits
-            self._wake()
+            try:
+                self._wake()
+            except Exception as error:  # the next slice wakes the executor
+                log.failure("executor_not_woken", error)

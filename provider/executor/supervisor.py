@@ -65,7 +65,7 @@ class ThreadExecutor(ExecutorHandle):
         if self._thread.is_alive():
             self._executor.stop()
         self._thread.join(timeout)
-        self._guard.join()
+        self._guard.close(timeout)
 
     def open_channel(self) -> queues.RequestChannel:
         return self.inbox.open_channel()
@@ -223,8 +223,7 @@ class ProcessExecutor(ExecutorHandle):
         except TimeoutExpired:
             self._process.kill()
         self._watcher.join(timeout)
-        if self._guard.ident is not None:
-            self._guard.join()
+        self._guard.close(timeout)
 
     @property
     def pid(self) -> int:
@@ -261,7 +260,7 @@ class ProcessExecutor(ExecutorHandle):
                 try:
                     self._process = self._spawn()
                     break
-                except OSError as error:  # for example no process, descriptor or memory was free
+                except Exception as error:  # for example no process, descriptor or memory was free
                     log.failure("executor_not_started", error)
                 if self.stopping.wait(backoff.failed()):
                     return

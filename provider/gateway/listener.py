@@ -203,17 +203,25 @@ class Listener(Generic[P]):
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._selector.register(self._wake, selectors.EVENT_READ)
             while not self.stopping.is_set():
-                deadline = next(iter(self._waiting)).deadline if self._waiting else math.inf
-                pause_s = max(0.0, deadline - time.monotonic()) if self._waiting else None
-                ready = [key for key, _ in self._selector.select(pause_s)]
-                if any(key.fileobj is self._listener for key in ready):
-                    self._attempt(self._accept)
-                for client in self._turns.next(key.data for key in ready if key.data in self._waiting):
-                    self._attempt(partial(self._step, client))
-                while self._waiting and (client := next(iter(self._waiting))).deadline <= time.monotonic():
-                    self._drop(client, "late")
+                try:
+                    self._look()
+                except Exception as error:  # for example lack of memory: nobody else accepts clients
+                    log.failure("listener_failed", error)
+                    select.select([self._wake], [], [], _PAUSE_S)
             for client in list(self._waiting):
                 self._drop(client, "late")
+
+    def _look(self) -> None:
+        """Wait for what clients send, and make their next steps."""
+        deadline = next(iter(self._waiting)).deadline if self._waiting else math.inf
+        pause_s = max(0.0, deadline - time.monotonic()) if self._waiting else None
+        ready = [key for key, _ in self._selector.select(pause_s)]
+        if any(key.fileobj is self._listener for key in ready):
+            self._attempt(self._accept)
+        for client in self._turns.next(key.data for key in ready if key.data in self._waiting):
+            self._attempt(partial(self._step, client))
+        while self._waiting and (client := next(iter(self._waiting))).deadline <= time.monotonic():
+            self._drop(client, "late")
 
     def _attempt(self, step: Callable[[], None]) -> None:
         """Run a step that can fail because the machine lacks resources or because the client has left."""

@@ -23,7 +23,7 @@ class _OutOfReach(ExecutorHandle):
 
     def stop(self, timeout: float) -> None:
         self.stopping.set()
-        self._guard.join(timeout)
+        self._guard.close(timeout)
         self._inbox.close()
 
     def open_channel(self) -> RequestChannel:

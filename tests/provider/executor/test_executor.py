@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, get_args
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -252,6 +253,32 @@ def test_a_lack_of_memory_in_the_senders_thread_ends_nothing(
             until(lambda: not repeated.multiply(time.monotonic(), 0, 0))
             asker.ask(1)
         assert not ended.done()
+
+
+def test_an_executor_that_has_ended_multiplies_nothing_at_once(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one takes its place, and connections still have what the ended one has given them."""
+    model = Watched(store)
+    with running(model) as (inbox, ended):
+        asker = Asker(inbox, store)
+        find_it_at_rest(asker, model)
+        repeated = asker.channel.repeat(asker.message(1))
+        assert repeated is not None
+        _, outputs = store.manifest().groups[0].columns("forward")
+        payload = wire.RING32.pack(torch.ones(1, store.manifest().groups[0].inputs, dtype=torch.int32))
+        sent, space = np.frombuffer(payload, dtype=np.int32), np.empty(outputs, dtype=np.int32)
+
+        def multiply() -> bool:
+            return repeated.multiply(time.monotonic(), sent.ctypes.data, space.ctypes.data)
+
+        take, errors = Scheduler.take_alone, [MemoryError()]
+        monkeypatch.setattr(Scheduler, "take_alone", lambda *of: raising(errors.pop())() if errors else take(*of))
+        while not ended.done():  # the products are recorded after some, which fails
+            if multiply():
+                repeated.after()
+        assert isinstance(ended.exception(TIMEOUT_S), MemoryError)
+        assert not multiply()
 
 
 def raising(error: Exception) -> Any:

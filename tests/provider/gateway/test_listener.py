@@ -6,7 +6,7 @@ import ssl
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 from hypothesis import given, strategies as st
@@ -74,6 +74,23 @@ def test_a_listener_whose_thread_has_ended_can_be_stopped() -> None:
     listener.start()
     assert listener.stop(10.0)
     assert listener.stop(10.0)
+
+
+def test_an_error_in_the_listeners_thread_does_not_end_it(
+    configure: Configure, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the process would live and accept nobody, and nobody would start it again."""
+    take, errors = Turns.next, [MemoryError()]
+
+    def failing(self: Turns, ready: Iterable[UnauthenticatedConnection]) -> list[UnauthenticatedConnection]:
+        if errors:
+            raise errors.pop()
+        return take(self, ready)
+
+    with Provider(configure()) as provider:
+        monkeypatch.setattr(Turns, "next", failing)
+        assert isinstance(connect(to=provider).ask(wire.FetchHealth()), wire.HealthReport)
+        assert not errors
 
 
 # Whose turn it is

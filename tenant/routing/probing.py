@@ -21,7 +21,6 @@ from tenant.routing.routes import Routes
 from tenant.worker import Worker
 
 Probe = Callable[[KnownProvider], wire.Welcome]
-_LOOK_AGAIN_S = 1.0
 _GRACE_S = 0.25  # seconds to wait for providers that are not needed, so that the first products have a choice
 
 
@@ -114,8 +113,8 @@ class Prober:
             left = None if grace_over is None else grace_over - time.monotonic()
             if left is not None and left <= 0:
                 return
-            # each attempt has its own deadline; an interrupt just before a wait without an end would not end it
-            _, waiting = wait(waiting, _LOOK_AGAIN_S if left is None else left, FIRST_COMPLETED)
+            # without a timeout, because each attempt has its own deadline
+            _, waiting = wait(waiting, left, FIRST_COMPLETED)
         if not self._enough():
             raise self._missing()
 

@@ -466,6 +466,15 @@ def test_unserved_layers_are_an_error_before_anything_is_sent(scripted: Scripted
     assert low.executed == helper.effects == []
 
 
+@pytest.fixture
+def python_interrupts() -> Iterator[None]:
+    """The handler of a program that has set none, whatever a test before has left."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_interrupts")
 def test_an_interrupt_while_a_session_opens_ends_the_interrupted_call_alone(scripted: Scripted) -> None:
     session, (asked, go_on) = scripted.new_session("pad"), (threading.Event(), threading.Event())
 

@@ -2,17 +2,21 @@
 
 import os
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 import torch.distributed as dist
 
 from provider import logs
 from provider.config.schema import INPROC, MIB, ProviderConfig
-from symbiosis_priv.checkpoints.manifest import Manifest
+from symbiosis_priv.arithmetic.ring import FORWARD
+from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import bits_per_weight
+from symbiosis_priv.kernels import chip as chips
 
 log = logs.EventLog(__name__)
 
@@ -20,6 +24,26 @@ _CPU = "cpu"
 _CONNECTION = 640 << 10  # of TLS, and of the kinds of requests that a connection has learned (`gateway.repeated`)
 _PROCESS = 400 * MIB  # Python, torch and their libraries, in each process
 _WORKING = 64 * MIB  # slices of keystream, rows and products of one batch
+_CONTEXT = 640 * MIB  # of CUDA, with the programs of torch, Triton and NCCL, on each GPU
+_LIMBS = 8  # bytes: an entry of a row as four float16
+
+CHUNK: Final = 256
+"""Rows that are copied to a GPU at a time."""
+
+SLOTS: Final = 2
+"""Chunks of rows and products for which there is memory, page-locked and on the GPU (`products.model.Transfers`)."""
+
+_SLOT_ENTRIES = 1 << 24
+
+
+def widest(groups: Sequence[GroupEntry]) -> int:
+    """Most columns of rows and products."""
+    return max(max(group.columns(FORWARD)) for group in groups)
+
+
+def slot_entries(widest: int, *, chunk: int = CHUNK) -> int:
+    """Entries of a slot's rows, and of its products. A stack of experts is so wide that fewer rows are copied."""
+    return max(widest, min(chunk * widest, _SLOT_ENTRIES))
 
 
 @dataclass(frozen=True)
@@ -59,6 +83,15 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
     if ranks > 1:
         gathered = max(sizes) * here // len(places)
         plan[1:1] = [Need("a layer group, gathered by each rank", place, kind, gathered) for place in places]
+    if device != _CPU:
+        entries, slots = slot_entries(widest(groups)), 2 * SLOTS
+        near = (slots * 4 + _LIMBS) * entries
+        if ranks > 1:  # all rows and products of a batch
+            near = (2 * 4 + _LIMBS) * config.scheduler.max_batch_rows * widest(groups)
+        else:
+            plan.insert(-1, Need("page-locked rows and products", _CPU, "int32", slots * 4 * entries))
+        plan[1:1] = [Need("rows and products", place, "int32", near) for place in places]
+        plan[1:1] = [Need("CUDA", place, "-", _CONTEXT) for place in places]
     if config.executor.float_memory is not None:
         plan.insert(1, Need("float weights", places[0], "float32", config.executor.float_memory))
     return plan
@@ -85,9 +118,9 @@ def check_plan(plan: list[Need]) -> None:
 def _available(place: str) -> int | None:
     """Bytes that this process could use at a place; None if the system does not report them."""
     if place != _CPU:
-        usable = place.startswith("cuda") and torch.cuda.is_available()
-        # memory that other processes have taken does not count as available
-        return torch.cuda.mem_get_info(torch.device(place))[0] if usable else None
+        # all of it: to ask what is free would take half a GiB on each GPU
+        chip = chips.chip_of(torch.device(place))
+        return chip.memory if chip else None
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _container_limit()]
     return min(limit for limit in limits if limit is not None)
 

@@ -2,9 +2,8 @@
 
 Ring products use weights of this process (`LocalOperands`) or of a group of ranks (`shards`). On a GPU, rows are copied
 in chunks, through page-locked memory: while one chunk is multiplied, the next one is copied to the GPU and the previous
-result is copied back, each on its own stream. A single chunk cannot overlap with anything, so it uses one stream:
-events between streams would take as long as a small product. Weights are never copied. On a CPU, the same code runs in
-order and with ordinary memory, for the tests.
+result is copied back, each on its own stream. A single chunk cannot overlap with anything, so it uses one stream.
+Weights are never copied. On a CPU, the same code runs in order and with ordinary memory, for the tests.
 
 The float path has unquantised weights in float32, with or without the bias. Only `masking = "paper-pool"` needs it, and
 it is off unless the operator enables it. float32 weights are several times larger than the ring's, so the bytes of the
@@ -13,7 +12,7 @@ groups in memory are limited, and the least recently used group is dropped first
 
 import os
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
 
+from provider.config.memory_plan import CHUNK, SLOTS, slot_entries, widest
 from provider.config.schema import MIB, ExecutorConfig, ProviderConfig
 from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.passes import large_tensor
@@ -84,8 +84,13 @@ class LocalOperands(Operands):
         self._store = store
         self._matrices: dict[int, RingMatrix] = {}
         device = torch.device(store.device)
-        self._transfers = None if device.type == "cpu" else Transfers(device)
-        self.any_thread = self._transfers is None  # CUDA streams belong to a thread
+        self._transfers = None
+        if device.type != "cpu":
+            self._transfers = Transfers(
+                device, widest=widest([store.manifest().groups[index] for index in store.served])
+            )
+            self._matrix(store.served[0])  # compiles the kernel's programs before the executor says that it is ready
+        self.any_thread = self._transfers is None  # `Transfers` and its current device belong to one thread
 
     @property
     def loaded(self) -> Collection[int]:
@@ -123,19 +128,36 @@ class LocalOperands(Operands):
         return matrix
 
 
+class _Slot:
+    """Memory for one chunk of rows and their product: page-locked on the host, and on the device."""
+
+    def __init__(self, entries: int, device: torch.device, event: Any) -> None:
+        pinned = device.type == "cuda"
+        self.host_rows, self.host_product = (
+            torch.empty(entries, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(2)
+        )
+        self.rows, self.product = (torch.empty(entries, dtype=torch.int32, device=device) for _ in range(2))
+        self.done = event
+        """Recorded when the product is in `host_product`."""
+
+
 class Transfers:
-    """Computes products on one device. Not thread-safe.
+    """Computes products on one device, in chunks of rows. Not thread-safe. All memory is taken at once and used by
+    turns (`SLOTS`): what products need does not grow with their rows.
 
     Args:
-        chunk: number of rows of one copy.
+        widest: most columns of rows and products.
+        chunk: most rows of one copy.
     """
 
-    def __init__(self, device: torch.device, *, chunk: int = 256) -> None:
+    def __init__(self, device: torch.device, *, widest: int, chunk: int = CHUNK) -> None:
         self._device = device
-        self._chunk = chunk
+        self._chunk, self._entries = chunk, slot_entries(widest, chunk=chunk)
         self._module: Any = torch.get_device_module(device)
+        use(device)
         stream = torch.cuda.Stream if device.type == "cuda" else self._module.Stream
         self._up, self._down = stream(device), stream(device)
+        self._slots = [_Slot(self._entries, device, self._module.Event()) for _ in range(SLOTS)]
 
     def product(
         self,
@@ -148,35 +170,40 @@ class Transfers:
     ) -> Tensor:
         """`RingMatrix.product` from host memory to host memory: int32 `[r, width]` to `[r, columns]`, contiguous."""
         use(self._device)
-        columns = matrix.columns(direction, by_expert=counts is not None)[1]
-        host_rows, host_product = self._host(*rows.shape), self._host(len(rows), columns)
-        if len(rows) <= self._chunk:
-            host_rows.copy_(rows)
-            sent = host_rows.to(self._device, non_blocking=True)
-            host_product.copy_(matrix.product(sent, direction, counts=counts, ring_bits=ring_bits), non_blocking=True)
-            self._module.synchronize(self._device)
-            return host_product
-        products = torch.empty(host_product.shape, dtype=torch.int32, device=self._device)
+        widths = matrix.columns(direction, by_expert=counts is not None)
+        result = torch.empty((len(rows), widths.result), dtype=torch.int32, device="cpu")
+        chunk = min(self._chunk, self._entries // max(widths))
         compute = self._module.current_stream(self._device)
-        in_use = []  # until all streams are done, because torch reuses memory as soon as it is freed
-        for start in range(0, len(rows), self._chunk):
-            chunk = slice(start, start + self._chunk)
-            host_rows[chunk].copy_(rows[chunk])  # the CPU copies while the device works on earlier parts
-            with self._module.stream(self._up):
-                in_use.append(host_rows[chunk].to(self._device, non_blocking=True))
-            compute.wait_stream(self._up)
-            chunk_counts = None if counts is None else clip(counts, start, len(in_use[-1]))
-            matrix.product(in_use[-1], direction, counts=chunk_counts, ring_bits=ring_bits, out=products[chunk])
-            self._down.wait_stream(compute)
-            with self._module.stream(self._down):
-                host_product[chunk].copy_(products[chunk], non_blocking=True)
-        self._module.synchronize(self._device)
-        return host_product
+        up, down = (compute, compute) if len(rows) <= chunk else (self._up, self._down)
+        waiting: deque[tuple[_Slot, Tensor]] = deque()  # slots in use, and the parts of the result that they will have
+        try:
+            for place, (part, target) in enumerate(zip(rows.split(chunk), result.split(chunk), strict=True)):
+                if len(waiting) == len(self._slots):
+                    self._finish(*waiting.popleft())
+                slot = self._slots[place % len(self._slots)]
+                host_rows, near_rows = (memory[: part.numel()].view_as(part) for memory in (slot.host_rows, slot.rows))
+                host, near = (memory[: target.numel()].view_as(target) for memory in (slot.host_product, slot.product))
+                host_rows.copy_(part)  # the CPU copies while the device works on earlier parts
+                with self._module.stream(up):
+                    near_rows.copy_(host_rows, non_blocking=True)
+                compute.wait_stream(up)
+                part_counts = None if counts is None else clip(counts, place * chunk, len(part))
+                matrix.product(near_rows, direction, counts=part_counts, ring_bits=ring_bits, out=near)
+                down.wait_stream(compute)
+                with self._module.stream(down):
+                    host.copy_(near, non_blocking=True)
+                    slot.done.record()
+                waiting.append((slot, target))
+            while waiting:
+                self._finish(*waiting.popleft())
+        except BaseException:
+            self._module.synchronize(self._device)  # what is in flight would overwrite the next product
+            raise
+        return result
 
-    def _host(self, rows: int, columns: int) -> Tensor:
-        """A matrix that the device can copy without the CPU. torch keeps such memory for reuse."""
-        pinned = self._device.type == "cuda"
-        return torch.empty((rows, columns), dtype=torch.int32, device="cpu", pin_memory=pinned)
+    def _finish(self, slot: _Slot, target: Tensor) -> None:
+        slot.done.synchronize()
+        target.copy_(slot.host_product[: target.numel()].view_as(target))
 
 
 class FloatGroup(NamedTuple):
@@ -346,6 +373,8 @@ class ServedModel:
         try:
             _require_usable(self._device)
         except ConfigError as error:
+            if isinstance(error.__cause__, torch.OutOfMemoryError):
+                return
             raise DeviceLostError(f"device {self._device} has failed for good: {error}") from error
 
     def mask_rows(self, request: Effect) -> Tensor:

@@ -63,8 +63,3 @@ def chip_of(device: torch.device) -> Chip | None:
         shared=found.shared_memory_per_block if amd else found.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         lanes=found.warp_size,
     )
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes of a device's memory that no process has taken; None if there is no such device."""
-    return None if chip_of(device) is None else torch.cuda.mem_get_info(device)[0]

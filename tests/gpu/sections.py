@@ -142,7 +142,7 @@ def transfers(options: Options) -> Iterator[Row]:
     device, size = torch.device(options.device), 64 if options.small else 4096
     weight = torch.randint(-511, 512, (size, size), dtype=torch.int16, generator=torch.Generator().manual_seed(0))
     there, here = RingMatrix(weight, weight_bits=10, device=device), RingMatrix(weight, weight_bits=10)
-    moved = Transfers(device)
+    moved = Transfers(device, widest=size)
     for count in [1, 8] if options.small else [1, 16, 64, 256, 1024]:
         rows = probe_rows(count, size)
         near = rows.to(device)

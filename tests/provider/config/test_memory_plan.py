@@ -1,17 +1,20 @@
 """The memory plan: its figures, their truth, and the refusal of a provider that does not fit."""
 
+import dataclasses
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
-from provider.config.memory_plan import check_plan, memory_plan
+from provider.config.memory_plan import Need, check_plan, memory_plan, widest
 from provider.config.schema import MIB, ExecutorConfig, RelayConfig
+from provider.products.model import Transfers
 from provider.serve import Provider
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.kernels import bits_per_weight
+from symbiosis_priv.kernels import bits_per_weight, chip as chips
+from symbiosis_priv.kernels.chip import Chip
 from tests.provider.conftest import Configure
 
 
@@ -84,23 +87,36 @@ def test_only_served_layers_are_counted(configure: Configure, store: WeightStore
     assert sum(parts) == whole
 
 
-def test_available_gpu_memory_excludes_other_processes(
+def chip_of(device: torch.device) -> Chip | None:
+    return Chip("H100", "sm_90", 132, 80 << 30, 227 << 10) if device.type == "cuda" else None
+
+
+def test_a_plan_for_gpus(configure: Configure, store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, CUDA's own memory, rows and products on each GPU; and on the host, page-locked memory."""
+    monkeypatch.setattr(chips, "chip_of", chip_of)
+
+    def plan(executor: ExecutorConfig) -> list[Need]:
+        return memory_plan(configure(executor=executor), store.manifest(), store.served)
+
+    alone = {(n.place, n.what): n.size for n in plan(ExecutorConfig(device="cuda:1"))}
+    moved = Transfers(torch.device("cpu"), widest=widest(store.manifest().groups))
+    host = sum(m.nbytes for slot in moved._slots for m in (slot.host_rows, slot.host_product))
+    near = sum(m.nbytes for slot in moved._slots for m in (slot.rows, slot.product))
+    assert alone["cpu", "page-locked rows and products"] == host
+    assert near < alone["cuda:1", "rows and products"] < 2 * near
+    ranks = {(n.place, n.what): n.size for n in plan(ExecutorConfig(device="cuda", ranks=2))}
+    for place in ("cuda:0", "cuda:1"):
+        assert ranks[place, "ring weights, both directions"] == alone["cuda:1", "ring weights, both directions"] // 2
+        assert ranks[place, "CUDA"] == alone["cuda:1", "CUDA"] > 500 * MIB
+        assert ranks[place, "rows and products"] > 16_384 * 8 * widest(store.manifest().groups)
+
+
+def test_a_model_that_does_not_fit_on_a_gpu_is_refused(
     configure: Configure, store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan reads the free memory of the configured device, and of one device per rank."""
-    asked: list[torch.device] = []
-
-    def free(device: torch.device) -> tuple[int, int]:
-        asked.append(device)
-        return 1000, 80 << 30
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", free)
+    monkeypatch.setattr(
+        chips, "chip_of", lambda device: (chip := chip_of(device)) and dataclasses.replace(chip, memory=600 * MIB)
+    )
     for executor in (ExecutorConfig(device="cuda:1"), ExecutorConfig(device="cuda", ranks=2)):
-        with pytest.raises(ConfigError, match="on cuda:"):
+        with pytest.raises(ConfigError, match=r"on cuda:[01], of 600 MiB available .*CUDA 640 MiB"):
             check_plan(memory_plan(configure(executor=executor), store.manifest(), store.served))
-    assert asked == [torch.device("cuda:1"), torch.device("cuda:0")]
-    alone = memory_plan(configure(executor=ExecutorConfig(device="cuda")), store.manifest(), store.served)
-    ranks = memory_plan(configure(executor=ExecutorConfig(device="cuda", ranks=2)), store.manifest(), store.served)
-    ring = {need.place: need.size for need in ranks if need.what.startswith("ring weights")}
-    assert ring == dict.fromkeys(("cuda:0", "cuda:1"), alone[0].size // 2)

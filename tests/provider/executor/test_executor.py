@@ -228,7 +228,11 @@ def test_a_device_that_has_failed_ends_the_executor_and_a_lack_of_memory_does_no
     with running(model) as (inbox, ended):
         asker = Asker(inbox, store)
         find_it_at_rest(asker, model)
-        monkeypatch.setattr(Watched, "product", raising(torch.OutOfMemoryError("out of memory")))
+        full = raising(torch.OutOfMemoryError("out of memory"))
+        monkeypatch.setattr(Watched, "product", full)
+        with monkeypatch.context() as patch:
+            patch.setattr("provider.products.model.torch.zeros", full)  # the device has no byte left
+            asker.ask(1)
         asker.ask(1)
         assert not ended.done()
         monkeypatch.setattr(Watched, "product", raising(RuntimeError("CUDA error: an illegal memory access")))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from provider.config.schema import MIB, ExecutorConfig, PolicyName, SchedulerConfig
 from provider.executor.executor import Executor
 from provider.executor.queues import ExecutorAnswer, LocalInbox, ProductRequest
-from provider.products.model import FloatGroups, ServedModel, Transfers, open_store
+from provider.products.model import FloatGroups, LocalOperands, ServedModel, Transfers, open_store
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
@@ -299,7 +300,11 @@ def test_a_product_in_chunks_equals_the_whole_product(data: DataObject, directio
     matrix = RingMatrix(data.draw(drawn.integer_weights(outputs=13, inputs=24, bits=10)), weight_bits=10)
     rows = data.draw(testing.ring_rows(width=24 if direction == FORWARD else 13, count=st.integers(0, 20)))
     before = rows.clone()
-    got = Transfers(torch.device("cpu"), chunk=chunk).product(matrix, rows, direction)
+    transfers = Transfers(torch.device("cpu"), widest=24, chunk=chunk)
+    other = transfers.product(matrix, rows.flip(0), direction)  # uses the same memory
+    kept = other.clone()
+    got = transfers.product(matrix, rows, direction)
+    assert torch.equal(other, kept)
     assert torch.equal(got, matrix.product(rows, direction))
     assert torch.equal(rows, before)
 
@@ -312,15 +317,27 @@ def test_a_product_by_expert_in_chunks_equals_the_whole_product(
     matrix = RingMatrix(weight, weight_bits=8, kernel="int32").as_stack(3, transposed=turned)
     width, _ = matrix.columns(direction, by_expert=True)
     rows = torch.arange(sum(counts) * width, dtype=torch.int32).view(-1, width)
-    got = Transfers(torch.device("cpu"), chunk=chunk).product(matrix, rows, direction, counts=counts)
+    transfers = Transfers(torch.device("cpu"), widest=12, chunk=chunk)
+    got = transfers.product(matrix, rows, direction, counts=counts)
     assert torch.equal(got, matrix.product(rows, direction, counts=counts))
+
+
+def test_a_gpus_programs_are_compiled_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not depend on the shape, so one layer group compiles them all."""
+    loaded: list[int] = []
+    groups = [SimpleNamespace(columns=lambda _: (3, 5))] * 4
+    manifest = SimpleNamespace(groups=groups)
+    store: Any = SimpleNamespace(device="cuda:1", served=range(1, 3), manifest=lambda: manifest, matrix=loaded.append)
+    monkeypatch.setattr("provider.products.model.Transfers", lambda device, widest: (device, widest))
+    assert set(LocalOperands(store).loaded) == {1}
+    assert loaded == [1]
 
 
 @pytest.mark.parametrize("rows", [1, 9])
 def test_every_thread_that_multiplies_uses_the_device(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA the current device belongs to a thread, and every thread begins with the first one."""
     matrix = RingMatrix(torch.ones((3, 5), dtype=torch.int16), weight_bits=10)
-    transfers, used = Transfers(torch.device("cpu"), chunk=4), list[tuple[int, object]]()
+    transfers, used = Transfers(torch.device("cpu"), widest=5, chunk=4), list[tuple[int, object]]()
     monkeypatch.setattr(transfers._module, "set_device", lambda device: used.append((threading.get_ident(), device)))
     for _ in range(2):
         thread = threading.Thread(
@@ -341,31 +358,13 @@ def test_each_rank_has_the_device_with_its_number(configure: Configure, monkeypa
             assert open_store(config).device == ranks
 
 
-def test_one_part_needs_no_second_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events and streams would take as long as a small product."""
-    matrix = RingMatrix(torch.ones((3, 5), dtype=torch.int16), weight_bits=10)
-    transfers = Transfers(torch.device("cpu"), chunk=4)
-    used: list[object] = []
-    stream = transfers._module.stream
-
-    def noted(which: Any) -> Any:
-        used.append(which)
-        return stream(which)
-
-    monkeypatch.setattr(transfers._module, "stream", noted)
-    for rows, streams in ((0, 0), (1, 0), (4, 0), (5, 4)):
-        used.clear()
-        transfers.product(matrix, torch.ones((rows, 5), dtype=torch.int32), FORWARD)
-        assert len(used) == streams
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_streams_wait_for_each_other() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randint(-511, 512, (4096, 2048), dtype=torch.int16, generator=generator)
     here, there = RingMatrix(weight, weight_bits=10), RingMatrix(weight, weight_bits=10, device="cuda")
-    transfers = Transfers(torch.device("cuda"), chunk=64)
+    transfers = Transfers(torch.device("cuda:0"), widest=4096, chunk=64)
     for _ in range(20):
         rows = torch.randint(-(2**31), 2**31, (1000, 2048), dtype=torch.int32, generator=generator)
         assert torch.equal(transfers.product(there, rows, FORWARD), here.product(rows))

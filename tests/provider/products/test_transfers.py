@@ -1,0 +1,201 @@
+"""Copies to a device and back overlap with products: no order that the device may choose changes a result.
+
+The device is a stub. A stream is a list of operations that have not run. They run in any order that the streams and
+their waits for each other permit, at the latest when the host waits for them. Hypothesis chooses order and time.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from hypothesis.strategies import DataObject
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from provider.products.model import Transfers
+from symbiosis_priv.arithmetic.ring import FORWARD, Widths
+from symbiosis_priv.kernels import RingMatrix
+
+CPU = torch.device("cpu")
+
+
+class Device:
+    """What `torch.cuda` offers. `choose` takes one of the streams whose next operation may run; if it need not run yet,
+    None is a choice, too."""
+
+    def __init__(self, choose: Callable[[list["Queue | None"]], "Queue | None"]) -> None:
+        self.choose = choose
+        self.streams: list[Queue] = []
+        self.current = self.Stream(None)
+        self.synchronized = 0
+
+    def Stream(self, device: object) -> "Queue":
+        self.streams.append(Queue(self))
+        return self.streams[-1]
+
+    def Event(self) -> "Event":
+        return Event(self)
+
+    def set_device(self, device: object) -> None:
+        pass
+
+    def current_stream(self, device: object) -> "Queue":
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def synchronize(self, device: object) -> None:
+        self.synchronized += 1
+        self.run(lambda: not any(stream.waiting for stream in self.streams))
+
+    def run(self, done: Callable[[], bool]) -> None:
+        """Run operations until `done`."""
+        while not done():
+            self.step(self.ready())
+
+    def ready(self) -> "list[Queue | None]":
+        return [stream for stream in self.streams if stream.waiting and stream.waiting[0].may_run()]
+
+    def step(self, choices: "list[Queue | None]") -> bool:
+        """Run one operation. Returns False if none was chosen."""
+        if (stream := self.choose(choices)) is None:
+            return False
+        stream.waiting.pop(0).run()
+        return True
+
+
+class Operation(SimpleNamespace):
+    """An operation, which may run after others."""
+
+    finished = False
+
+    def may_run(self) -> bool:
+        return all(other.finished for other in self.after)
+
+    def run(self) -> None:
+        self.work()
+        self.finished = True
+
+
+class Queue:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.waiting: list[Operation] = []
+        self.last: Operation | None = None
+
+    def add(self, work: Callable[[], object], *after: Operation) -> Operation:
+        self.last = Operation(work=work, after=after)
+        self.waiting.append(self.last)
+        while self.device.step([None, *self.device.ready()]):
+            pass
+        return self.last
+
+    def wait_stream(self, other: "Queue") -> None:
+        if other is not self and other.last is not None:
+            self.add(lambda: None, other.last)
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.recorded: Operation | None = None
+
+    def record(self) -> None:
+        self.recorded = self.device.current.add(lambda: None)
+
+    def synchronize(self) -> None:
+        recorded = self.recorded
+        assert recorded is not None
+        self.device.run(lambda: recorded.finished)
+
+
+class Deferred(TorchFunctionMode):
+    """Gives asynchronous copies to the device's current stream."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_ and (kwargs or {}).get("non_blocking"):
+            target, source = args
+            read = list[Tensor]()  # what is on its way: the source may change before the target does
+            self.device.current.add(lambda: read.append(source.clone()))
+            self.device.current.add(lambda: target.copy_(read[0]))
+            return target
+        return func(*args, **(kwargs or {}))
+
+
+class Matrix(RingMatrix):
+    """Adds 1 to every entry and repeats the first columns, when the device comes to it."""
+
+    def __init__(self, device: Device, width: int, columns: int) -> None:
+        self.on, self.widths = device, Widths(width, columns)
+
+    def columns(self, *_: object, **__: object) -> Widths:
+        return self.widths
+
+    def product(self, rows: Tensor, *_: object, out: Tensor | None = None, **__: object) -> Tensor:
+        assert out is not None
+        self.on.current.add(lambda: out.copy_(expected(rows, self.widths.result)))
+        return out
+
+
+def expected(rows: Tensor, columns: int) -> Tensor:
+    return rows[:, torch.arange(columns) % rows.shape[1]] + 1
+
+
+def transfers_on(device: Device, monkeypatch: pytest.MonkeyPatch, *, chunk: int) -> Transfers:
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    return Transfers(CPU, widest=5, chunk=chunk)
+
+
+@given(data=st.data(), chunk=st.integers(1, 3), counts=st.lists(st.integers(0, 9), min_size=1, max_size=3))
+def test_no_order_of_the_device_changes_a_product(data: DataObject, chunk: int, counts: list[int]) -> None:
+    device = Device(lambda ready: data.draw(st.sampled_from(ready)))
+    with pytest.MonkeyPatch.context() as patch:
+        transfers, results = transfers_on(device, patch, chunk=chunk), []
+        for place, count in enumerate(counts):
+            rows = torch.arange(count * 3, dtype=torch.int32).view(count, 3) + 100 * place
+            with Deferred(device):
+                results.append((rows, transfers.product(Matrix(device, 3, 5), rows, FORWARD)))
+        for rows, result in results:
+            assert torch.equal(result, expected(rows, 5))
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_nothing_is_in_flight_after_a_product_that_fails(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, the device has no memory for a kernel's own buffers. Copies would disturb the next product."""
+    device = Device(lambda choices: choices[0])  # nothing runs before it must
+    transfers, matrix, calls = transfers_on(device, monkeypatch, chunk=2), Matrix(device, 3, 5), iter(range(4))
+
+    def fail(*arguments: Any, **options: Any) -> Tensor:
+        if next(calls) == failing:
+            raise torch.OutOfMemoryError("out of memory")
+        return Matrix.product(matrix, *arguments, **options)
+
+    monkeypatch.setattr(matrix, "product", fail)
+    with Deferred(device), pytest.raises(torch.OutOfMemoryError):
+        transfers.product(matrix, torch.zeros((8, 3), dtype=torch.int32), FORWARD)
+    assert not any(stream.waiting for stream in device.streams)
+
+
+def test_one_part_needs_no_second_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events between streams would take as long as a small product."""
+    device = Device(lambda choices: choices[0])
+    transfers, matrix = transfers_on(device, monkeypatch, chunk=4), Matrix(device, 3, 5)
+    for count, streams in ((0, 1), (1, 1), (4, 1), (5, 3)):
+        for stream in device.streams:
+            stream.last = None
+        with Deferred(device):
+            transfers.product(matrix, torch.ones((count, 3), dtype=torch.int32), FORWARD)
+        assert sum(stream.last is not None for stream in device.streams) == streams
+    assert not device.synchronized  # the host waits for its own product only

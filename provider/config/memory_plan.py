@@ -119,7 +119,7 @@ def _available(place: str) -> int | None:
     """Bytes that this process could use at a place; None if the system does not report them."""
     if place != _CPU:
         # all of it: to ask what is free would take half a GiB on each GPU
-        chip = chips.chip_of(torch.device(place))
+        chip = chips.chip_of(torch.device(place)) if place.startswith("cuda") else None
         return chip.memory if chip else None
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _container_limit()]
     return min(limit for limit in limits if limit is not None)

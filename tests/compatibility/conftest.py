@@ -9,6 +9,7 @@ from integers, so that quantising it changes nothing. The two models then differ
 import copy
 import functools
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +38,7 @@ IDS = torch.arange(3, 15).view(2, 6) * 7 % 96
 LABELS = {"SEQ_CLS": torch.tensor([0, 1])}
 
 
-# Architectures
+# Architectures, and PEFT methods
 
 
 @dataclass(frozen=True)
@@ -74,106 +75,9 @@ class Architecture:
         return build(self.stored, **sizes | self.changes)
 
 
-def _encoder(name: str, stored: str, **changes: int) -> Architecture:
-    return Architecture(name, stored, changes, "SEQ_CLS", r".*(LayerNorm|ln)", r".*encoder.*\.(query|key|value|dense)")
-
-
-ARCHITECTURES: dict[str, list[Architecture]] = {
-    "Decoders": [
-        Architecture("Llama", "LlamaForCausalLM"),
-        Architecture("Mistral", "MistralForCausalLM"),
-        Architecture("Qwen3", "Qwen3ForCausalLM"),
-        Architecture("Gemma 2", "Gemma2ForCausalLM"),
-        Architecture("Phi", "PhiForCausalLM"),
-        Architecture("GPT-2", "GPT2LMHeadModel", {"n_inner": 64}, norms=r".*ln_."),
-        Architecture("GPT-NeoX", "GPTNeoXForCausalLM"),
-        Architecture("OPT", "OPTForCausalLM", {"ffn_dim": 64}),
-        Architecture("BLOOM", "BloomForCausalLM"),
-        Architecture("Falcon", "FalconForCausalLM"),
-    ],
-    "Hybrids": [
-        Architecture("Jamba", "JambaForCausalLM", {"num_experts": 1, "mamba_dt_rank": 16}),
-        Architecture("Zamba2", "Zamba2ForCausalLM", {"adapter_rank": 4}),
-        Architecture("Gemma 3n", "Gemma3nForCausalLM"),
-    ],
-    "Encoders, and both": [
-        _encoder("BERT", "BertForMaskedLM"),
-        _encoder("RoBERTa", "RobertaForMaskedLM"),
-        _encoder("RemBERT", "RemBertForMaskedLM", input_embedding_size=32, output_embedding_size=32),
-        _encoder("RoFormer", "RoFormerForMaskedLM"),
-        _encoder("ConvBERT", "ConvBertForMaskedLM"),
-        _encoder("BigBird", "BigBirdForMaskedLM"),
-        _encoder("MegatronBERT", "MegatronBertForMaskedLM"),
-        Architecture("T5", "T5ForConditionalGeneration", {"d_ff": 64}, "SEQ_2_SEQ_LM", r".*layer_norm"),
-    ],
-}
-
-
-# PEFT methods
-
-_EVERYWHERE = {"target_modules": "all-linear"}
-_SMALL = _EVERYWHERE | {"r": 4}
-_VIRTUAL = {"num_virtual_tokens": 3}
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "LoRA": ("LORA", _SMALL),
-    "LoRA, rank-stabilised, with biases": ("LORA", _SMALL | {"use_rslora": True, "lora_bias": True}),
-    "LoRA, orthogonal start": ("LORA", _SMALL | {"init_lora_weights": "orthogonal"}),
-    "LoRA, PiSSA start": ("LORA", _SMALL | {"init_lora_weights": "pissa"}),
-    "LoRA, OLoRA start": ("LORA", _SMALL | {"init_lora_weights": "olora"}),
-    "LoRA, MiCA start": ("LORA", _SMALL | {"init_lora_weights": "mica"}),
-    "LoRA, all biases trained": ("LORA", _SMALL | {"bias": "all"}),
-    "DoRA": ("LORA", _SMALL | {"use_dora": True}),
-    "AdaLoRA": ("ADALORA", _EVERYWHERE | {"total_step": 10, "tinit": 1, "tfinal": 1}),
-    "BEFT": ("BEFT", _EVERYWHERE),
-    "BitFit": ("BITFIT", {}),
-    "BOFT": ("BOFT", _EVERYWHERE | {"boft_block_size": 4}),
-    "Bottleneck adapters": ("BOTTLENECK", _EVERYWHERE | {"bottleneck_dim": 8}),
-    "C3A": ("C3A", _EVERYWHERE | {"block_size": 8}),
-    "Cartridge": ("CARTRIDGE", _VIRTUAL),
-    "CPT": (
-        "CPT",
-        {"cpt_token_ids": [*range(3, 11)], "cpt_mask": [1] * 8, "cpt_tokens_type_mask": [1, 2, 2, 2, 3, 3, 4, 4]},
-    ),
-    "DEFT": ("DEFT", _EVERYWHERE),
-    "DeLoRA": ("DELORA", _SMALL),
-    "Diff pruning": ("DIFF_PRUNING", _EVERYWHERE | {"density": 0.1}),
-    "FourierFT": ("FOURIERFT", _EVERYWHERE | {"n_frequency": 16}),
-    "FRoD": ("FROD", _EVERYWHERE),
-    "GLoRA": ("GLORA", _EVERYWHERE),
-    "GraLoRA": ("GRALORA", _SMALL | {"gralora_k": 2}),
-    "HiRA": ("HIRA", _SMALL),
-    "HRA": ("HRA", _SMALL),
-    "IA3": ("IA3", _EVERYWHERE | {"feedforward_modules": []}),
-    "Lily": ("LILY", _SMALL | {"stride_A": 1, "num_B": 2}),
-    "LLaMA-Adapter": ("ADAPTION_PROMPT", {"adapter_len": 4, "adapter_layers": 1}),
-    "LN tuning": ("LN_TUNING", {}),
-    "LoHa": ("LOHA", _SMALL),
-    "LoKr": ("LOKR", _SMALL),
-    "MaskBert": ("MASKBERT", _EVERYWHERE | {"masked_share": 0.1}),
-    "MiSS": ("MISS", _SMALL),
-    "Multitask prompt tuning": ("MULTITASK_PROMPT_TUNING", _VIRTUAL | {"num_tasks": 2}),
-    "OFT": ("OFT", _EVERYWHERE | {"oft_block_size": 8, "use_cayley_neumann": False}),
-    "OSF": ("OSF", _EVERYWHERE),
-    "P-tuning": ("P_TUNING", _VIRTUAL | {"encoder_hidden_size": 16}),
-    "PEANuT": ("PEANUT", _SMALL),
-    "Poly": ("POLY", _SMALL | {"n_tasks": 2, "n_skills": 2}),
-    "Prefix tuning": ("PREFIX_TUNING", _VIRTUAL),
-    "Prompt tuning": ("PROMPT_TUNING", _VIRTUAL),
-    "PSOFT": ("PSOFT", _SMALL),
-    "PVeRA": ("PVERA", _SMALL),
-    "RandLoRA": ("RANDLORA", _SMALL),
-    "RoAd": ("ROAD", _EVERYWHERE | {"group_size": 8}),
-    "Shadow": ("SHADOW", {}),
-    "SHiRA": ("SHIRA", _SMALL),
-    "SuperTuning": ("SUPERTUNING", _EVERYWHERE),
-    "TinyLoRA": ("TINYLORA", _EVERYWHERE),
-    "Trainable tokens": ("TRAINABLE_TOKENS", {"token_indices": IDS.unique().tolist()}),
-    "UniLoRA": ("UNILORA", _SMALL),
-    "VB-LoRA": ("VBLORA", _SMALL | {"num_vectors": 16, "vector_length": 8, "topk": 2}),
-    "VeRA": ("VERA", _SMALL),
-    "WaveFT": ("WAVEFT", _EVERYWHERE | {"n_frequency": 16}),
-    "X-LoRA": ("XLORA", {"hidden_size": 32, "xlora_size": 16}),
-}
+_DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_name("methods.toml").read_text(encoding="utf-8"))
+ARCHITECTURES = {name: Architecture(name, **fields) for name, fields in _DATA["architectures"].items()}
+METHODS: dict[str, dict[str, Any]] = _DATA["methods"]
 NOT_TRIED = {"ADAMSS": "AdaMSS, which needs scikit-learn"}
 _TASKS = {"POLY", "MULTITASK_PROMPT_TUNING"}  # methods that need the task of each row as an argument
 
@@ -201,8 +105,8 @@ class Pair:
 
     def __init__(self, architecture: Architecture, method: str, *, checkpoint: Path, folder: Path) -> None:
         self.architecture = architecture
-        self.kind, options = METHODS[method]
-        self.options = copy.deepcopy(options)
+        self.options = copy.deepcopy(METHODS[method])
+        self.kind = self.options.pop("kind")
         self.checkpoint = checkpoint
         self.folder = folder
         self.extra = {"task_ids": torch.zeros(2, dtype=torch.long)} if self.kind in _TASKS else {}
@@ -393,15 +297,14 @@ def write_checkpoint(architecture: Architecture, folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def new_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pair]:
     """`new_pair(architecture, method)`; each checkpoint is made once."""
-    architectures = {a.name: a for kind in ARCHITECTURES.values() for a in kind}
 
     @functools.cache
     def checkpoint(name: str) -> Path:
-        return write_checkpoint(architectures[name], tmp_path_factory.mktemp("checkpoint"))
+        return write_checkpoint(ARCHITECTURES[name], tmp_path_factory.mktemp("checkpoint"))
 
     def make(architecture: str, method: str) -> Pair:
         folder = tmp_path_factory.mktemp("pair")
-        return Pair(architectures[architecture], method, checkpoint=checkpoint(architecture), folder=folder)
+        return Pair(ARCHITECTURES[architecture], method, checkpoint=checkpoint(architecture), folder=folder)
 
     return make
 
@@ -422,10 +325,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "names" in metafunc.fixturenames:
         every = metafunc.config.getoption("compatibility") != "some"
         pairs = [
-            (architecture.name, method)
-            for kind in ARCHITECTURES.values()
-            for architecture in kind
+            (architecture, method)
+            for architecture in ARCHITECTURES
             for method in METHODS
-            if every or method == "LoRA" or architecture.name in ("Llama", "GPT-2")
+            if every or method == "LoRA" or architecture in ("Llama", "GPT-2")
         ]
         metafunc.parametrize("names", pairs, ids=" × ".join)

@@ -9,7 +9,10 @@ import dataclasses
 import inspect
 import itertools
 import re
+import tomllib
+from collections.abc import Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,54 +23,9 @@ from transformers.models.auto import modeling_auto
 
 from tests import forms
 
-DECODERS = ("CAUSAL_LM",)
-KINDS: dict[str, tuple[tuple[str, ...], str]] = {
-    "Dense decoders": (
-        DECODERS,
-        "apertus arcee biogpt bloom codegen cohere cohere2 ctrl cwm diffllama doge ernie4_5 exaone4 falcon gemma gemma2"
-        " gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gptj granite helium hunyuan_v1_dense"
-        " jais2 llama minicpm3 ministral mistral modernbert-decoder mpt nanochat nemotron olmo olmo2 olmo3 openai-gpt"
-        " opt persimmon phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2 vaultgemma xglm xlm xlnet",
-    ),
-    "Mixtures of experts": (
-        (*DECODERS, "SEQ_TO_SEQ_CAUSAL_LM"),
-        "afmoe aria_text cohere2_moe dbrx deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1 ernie4_5_moe"
-        " exaone_moe flex_olmo glm4_moe gpt_oss granitemoe granitemoeshared hunyuan_v1_moe jetmoe llama4_text"
-        " longcat_flash minimax minimax_m2 mixtral nllb-moe olmoe phimoe qwen2_moe qwen3_moe solar_open"
-        " switch_transformers",
-    ),
-    "Hybrids": (
-        DECODERS,
-        "bamba falcon_h1 falcon_mamba gemma3n_text granitemoehybrid jamba lfm2 lfm2_moe mamba mamba2 nemotron_h"
-        " olmo_hybrid qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2",
-    ),
-    "Encoders": (
-        ("MASKED_LM", "SEQUENCE_CLASSIFICATION", ""),
-        "albert bert big_bird camembert canine convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm"
-        " eurobert flaubert fnet funnel gte ibert jina_embeddings_v3 layoutlm longformer megatron-bert mobilebert"
-        " modernbert mpnet mra nomic_bert nystromformer rembert roberta roberta-prelayernorm roc_bert roformer"
-        " squeezebert tapas xlm-roberta xlm-roberta-xl xmod yoso",
-    ),
-    "Encoders with decoders": (
-        ("SEQ_TO_SEQ_CAUSAL_LM",),
-        "bart bigbird_pegasus blenderbot blenderbot-small fsmt led longt5 m2m_100 marian mbart mt5 mvp pegasus"
-        " pegasus_x plbart prophetnet t5 t5gemma umt5",
-    ),
-    "Vision": (
-        ("IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "ZERO_SHOT_IMAGE_CLASSIFICATION", ""),
-        "beit clip convnext convnextv2 data2vec-vision deit dinov2 dinov2_with_registers dinov3_vit ijepa poolformer"
-        " pvt segformer siglip swin swinv2 timesformer videomae vit vit_mae vit_msn vivit",
-    ),
-    "Audio": (
-        ("SPEECH_SEQ_2_SEQ", "CTC", "AUDIO_CLASSIFICATION", ""),
-        "audio-spectrogram-transformer data2vec-audio hubert moonshine parakeet_ctc sew speech_to_text unispeech"
-        " unispeech-sat wav2vec2 wav2vec2-bert wav2vec2-conformer wavlm whisper",
-    ),
-    "Images and sound with text": (
-        ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", ""),
-        "aya_vision blip gemma3 idefics3 internvl llava llava_next mistral3 paligemma qwen2_5_vl qwen2_audio qwen2_vl"
-        " smolvlm vilt vipllava voxtral",
-    ),
+_DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+KINDS: dict[str, tuple[list[str], str]] = {
+    kind: (entry["heads"], entry["families"]) for kind, entry in _DATA["kinds"].items()
 }
 FAMILIES: dict[str, str] = {family: kind for kind, (_, names) in KINDS.items() for family in names.split()}
 """The kind of every family."""
@@ -87,7 +45,7 @@ OTHER_HEADS = (
 """The mappings of transformers that `heads` reads; "" is the model without a head (embeddings)."""
 
 
-def heads(family: str, kinds: tuple[str, ...] = OTHER_HEADS) -> list[str]:
+def heads(family: str, kinds: Sequence[str] = OTHER_HEADS) -> list[str]:
     """Return the names of a family's classes in these mappings of transformers, in order."""
     found = []
     for kind in kinds:
@@ -105,33 +63,7 @@ def head(family: str) -> str:
 
 # Sizes, by the names of fields
 
-_NAMES: dict[Any, str] = {
-    96: "vocab_size vocab_size_per_layer_input shape_vocab_size pronunciation_vocab_size src_vocab_size tgt_vocab_size"
-    " num_hash_buckets",
-    64: "max_position_embeddings n_positions n_ctx max_seq_len max_source_positions max_target_positions"
-    " max_encoder_position_embeddings max_decoder_position_embeddings",
-    32: "hidden_size d_model n_embd dim emb_dim embedding_size embed_dim embedding_dim word_embed_proj_dim hidden_dim"
-    " attention_hidden_size projection_dim out_hidden_size decoder_hidden_size output_dim classifier_proj_size"
-    " shape_embed_dim pronunciation_embed_dim",
-    48: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff dff mlp_dim ffn_hidden_size"
-    " moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size"
-    " decoder_intermediate_size intermediate_size_mlp",
-    16: "q_lora_rank kv_lora_rank hidden_size_per_layer_input image_size num_mel_bins num_conv_pos_embeddings"
-    " max_2d_position_embeddings mamba_dt_rank codevector_dim proj_codevector_dim",
-    8: "head_dim d_kv v_head_dim qk_nope_head_dim qk_rope_head_dim linear_key_head_dim linear_value_head_dim"
-    " mamba_d_state state_size laurel_rank rotary_dim",
-    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads"
-    " num_experts n_routed_experts num_local_experts moe_num_experts linear_num_value_heads patch_size mamba_n_heads"
-    " n_mamba_heads sliding_window mamba_chunk_size chunk_size linear_num_key_heads decoder_num_attention_heads"
-    " num_conv_pos_embedding_groups mm_tokens_per_image num_decoder_attention_heads",
-    2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers depth"
-    " num_key_value_heads num_experts_per_tok moe_k moe_topk n_shared_experts decoder_num_hidden_layers"
-    " num_codevector_groups tubelet_size num_frames max_window_layers",
-    1: "n_group topk_group mamba_n_groups num_shared_experts moe_num_shared_experts num_mem_blocks",
-    0: "layerdrop encoder_layerdrop decoder_layerdrop mask_time_prob mask_feature_prob num_kv_shared_layers"
-    " first_k_dense_replace drop_path_rate",
-}
-SIZES: dict[str, Any] = {name: value for value, names in _NAMES.items() for name in names.split()} | {
+SIZES: dict[str, Any] = {name: int(value) for value, names in _DATA["sizes"].items() for name in names.split()} | {
     "apply_spec_augment": False,
     "use_mamba_kernels": False,
 }
@@ -141,102 +73,10 @@ TEXT = range(3, 64)
 ROWS = 2
 """Texts, images or sounds of `inputs_of`."""
 
-_STAGES = {"depths": [1, 1], "hidden_sizes": [16, 32], "num_encoder_blocks": 2}
-_WAVES = {"conv_dim": [16, 16], "conv_stride": [8, 8], "conv_kernel": [10, 8], "hidden_size": 32}
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
-_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-HINTS: dict[str, dict[str, Any]] = {
-    "audio-spectrogram-transformer": {"max_length": 24, "frequency_stride": 4, "time_stride": 4},
-    "bamba": _MAMBA | {"attn_layer_indices": [1]},
-    "clip_vision_model": {"patch_size": 4},
-    "convnext": _STAGES | {"num_stages": 2, "image_size": 32},
-    "convnextv2": _STAGES | {"num_stages": 2, "image_size": 32},
-    "data2vec-audio": _WAVES | {"conv_pos_kernel_size": 3},
-    "dbrx": {
-        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8},
-        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
-    },
-    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": {"num_key_value_heads": 4},
-    "deepseek_v32": {"num_key_value_heads": 4},
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "esm": {"vocab_size": 96, "pad_token_id": 1, "mask_token_id": 64},
-    "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
-    "granitemoehybrid": _MAMBA | {"layer_types": ["mamba", "attention"]},
-    "gemma3n_text": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "activation_sparsity_pattern": [0.0, 0.0],
-        "altup_num_inputs": 2,
-    },
-    "hubert": _WAVES,
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "led": {"attention_window": 4},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "longcat_flash": {"num_key_value_heads": 4, "zero_expert_num": 2},
-    "longformer": {"attention_window": 4},
-    "mamba2": {"num_heads": 8},
-    "minicpm3": {"num_key_value_heads": 4},
-    "moonshine": {
-        "encoder_num_hidden_layers": 2,
-        "decoder_num_hidden_layers": 2,
-        "encoder_num_attention_heads": 4,
-        "decoder_num_attention_heads": 4,
-    },
-    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "parakeet_encoder": {"subsampling_conv_channels": 16},
-    "poolformer": _STAGES | {"patch_sizes": [7, 3], "strides": [4, 2], "padding": [2, 1], "image_size": 32},
-    "pvt": _STAGES
-    | {
-        "image_size": 32,
-        "patch_sizes": [4, 2],
-        "strides": [4, 2],
-        "num_attention_heads": [1, 2],
-        "mlp_ratios": [2, 2],
-        "sequence_reduction_ratios": [2, 1],
-    },
-    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
-    "recurrent_gemma": {"num_hidden_layers": 3},
-    "segformer": _STAGES
-    | {
-        "patch_sizes": [7, 3],
-        "strides": [4, 2],
-        "num_attention_heads": [1, 2],
-        "mlp_ratios": [2, 2],
-        "sr_ratios": [2, 1],
-        "image_size": 32,
-    },
-    "sew": _WAVES,
-    "speech_to_text": {"conv_channels": 32, "input_feat_per_channel": 16},
-    "swin": _STAGES | {"num_heads": [2, 4], "window_size": 2, "embed_dim": 16},
-    "swinv2": _STAGES | {"num_heads": [2, 4], "window_size": 2, "embed_dim": 16, "pretrained_window_sizes": [0, 0]},
-    "tapas": {"type_vocab_sizes": [3, 8, 8, 2, 8, 8, 10]},
-    "unispeech": _WAVES,
-    "unispeech-sat": _WAVES,
-    "vivit": {"tubelet_size": [2, 4, 4]},
-    "wav2vec2": _WAVES,
-    "wav2vec2-bert": {"feature_projection_input_dim": 16, "vocab_size": 96},
-    "wav2vec2-conformer": _WAVES | {"vocab_size": 96},
-    "wavlm": _WAVES,
-    "aya_vision": {"downsample_factor": 2},
-    "idefics3": {"scale_factor": 2},
-    "internvl": {"vision_config": {"image_size": [16, 16], "patch_size": [4, 4]}},
-    "llava_next": {"image_grid_pinpoints": [[16, 16]]},
-    "qwen2_5_vl": {"vision_config": {"fullatt_block_indexes": [1], "window_size": 16}},
-    "qwen2_5_vl_text": {"rope_parameters": _SECTIONS},
-    "qwen2_vl_text": {"rope_parameters": _SECTIONS},
-    "qwen3_vl_text": {"rope_parameters": _SECTIONS},
-    "qwen3_vl_vision": {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
-    "smolvlm": {"scale_factor": 2},
-    "vipllava": {"vision_feature_layers": [-1, -2]},
-    "voxtral": {"audio_token_id": 64, "audio_config": {"intermediate_size": 128}},
-    "xlstm": {"chunk_size": 64, "hidden_size": 128},
-    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
-    "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"]},
-}
+HINTS: dict[str, dict[str, Any]] = {}
+for _names, _fields in _DATA["hints"].items():
+    for _name in _names.split():
+        HINTS[_name] = HINTS.get(_name, {}) | _fields
 """Values of further fields that a family needs, besides `SIZES`."""
 
 

@@ -35,6 +35,7 @@ from tenant.endpoint.engine.answer import token_logprob
 from tenant.endpoint.options import Serving
 from tenant.model.hf import backend_of
 from tenant.model.loading import load_language_model, load_processor
+from tests.cases import table
 from tests.compatibility.families import build
 from tests.waiting import answering
 
@@ -57,47 +58,13 @@ def letters(**special: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=whole, extra_special_tokens=special, **tokens)
 
 
-IMAGE, SIDE = {"image_token": "<image>"}, {"height": 16, "width": 16}
-FAKE = {"image_boundary_token": "<fake_token_around_image>", "end": "<end_of_utterance>"}
-AYA = {"image_token": "<patch>", "place": "<image>", "begin": "<|START_OF_IMG|>", "end": "<|END_OF_IMG|>"}
-SOUND = {"audio_token": "<|AUDIO|>", "begin": "<|audio_bos|>", "end": "<|audio_eos|>"}
-CLIP = ("CLIPImageProcessorPil", {"size": SIDE, "do_center_crop": False})
-NEXT = {"size": {"shortest_edge": 16}, "crop_size": SIDE, "image_grid_pinpoints": [[16, 16]]}
-SMALL = {"size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 16}, "do_image_splitting": False}
-SHORT = {"size": {"shortest_edge": 8, "longest_edge": 16}, "do_image_splitting": False}
-WHISPER = ("WhisperFeatureExtractor", {"feature_size": 16, "chunk_length": 1})  # sounds of one second
-LLAVA = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-SIZES = {"patch_size": 8, "img_size": 16, "downsample_factor": 1, "img_patch_token": "<patch>"}
-HEARS, MISTRAL = {"audio_config": {"max_source_positions": 50}}, {"text_config": {"model_type": "mistral"}}
-FAMILIES: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, dict[str, Any]], dict[str, Any]]] = {
-    "Llava": (IMAGE, {}, CLIP, LLAVA),
-    "VipLlava": (IMAGE, {}, CLIP, LLAVA),
-    "LlavaNext": (IMAGE, {}, ("LlavaNextImageProcessorPil", NEXT), LLAVA),
-    "Gemma3": (
-        {"boi_token": "<image>", "eoi_token": "</image>", "image_token": "<soft>"},
-        {},
-        ("Gemma3ImageProcessorPil", {"size": SIDE}),
-        {"image_seq_length": 4},
-    ),
-    "PaliGemma": (IMAGE, {}, ("SiglipImageProcessorPil", {"size": SIDE, "image_seq_length": 16}), {}),
-    "Idefics2": (IMAGE | FAKE, MISTRAL, ("Idefics2ImageProcessorPil", SHORT), {"image_seq_len": 64}),
-    "Idefics3": (
-        IMAGE | FAKE | {"global": "<global-img>"},
-        {},
-        ("Idefics3ImageProcessorPil", SMALL),
-        {"image_seq_len": 4},
-    ),
-    "AyaVision": (AYA, {}, ("GotOcr2ImageProcessorPil", {"size": SIDE, "crop_to_patches": False}), SIZES),
-    "Qwen2Audio": (SOUND, HEARS, WHISPER, {}),
-    "AudioFlamingo3": (SOUND, HEARS, WHISPER, {"audio_token": "<|AUDIO|>"}),
-}
-"""The special tokens of a family's tokenizer, its configuration, what reads pictures or sounds with its settings, and
-the settings of the processor."""
+FAMILIES = table(__file__, "families")
 
 
 def write(folder: Path, family: str) -> None:
     """Write a model of a family in miniature with its processor."""
-    tokens, more, (reader, settings), given = FAMILIES[family]
+    given = FAMILIES[family]
+    tokens, more = given["tokens"], given.get("config", {})
     tokenizer = letters(**tokens)
     kind = "audio" if "audio_token" in tokens else "image"
     place = tokenizer.convert_tokens_to_ids(tokens[f"{kind}_token"])
@@ -105,9 +72,10 @@ def write(folder: Path, family: str) -> None:
     field = next(name for name in (f"{kind}_token_index", f"{kind}_token_id") if name in fields)
     text = more.get("text_config", {}) | {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
     build(f"{family}ForConditionalGeneration", **more | {field: place, "text_config": text}).save_pretrained(folder)
-    part = {"feature_extractor" if kind == "audio" else "image_processor": getattr(transformers, reader)(**settings)}
+    reader = getattr(transformers, given["reader"])(**given["settings"])
+    part = {"feature_extractor" if kind == "audio" else "image_processor": reader}
     processor = getattr(transformers, f"{family.removeprefix('Vip')}Processor")
-    processor(**part, **given, tokenizer=tokenizer, chat_template=TEMPLATE).save_pretrained(folder)
+    processor(**part, **given.get("processor", {}), tokenizer=tokenizer, chat_template=TEMPLATE).save_pretrained(folder)
 
 
 def png(width: int = 20, height: int = 30, seed: int = 0) -> bytes:
@@ -146,7 +114,6 @@ def sound_part(file: bytes) -> dict[str, Any]:
 REAL = ("Llava", "Qwen2Audio")
 """The families that are tried with providers; the products of others are simulated."""
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of PaliGemmaProcessor
 
 
@@ -158,7 +125,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     write(folder, family)
     part: Any = picture_part(png())
     given: dict[str, Any] = {"images": [Image.open(io.BytesIO(png()))]}
-    if "audio_token" in FAMILIES[family][0]:
+    if "audio_token" in FAMILIES[family]["tokens"]:
         part = sound_part(wav(NOISE))
         given = {"audio": [(NOISE / 32768).astype(np.float32)], "sampling_rate": RATE}
     options = Serving(media=True)

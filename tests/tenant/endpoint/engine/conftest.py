@@ -1,15 +1,17 @@
 """Adapters of several methods for the endpoint's Llama, and a sink that keeps events."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tenant import RemoteConfig
 from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Event, Failed, Token, TokenLogprob
 from tenant.model.loading import load_language_model
+from tenant.tasks import Tasks
 from tests.adapters import METHODS, write_adapter
 
 NAMES = ("lora", "lora-b", "lora-r8", "ia3", "oft", "bottleneck", "diff-pruning")
@@ -23,6 +25,19 @@ def adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     for seed, name in enumerate(NAMES):
         write_adapter(load_language_model(checkpoint), folder / name, METHODS[name], seed=seed)
     return folder
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Any:
+    return load_language_model(checkpoint, remote=RemoteConfig(masking="simulate"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tasks(model: Any, adapters: Path) -> Iterator[Tasks]:
+    tasks = Tasks(model)
+    tasks.register_all(adapters)
+    yield tasks
+    tasks.close()
 
 
 def generated(model: Any, prompt: tuple[int, ...], new: int) -> list[int]:

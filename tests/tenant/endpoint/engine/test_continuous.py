@@ -16,7 +16,7 @@ from tenant import RemoteConfig, backend_of
 from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.kv import BLOCK
 from tenant.endpoint.engine.packed_model import PackedModel
-from tenant.endpoint.engine.requests import Done, Embedded, Event, Sampling, Started
+from tenant.endpoint.engine.requests import Done, Event, Sampling
 from tenant.model.loading import load_adapter, load_language_model
 from tenant.tasks import Tasks
 from tests.adapters import write_adapter
@@ -29,19 +29,6 @@ PROMPT = tuple(range(5, 25))
 
 def prompt(seed: int, tokens: int) -> tuple[int, ...]:
     return tuple(torch.randint(3, 320, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist())
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Path) -> Any:
-    return load_language_model(checkpoint, remote=RemoteConfig(masking="simulate"), dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def tasks(model: Any, adapters: Path) -> Iterator[Tasks]:
-    tasks = Tasks(model)
-    tasks.register_all(adapters)
-    yield tasks
-    tasks.close()
 
 
 Open = Callable[..., ContinuousEngine]
@@ -132,30 +119,6 @@ def test_log_probabilities_have_the_same_bits_in_any_company(
     assert company.events[0] == alone.events[0]  # the log probabilities of the prompt
     for other in joined:
         other.last()
-
-
-def test_log_probabilities_of_a_prompt_are_those_of_the_whole_pass(engine: ContinuousEngine, model: Any) -> None:
-    asked = Asked(engine, PROMPT, max_tokens=1, sampling=Sampling(prompt_logprobs=2))
-    asked.done()
-    (started, *_) = asked.events
-    assert isinstance(started, Started)
-    with torch.no_grad():
-        logprobs = model(input_ids=torch.tensor([PROMPT])).logits[0].double().log_softmax(-1)
-    assert started.prompt_logprobs[0] is None
-    for place, (token, said) in enumerate(zip(PROMPT, started.prompt_logprobs, strict=True)):
-        assert said is None or said.logprob == pytest.approx(float(logprobs[place - 1, token]), abs=1e-4)
-
-
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_embeddings_are_hidden_states(engine: ContinuousEngine, model: Any, pooling: Any) -> None:
-    asked = Asked(engine, PROMPT, pooling=pooling, adapter=None)
-    assert asked.done().new_tokens == 0
-    (embedded, _) = asked.events
-    assert isinstance(embedded, Embedded)
-    with torch.no_grad():
-        hidden = model.base_model(input_ids=torch.tensor([PROMPT])).last_hidden_state[0]
-    expected = hidden[-1] if pooling == "last" else hidden.mean(dim=0)
-    torch.testing.assert_close(torch.tensor(embedded.vector), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_a_known_beginning_is_not_computed_again_and_gives_the_same_bits(opened: Open) -> None:
@@ -262,23 +225,6 @@ def test_a_full_queue_refuses_requests(opened: Open) -> None:
 
     Asked(engine, PROMPT, max_tokens=3, at={1: ask_more}).done()
     assert len(errors) == 1
-
-
-@pytest.mark.parametrize(
-    ("said", "error"),
-    [
-        ({"adapter": "unknown"}, TaskError),
-        ({"prompt": ()}, ConfigError),
-        ({"prompt": (10**6,)}, ConfigError),
-        ({"prompt": (-1,)}, ConfigError),
-        ({"max_tokens": 10**6}, ConfigError),
-    ],
-)
-def test_requests_that_cannot_be_served_are_refused(
-    engine: ContinuousEngine, said: dict[str, Any], error: type[Exception]
-) -> None:
-    with pytest.raises(error):
-        Asked(engine, **({"prompt": PROMPT} | said))
 
 
 def test_a_failed_product_fails_its_requests_and_the_engine_lives(

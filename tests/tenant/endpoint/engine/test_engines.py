@@ -1,0 +1,108 @@
+"""What both engines promise, whether they compute all requests together or one after another."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from symbiosis_priv.errors import ConfigError, OverloadedError, TaskError
+from tenant.endpoint.engine.continuous import ContinuousEngine
+from tenant.endpoint.engine.packed_model import PackedModel
+from tenant.endpoint.engine.queued import QueuedEngine
+from tenant.endpoint.engine.requests import Done, Embedded, Sampling, Started
+from tenant.endpoint.engine.sequential import SequentialEngine
+from tenant.tasks import Tasks
+from tests.tenant.endpoint.engine.conftest import Asked
+
+PROMPT = tuple(range(5, 25))
+
+
+@pytest.fixture(scope="module", params=["together", "one after another"])
+def engine(request: pytest.FixtureRequest, model: Any, tokenizer: Any, tasks: Tasks) -> Iterator[QueuedEngine]:
+    made: QueuedEngine
+    if request.param == "together":
+        made = ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks)
+    else:
+        made = SequentialEngine(model, tokenizer, tasks=tasks, max_waiting=4)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("fixed_length", [False, True])
+def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(engine: QueuedEngine, fixed_length: bool) -> None:
+    """An answer of fixed length is computed to its largest length."""
+    free = Asked(engine, PROMPT, max_tokens=8).tokens
+    steps, stop = engine.load().steps, frozenset(free[3:4])
+    stopped = Asked(engine, PROMPT, max_tokens=8, stop_tokens=stop, fixed_length=fixed_length)
+    assert stopped.tokens == free[: free.index(free[3])]
+    assert (stopped.done().finish, stopped.done().new_tokens) == ("stop", len(stopped.tokens) + 1)
+    assert not fixed_length or engine.load().steps - steps == 8
+
+
+def test_log_probabilities_of_prompt_and_answer_are_the_models_own(engine: QueuedEngine, model: Any) -> None:
+    sampling = Sampling(logprobs=2, prompt_logprobs=0, temperature=2.0, seed=3, logit_bias={7: 3.0})
+    asked = Asked(engine, PROMPT, max_tokens=4, sampling=sampling)
+    ids = torch.tensor([PROMPT + tuple(asked.tokens)])
+    with torch.no_grad():
+        expected = model(ids).logits[0].double().log_softmax(-1)
+    started = asked.events[0]
+    assert isinstance(started, Started)
+    assert started.prompt_logprobs[0] is None
+    found = [one.logprob for one in (*started.prompt_logprobs, *asked.logprobs) if one]
+    each = expected[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    assert found == pytest.approx(each.tolist(), abs=1e-4)
+
+
+def test_embeddings_are_hidden_states(engine: QueuedEngine, model: Any) -> None:
+    with torch.no_grad():
+        hidden = model.base_model(torch.tensor([PROMPT])).last_hidden_state[0]
+    for pooling, expected in (("last", hidden[-1]), ("mean", hidden.mean(0))):
+        asked = Asked(engine, PROMPT, pooling=pooling)
+        assert asked.done().new_tokens == 0
+        found = asked.events[0]
+        assert isinstance(found, Embedded)
+        torch.testing.assert_close(torch.tensor(found.vector), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "named"),
+    [({"adapter": "none-such"}, TaskError, "none-such"), ({"max_tokens": 1 << 20}, ConfigError, "context")],
+)
+def test_requests_that_cannot_be_served_are_refused(
+    engine: QueuedEngine, said: dict[str, Any], error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        Asked(engine, PROMPT, **said)
+
+
+@pytest.mark.parametrize("engine", ["together"], indirect=True)
+@pytest.mark.parametrize("prompt", [(), (10**6,), (-1,)])
+def test_a_prompt_has_tokens_of_the_model(engine: QueuedEngine, prompt: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError):
+        Asked(engine, prompt)
+
+
+def test_an_answer_may_have_no_token(engine: QueuedEngine) -> None:
+    nothing = Asked(engine, PROMPT, max_tokens=0)
+    nothing.done()
+    assert len(nothing.events) == 2
+
+
+@pytest.mark.parametrize("engine", ["one after another"], indirect=True)
+def test_cancelled_requests_end_and_too_many_are_refused(engine: QueuedEngine) -> None:
+    first = threading.Event()
+    long = Asked(engine, PROMPT, max_tokens=200, client="a", at={1: first.set})
+    assert first.wait(60)
+    waiting = [Asked(engine, PROMPT, max_tokens=1, client=client) for client in "aabc"]
+    with pytest.raises(OverloadedError):
+        Asked(engine, PROMPT)
+    waiting[1].handle.cancel()
+    assert isinstance(waiting[1].events[-1], Done)
+    long.handle.cancel()
+    assert long.done().finish == "cancelled"
+    assert long.done().new_tokens < 200
+    for asked in waiting:
+        asked.last()
+    assert engine.load().waiting == 0

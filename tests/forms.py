@@ -153,6 +153,58 @@ def awq(rows: int, columns: int, rng: np.random.Generator) -> Packed:
     return found, torch.from_numpy(weight.T.copy())
 
 
+NF4 = (
+    "-1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635 -0.18477343022823334 "
+    "-0.09105003625154495 0.0 0.07958029955625534 0.16093020141124725 0.24611230194568634 0.33791524171829224 "
+    "0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0"
+)
+BNB_CODES = {
+    "nf4": np.array(NF4.split(), dtype=np.float32),
+    "fp4": np.array([s * n for s in (1, -1) for n in (0, 0.0625, 8, 12, 4, 6, 2, 3)], dtype=np.float32)
+    / np.float32(12),
+}
+
+
+def bitsandbytes(kind: str, *, block: int = 64, nested: bool = False, dtype: str = "bfloat16") -> Packer:
+    """NF4 or FP4: two numbers in a byte, the first in the upper bits, and a scale for each block of the flattened
+    matrix. Nested scales are codes of 8 bits themselves."""
+
+    def pack(rows: int, columns: int, rng: np.random.Generator) -> Packed:
+        count = rows * columns
+        codes = rng.integers(0, 16, size=count + count % 2)
+        absmax = np.exp(rng.normal(size=-(-count // block)) - 3).astype(np.float32)
+        state: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": dtype, "shape": [rows, columns]}
+        found = {".weight": torch.from_numpy((codes[::2] << 4 | codes[1::2]).astype(np.uint8))[:, None]}
+        if nested:
+            stored = rng.integers(0, 256, size=len(absmax))
+            outer = np.exp(rng.normal(size=-(-len(absmax) // 256)) - 4).astype(np.float32)
+            table = np.sort(rng.uniform(-1, 1, size=256)).astype(np.float32)
+            offset = float(np.float32(0.05))
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+            absmax = table[stored] * np.repeat(outer, 256)[: len(stored)] + np.float32(offset)
+            found[".weight.absmax"] = torch.from_numpy(stored.astype(np.uint8))
+            found[".weight.nested_absmax"] = torch.from_numpy(outer)
+            found[".weight.nested_quant_map"] = torch.from_numpy(table)
+        else:
+            found[".weight.absmax"] = torch.from_numpy(absmax)
+        found[".weight.quant_map"] = torch.from_numpy(BNB_CODES[kind].copy())
+        found[f".weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(
+            list(json.dumps(state).encode()), dtype=torch.uint8
+        )
+        product = (BNB_CODES[kind][codes] * np.repeat(absmax, block)[: len(codes)])[:count]
+        return found, torch.from_numpy(product).to(getattr(torch, dtype)).double().view(rows, columns)
+
+    return pack
+
+
+def bitsandbytes_int8(rows: int, columns: int, rng: np.random.Generator) -> Packed:
+    values = near_the_ends(-127, 127, (rows, columns), rng).astype(np.int8)
+    absmax = np.exp(rng.normal(size=rows) - 2).astype(np.float32)
+    weight = values.astype(np.float32) * absmax[:, None] * np.float32(7.874015718698502e-3)
+    parts = {".weight": values, ".SCB": absmax, ".weight_format": np.array(0, dtype=np.uint8)}
+    return {ending: torch.from_numpy(part) for ending, part in parts.items()}, torch.from_numpy(weight).double()
+
+
 def in_pairs(codes: np.ndarray) -> Tensor:
     """Two FP4 numbers in a byte, the first in the lower bits."""
     return torch.from_numpy((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8))
@@ -268,6 +320,25 @@ FORMS: dict[str, tuple[dict[str, Any], Packer]] = {
         gptq(4, second=True),
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
+    "bitsandbytes nf4": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        bitsandbytes("nf4", dtype="float16"),
+    ),
+    "bitsandbytes nf4, nested": (
+        {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+        },
+        bitsandbytes("nf4", nested=True),
+    ),
+    "bitsandbytes fp4": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        bitsandbytes("fp4", block=128, dtype="float32"),
+    ),
+    "bitsandbytes int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bitsandbytes_int8),
 }
 """The entry of config.json and the packer of each form of a single matrix."""
 

@@ -2,7 +2,8 @@
 
 checkpoint  tensors of a checkpoint folder, read from safetensors
 forms       the forms in which published checkpoints store weights in 8 or 4 bits
-widening    makes the numbers of these weights
+bitsandbytes  makes the numbers of weights that bitsandbytes stored
+widening    makes the numbers of all others
 vetting     what a checkpoint folder may not contain
 layers      layer groups, and layers (transformer blocks)
 discovery   finds the linears of a model, and which of them share an input

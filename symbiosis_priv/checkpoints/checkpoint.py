@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import msgspec
 from safetensors import SafetensorError, safe_open
 
+from symbiosis_priv.checkpoints.forms import DESCRIPTIONS, Form
 from symbiosis_priv.checkpoints.vetting import form_of, read_json, vet, vet_adapter
 from symbiosis_priv.errors import CheckpointError, SymbiosisError, one_line
 
 if TYPE_CHECKING:  # commands look at a folder before they load torch
     from torch import Tensor
-
-    from symbiosis_priv.checkpoints.forms import Form
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # never code, never pickles
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?(@(?!.*\.\.)\w[\w./-]*)?", re.ASCII)
@@ -224,7 +223,9 @@ class Checkpoint:
         try:
             if "shape" in parts and (parts["shape"].shape != (2,) or parts["shape"].is_floating_point()):
                 raise ValueError("its shape is not two integers")
-            return make(self.form, {kind: part if kind == "shape" else part.to(at) for kind, part in parts.items()})
+            return make(
+                self.form, {kind: part if kind in DESCRIPTIONS else part.to(at) for kind, part in parts.items()}
+            )
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
             raise CheckpointError(
                 f"{name} in {self.path} cannot be read as {self.form.method} ({one_line(str(error))}); fetch it again"

@@ -12,7 +12,10 @@ from symbiosis_priv.errors import CheckpointError, UnsupportedModelError, one_li
 
 Parts = dict[str, str]
 """The stored tensors of a weight, by kind: `values`, `scales`, and some of `zeros`, `groups` (of columns), `shape`, and
-for all scales a `factor` or a `divisor`."""
+for all scales a `factor` or a `divisor`. Those of bitsandbytes are in `_OF_BITSANDBYTES`."""
+
+DESCRIPTIONS = ("shape", "nf4", "fp4")
+"""The kinds whose tensors say what a weight is, and hold none of its numbers."""
 
 _MAX_BLOCK = 1 << 20
 _BITS = (4, 8)
@@ -53,6 +56,9 @@ def _scaled(scales: str, weight: str = "", **optional: str) -> _Layout:
 
 _OF_PACKED = {"zeros": "_zero_point", "groups": "_g_idx", "shape": "_shape", "divisor": "_global_scale"}
 _FLOATS = (_scaled("_scale_inv"), _scaled("_scale"), _scaled(".scale", ".weight"), _scaled(".qscale_weight", ".weight"))
+_OF_BITSANDBYTES = {"nested_scales": ".nested_absmax", "nested_code": ".nested_quant_map"} | {
+    kind: f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")
+}
 _LAYOUTS: dict[str, tuple[_Layout, ...]] = {
     "fp8": _FLOATS,
     "mxfp8": _FLOATS,
@@ -62,17 +68,18 @@ _LAYOUTS: dict[str, tuple[_Layout, ...]] = {
     "compressed-tensors": (_Layout("", "_packed", "_scale", _OF_PACKED), _scaled("_scale", zeros="_zero_point")),
     "gptq": (_Layout(".weight", ".qweight", ".scales", {"groups": ".g_idx"}, {"zeros": ".qzeros"}),),
     "awq": (_Layout(".weight", ".qweight", ".scales", needed={"zeros": ".qzeros"}),),
+    "bitsandbytes": (
+        _Layout("", "", ".absmax", _OF_BITSANDBYTES, {"code": ".quant_map"}),
+        _Layout(".weight", ".weight", ".SCB", {"order": ".weight_format"}),
+    ),
 }
 READ = tuple(_LAYOUTS)
 """The quantisation methods that are read, as config.json names them."""
 
 _ORIGINAL = "use the unquantised model that it was made from"
 _FIXES = {
-    **dict.fromkeys(
-        ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit", "higgs"),
-        "convert it where its library runs: model = AutoModelForCausalLM.from_pretrained(path), model.dequantize(), "
-        "model.save_pretrained(new)",
-    ),
+    "higgs": "convert it where its library runs: model = AutoModelForCausalLM.from_pretrained(path), "
+    "model.dequantize(), model.save_pretrained(new)",
     "gguf": "convert it: AutoModelForCausalLM.from_pretrained(path, gguf_file=name).save_pretrained(new)",
     "auto-round": "export it in another format: AutoRound(...).quantize_and_save(new, format='auto_gptq')",
 }
@@ -89,6 +96,8 @@ class Form:
     groups: tuple[int, ...] = ()  # columns that share a scale, if config.json states them
     symmetric: bool = False  # config.json says that every zero point is the middle
     plus_one: bool = False  # stored zero points are one too small (GPTQ's first format)
+    code: str = ""  # the numbers that 4 bits of bitsandbytes stand for, if config.json names them: nf4 or fp4
+    nested: bool = False  # bitsandbytes has quantised the scales, too
     whole_words: bool = False  # the packer took that one from whole words, so that fields borrow from their neighbours
 
     @classmethod
@@ -116,7 +125,19 @@ class Form:
                 raise _refused(f"awq in the version {kind}, or not in 4 bits")
             groups = _groups([entry], "group_size" if "group_size" in entry else "q_group_size")
             return cls(method, (4,), groups=groups, symmetric=entry.get("zero_point") is False)
+        if method == "bitsandbytes":
+            return cls._bitsandbytes(entry)
         return cls(method, block=_block(entry.get("weight_block_size")))
+
+    @classmethod
+    def _bitsandbytes(cls, entry: dict[str, Any]) -> "Form":
+        four, eight = (entry.get(key, False) for key in ("load_in_4bit", "load_in_8bit"))
+        code, nested = entry.get("bnb_4bit_quant_type", "fp4"), entry.get("bnb_4bit_use_double_quant", False)
+        if {four, eight} != {True, False} or type(nested) is not bool or code not in ("nf4", "fp4"):
+            raise _refused(
+                f"bitsandbytes with load_in_4bit = {four}, load_in_8bit = {eight}, {code}, nested = {nested}"
+            )
+        return cls("bitsandbytes", (4,) if four else (8,), code=code if four else "", nested=four and nested)
 
     @classmethod
     def _gptq(cls, entry: dict[str, Any], *, plus_one: bool) -> "Form":

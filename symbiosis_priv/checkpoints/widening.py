@@ -2,13 +2,15 @@
 
 Nothing is rounded. A stored number less its zero point has at most 9 significant bits. So its product with a scale of
 bfloat16, of float16 or of a power of two is a float32, and its product with a scale of float32 is a float64. One form
-(NVFP4 of compressed-tensors) divides by a number: the quotient is rounded to a float64.
+(NVFP4 of compressed-tensors) divides by a number: the quotient is rounded to a float64. What bitsandbytes
+stored is read by a module of its own.
 """
 
 import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.passes import large_tensor
+from symbiosis_priv.checkpoints import bitsandbytes
 from symbiosis_priv.checkpoints.forms import Form
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -22,6 +24,8 @@ _SCALES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e8m0fnu)
 
 def shape(form: Form, parts: dict[str, Tensor]) -> tuple[int, ...]:
     """The shape of a weight. The tensors may be on the meta device, but for `shape`. Raises what `widen` raises."""
+    if form.method == "bitsandbytes":
+        return bitsandbytes.shape(form, parts)
     numbers = _numbers(form, parts)[0]
     return tuple((numbers.mT if form.transposed else numbers).shape)
 
@@ -31,6 +35,8 @@ def widen(form: Form, parts: dict[str, Tensor], *, at: int | None = None) -> Ten
     Raises `ValueError`, or what torch raises: the tensors do not fit together, or the weight holds inf or nan."""
     if at is not None:
         parts = {kind: part[at] for kind, part in parts.items()}
+    if form.method == "bitsandbytes":
+        return bitsandbytes.widen(form, parts)
     numbers, scales, zeros = _numbers(form, parts)
     *stack, rows, columns = numbers.shape
     scales = _scales_of_all(parts, scales)

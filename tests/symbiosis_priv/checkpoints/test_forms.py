@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -121,7 +122,76 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
     assert torch.equal(made, convert_moe_packed_tensors(blocks, found["_scales"][None], dtype=torch.float32))
 
 
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("nested", "block"), [(False, 64), (True, 64), (True, 4096)])
+def test_bitsandbytes_is_what_its_package_makes_of_it(
+    kind: str, dtype: torch.dtype, nested: bool, block: int, tmp_path: Path
+) -> None:
+    """The package quantises, saves and dequantises; the reader has the file alone."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = torch.randn(130, 190, generator=torch.Generator().manual_seed(5)).to(dtype) / 20
+    stem, folder = "model.layers.0.mlp.up_proj.weight", tmp_path / "model"
+    entry: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": kind != "int8"}
+    if kind == "int8":
+        entry["load_in_8bit"] = True
+        values, scales, _ = functional.int8_vectorwise_quant(weight.half())
+        expected = functional.int8_vectorwise_dequant(values, scales)
+        stored = {stem: values, stem.replace("weight", "SCB"): scales, f"{stem}_format": torch.tensor(0).byte()}
+    else:
+        entry |= {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": nested}
+        packed, made = functional.quantize_4bit(weight, blocksize=block, quant_type=kind, compress_statistics=nested)
+        expected = functional.dequantize_4bit(packed, made)
+        stored = {stem: packed} | {f"{stem}.{name}": part for name, part in made.as_dict(packed=True).items()}
+    folder.mkdir()
+    save_file(stored, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": entry}))
+    with Checkpoint(folder) as checkpoint:
+        assert checkpoint.names() == [stem]
+        assert checkpoint.shape(stem) == weight.shape
+        assert torch.equal(checkpoint.tensor(stem), expected.float())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_model_that_transformers_saved_with_bitsandbytes_is_what_it_dequantises_to(bits: int, tmp_path: Path) -> None:
+    """The widths are multiples of a block: on a CPU, `dequantize` mixes up the blocks of others."""
+    pytest.importorskip("bitsandbytes")
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "plain")
+    load = partial(AutoModelForCausalLM.from_pretrained, device_map="cpu")
+    load(tmp_path / "plain", quantization_config=quantised).save_pretrained(tmp_path / "saved")
+    theirs = load(tmp_path / "saved").dequantize().state_dict()
+    with Checkpoint(tmp_path / "saved") as checkpoint:
+        assert sum(map(checkpoint.is_widened, checkpoint.names())) == 7
+        for name in checkpoint.names():
+            assert torch.equal(checkpoint.tensor(name).to(theirs[name].dtype), theirs[name]), name
+
+
 # Properties
+
+
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 40),
+    nested=st.booleans(),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    seed=st.integers(0, 99),
+)
+def test_blocks_of_bitsandbytes_at_any_edge(rows: int, columns: int, nested: bool, dtype: str, seed: int) -> None:
+    pack = forms.bitsandbytes("nf4", block=32, nested=nested, dtype=dtype)
+    found, weight = pack(rows, columns, np.random.default_rng(seed))
+    form = Form("bitsandbytes", (4,), code="nf4", nested=nested)
+    names = {"": "values", "absmax": "scales", "quant_map": "code", "quant_state.bitsandbytes__nf4": "nf4"}
+    names |= {"nested_absmax": "nested_scales", "nested_quant_map": "nested_code"}
+    parts = {names[ending.removeprefix(".weight").removeprefix(".")]: part for ending, part in found.items()}
+    made = widen(form, parts)
+    assert made.shape == shape(form, parts)
+    assert torch.equal(made.double(), weight)
 
 
 @given(
@@ -200,7 +270,7 @@ def test_scales_and_numbers_at_their_ends() -> None:
 
 
 def damaged(folder: Path, **changes: Any) -> Path:
-    """Change or remove (None) tensors of a checkpoint. `_` stands for a dot."""
+    """Change or remove (None) tensors of a checkpoint."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for ending, change in changes.items():
@@ -219,6 +289,12 @@ def at(index: int, value: float) -> Any:
         return tensor
 
     return change
+
+
+def state(tensor: torch.Tensor, **changes: Any) -> torch.Tensor:
+    """bitsandbytes' JSON in a tensor, with changes."""
+    text = json.dumps(json.loads(bytes(tensor.tolist())) | changes)
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
 HOSTILE: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -267,6 +343,45 @@ HOSTILE: dict[str, tuple[str, dict[str, Any], str]] = {
         {"weight_zero_point": lambda _: torch.zeros(1, dtype=torch.int8)},
         "uint8 with these scales",
     ),
+    "a table of other numbers": ("bitsandbytes nf4", {"weight.quant_map": at(3, -0.4)}, "not that of nf4"),
+    "no state": ("bitsandbytes nf4", {"weight.quant_state.bitsandbytes__nf4": None}, "no state"),
+    "a state that is no JSON": (
+        "bitsandbytes nf4",
+        {"weight.quant_state.bitsandbytes__nf4": at(0, 0)},
+        "its state is damaged",
+    ),
+    "a state of megabytes": (
+        "bitsandbytes nf4",
+        {"weight.quant_state.bitsandbytes__nf4": lambda t: t.repeat(100)},
+        "at most 4096 bytes",
+    ),
+    "another shape than its bytes": (
+        "bitsandbytes nf4",
+        {"weight.quant_state.bitsandbytes__nf4": lambda t: state(t, shape=[1 << 40, 1 << 40])},
+        "are not .* in blocks",
+    ),
+    "another code than its name": (
+        "bitsandbytes nf4",
+        {"weight.quant_state.bitsandbytes__nf4": lambda t: state(t, quant_type="fp4")},
+        "the state fp4 as nf4",
+    ),
+    "scales that are not nested": (
+        "bitsandbytes nf4, nested",
+        {"weight.nested_absmax": None},
+        "bnb_4bit_use_double_quant",
+    ),
+    "scales nested otherwise": (
+        "bitsandbytes nf4, nested",
+        {"weight.quant_state.bitsandbytes__nf4": lambda t: state(t, nested_dtype="float16")},
+        "its state is damaged",
+    ),
+    "too few scales of blocks": (
+        "bitsandbytes fp4",
+        {"weight.absmax": lambda t: t[1:].contiguous()},
+        "are not .* in blocks",
+    ),
+    "int8 by columns": ("bitsandbytes int8", {"weight_format": at(0, 1)}, "not stored by rows"),
+    "too few scales of rows": ("bitsandbytes int8", {"SCB": lambda t: t[1:].contiguous()}, "scales do not fit"),
     "two weights": ("compressed 4 bits", {"weight": lambda _: torch.zeros(32, 48)}, "twice"),
 }
 
@@ -328,7 +443,15 @@ def test_tensors_of_activations_are_not_part_of_a_weight(llama_path: Path, tmp_p
 
 
 REFUSED: dict[str, tuple[dict[str, Any] | str, str]] = {
-    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"bitsandbytes.*model\.dequantize\(\)"),
+    "higgs": ({"quant_method": "higgs"}, r"higgs.*model\.dequantize\(\)"),
+    "bitsandbytes of 4 and 8 bits": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": True},
+        "load_in_4bit = True, load_in_8bit = True",
+    ),
+    "bitsandbytes in a code that it has not": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"},
+        "int4",
+    ),
     "gguf": ({"quant_method": "gguf"}, "gguf.*gguf_file=name"),
     "exl2": ({"quant_method": "exl2"}, "exl2.*unquantised model"),
     "a text": ("hqq", "hqq.*unquantised model"),

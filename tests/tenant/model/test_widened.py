@@ -142,10 +142,10 @@ def test_the_tenants_tensors_are_pinned_as_numbers(untied: Path, tmp_path: Path)
 def test_forms_that_are_not_read_are_refused_in_our_words(untied: Path, tmp_path: Path) -> None:
     forms.publish(untied, tmp_path / "published", "gptq 4 bits")
     path = tmp_path / "published" / "config.json"
-    entry = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    entry = {"quant_method": "hqq", "bits": 4}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": entry}))
     for load in (split, load_model):
-        with pytest.raises(UnsupportedModelError, match=r"bitsandbytes.*not read"):
+        with pytest.raises(UnsupportedModelError, match=r"hqq.*not read"):
             load(tmp_path / "published")
 
 

@@ -6,6 +6,7 @@ import os
 import struct
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from subprocess import PIPE, run
 from typing import Any
@@ -122,40 +123,68 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
     assert torch.equal(made, convert_moe_packed_tensors(blocks, found["_scales"][None], dtype=torch.float32))
 
 
-@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("nested", "block"), [(False, 64), (True, 64), (True, 4096)])
-def test_bitsandbytes_is_what_its_package_makes_of_it(
-    kind: str, dtype: torch.dtype, nested: bool, block: int, tmp_path: Path
-) -> None:
-    """The package quantises, saves and dequantises; the reader has the file alone."""
-    functional = pytest.importorskip("bitsandbytes.functional")
-    weight = torch.randn(130, 190, generator=torch.Generator().manual_seed(5)).to(dtype) / 20
-    stem, folder = "model.layers.0.mlp.up_proj.weight", tmp_path / "model"
-    entry: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": kind != "int8"}
+BITSANDBYTES = Path(__file__).parent / "bitsandbytes.safetensors"
+"""What bitsandbytes 0.50.2 stored and made: `<case>/<tensor>` and `<case>/made`; written by `record_bitsandbytes`."""
+BITSANDBYTES_CASES = {
+    f"{kind} {dtype}{' nested' * nested} {block}": (kind, dtype, nested, block)
+    for kind in ("nf4", "fp4")
+    for dtype in ("float32", "bfloat16", "float16")
+    for nested, block in ((False, 64), (True, 64), (True, 4096))
+} | {"int8": ("int8", "float16", False, 0)}
+
+
+def made_by_bitsandbytes(case: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """What the package stores of a weight, by the names in a checkpoint, and what it dequantises that to."""
+    from bitsandbytes import functional  # an optional package: PEFT imports it wherever it is installed
+
+    kind, dtype, nested, block = BITSANDBYTES_CASES[case]
+    weight = torch.randn(9, 90, generator=torch.Generator().manual_seed(5)).to(getattr(torch, dtype)) / 20
     if kind == "int8":
-        entry["load_in_8bit"] = True
-        values, scales, _ = functional.int8_vectorwise_quant(weight.half())
-        expected = functional.int8_vectorwise_dequant(values, scales)
-        stored = {stem: values, stem.replace("weight", "SCB"): scales, f"{stem}_format": torch.tensor(0).byte()}
-    else:
+        values, scales, _ = functional.int8_vectorwise_quant(weight)
+        stored = {"up.weight": values, "up.SCB": scales, "up.weight_format": torch.tensor(0).byte()}
+        return stored, functional.int8_vectorwise_dequant(values, scales)
+    packed, state = functional.quantize_4bit(weight, blocksize=block, quant_type=kind, compress_statistics=nested)
+    stored = {f"up.weight.{name}": part for name, part in state.as_dict(packed=True).items()}
+    return stored | {"up.weight": packed}, functional.dequantize_4bit(packed, state)
+
+
+def record_bitsandbytes() -> None:
+    """Write `BITSANDBYTES` with the installed package."""
+    found: dict[str, torch.Tensor] = {}
+    for case in BITSANDBYTES_CASES:
+        stored, made = made_by_bitsandbytes(case)
+        found |= {f"{case}/{name}": part for name, part in (stored | {"made": made}).items()}
+    save_file(found, BITSANDBYTES)
+
+
+@pytest.mark.parametrize("case", BITSANDBYTES_CASES)
+def test_bitsandbytes_is_what_its_package_makes_of_it(case: str, tmp_path: Path) -> None:
+    """The recorded tensors; with the package, also what it makes now."""
+    kind, _, nested, _ = BITSANDBYTES_CASES[case]
+    recorded = {
+        n.removeprefix(f"{case}/"): part for n, part in load_file(BITSANDBYTES).items() if n.startswith(case + "/")
+    }
+    entry = {"quant_method": "bitsandbytes", "load_in_4bit": kind != "int8", "load_in_8bit": kind == "int8"}
+    if kind != "int8":
         entry |= {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": nested}
-        packed, made = functional.quantize_4bit(weight, blocksize=block, quant_type=kind, compress_statistics=nested)
-        expected = functional.dequantize_4bit(packed, made)
-        stored = {stem: packed} | {f"{stem}.{name}": part for name, part in made.as_dict(packed=True).items()}
-    folder.mkdir()
-    save_file(stored, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"quantization_config": entry}))
-    with Checkpoint(folder) as checkpoint:
-        assert checkpoint.names() == [stem]
-        assert checkpoint.shape(stem) == weight.shape
-        assert torch.equal(checkpoint.tensor(stem), expected.float())
+    samples = [(recorded, recorded.pop("made"))]
+    if find_spec("bitsandbytes"):
+        samples.append(made_by_bitsandbytes(case))
+    for number, (stored, expected) in enumerate(samples):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        save_file(stored, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps({"quantization_config": entry}))
+        with Checkpoint(folder) as checkpoint:
+            assert checkpoint.names() == ["up.weight"]
+            assert checkpoint.shape("up.weight") == expected.shape
+            assert torch.equal(checkpoint.tensor("up.weight"), expected.float())
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_model_that_transformers_saved_with_bitsandbytes_is_what_it_dequantises_to(bits: int, tmp_path: Path) -> None:
     """The widths are multiples of a block: on a CPU, `dequantize` mixes up the blocks of others."""
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("bitsandbytes", reason="PEFT would import it in every process: install it by hand")
     quantised = BitsAndBytesConfig(
         load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
     )

@@ -9,11 +9,12 @@ export HF_HUB_OFFLINE := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo serve-demo test check docs compatibility gpu release clean
+.PHONY: help venv demo serve-demo quick test check docs compatibility gpu release clean
 
 help:
 	@echo "make demo    fine-tune and generate on an untrusted provider, and prove the claims"
 	@echo "make serve-demo    chat with SmolLM2 in a browser, on providers on this machine; fetches the model once (93 MB)"
+	@echo "make quick   in a minute: tests of arithmetic, wire, federation file, trust core, sessions and provider.toml"
 	@echo "make test    ruff, mypy and the tests"
 	@echo "make check   ruff and mypy only"
 	@echo "make docs    the pages and the API reference as a site, in build/site"
@@ -40,6 +41,14 @@ demo: venv
 
 serve-demo: venv
 	@$(BIN)/symbiosis-priv serve-demo
+
+# tests/test_mutations.py checks that each promise of these corners that it knows is noticed here.
+QUICK := tests/symbiosis_priv/arithmetic tests/symbiosis_priv/network tests/symbiosis_priv/federation tests/tenant/core \
+	tests/tenant/session tests/tenant/masking/test_registry.py tests/provider/config
+
+quick: venv
+	@HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder $(QUICK) \
+		--ignore tests/tenant/session/test_failover.py
 
 test: check
 	@echo "==> pytest"

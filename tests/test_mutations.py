@@ -31,6 +31,18 @@ def test_names_are_unique() -> None:
     assert {name for name, count in Counter(m.name for m in MUTATIONS).items() if count > 1} == set()
 
 
+def test_make_quick_runs_a_test_for_every_promise_of_its_corners() -> None:
+    words = (ROOT / "Makefile").read_text(encoding="utf-8").partition("QUICK :=")[2].partition("\n\ntest:")[0].split()
+    run = tuple(word for word in words if word.startswith("tests/") and word != words[-1])
+    folders = tuple(name.removeprefix("tests/") for name in run if not name.endswith(".py"))
+    of_corners = [mutation for mutation in MUTATIONS if mutation.file.startswith(folders)]
+    assert len(of_corners) > 70
+    assert words[-2] == "--ignore"
+    for mutation in of_corners:
+        noticing = [test for test in mutation.noticed_by if test.startswith(run) and not test.startswith(words[-1])]
+        assert noticing, mutation.name
+
+
 def test_code_is_found_however_it_is_laid_out() -> None:
     wanted = pattern("call(first, [one, two])")
     assert wanted.search("x = call(\n    first,\n    [one, two],\n)")

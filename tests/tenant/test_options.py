@@ -11,6 +11,7 @@ from symbiosis_priv.checkpoints.vetting import QUANT_METHOD
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from tenant import RemoteConfig
 from tenant.masking.registry import registered
+from tests.cases import cases
 
 
 def test_masked_by_default() -> None:
@@ -33,28 +34,9 @@ def test_every_scheme_but_simulate_needs_a_federation(masking: str) -> None:
             RemoteConfig(masking=masking)
 
 
-PAPER: dict[str, Any] = {"masking": "paper-pool"}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"masking": "magic"}, "masking = 'magic' is unknown; choose one of pad, local, lwe, none"),
-        ({"weight_bits": 8}, "weight_bits is for masking = 'simulate'"),
-        ({"deadline_s": 0}, "deadline_s = 0 is below"),
-        ({"deadline_s": float("nan")}, "deadline_s = nan is below"),
-        ({"deadline_s": float("inf")}, "deadline_s = inf: write a finite number"),
-        ({**PAPER, "masking_options": {"noise_scale": 0.0}}, "noise_scale = 0.0"),  # rows would be sent unmasked
-        ({**PAPER, "masking_options": {"noise_scale": float("nan")}}, "noise_scale = nan"),
-        ({**PAPER, "masking_options": {"pool_size": 0}}, "pool_size = 0 is below 1"),
-        ({**PAPER, "masking_options": {"size": 1}}, "no option 'size'.*pool_size, noise_scale"),
-        ({"masking_options": {"pool_size": 1}}, "masking = 'pad' has no option 'pool_size'"),
-        ({"pool_memory_mib": -1}, "pool_memory_mib = -1 is below 0"),
-        ({"verify_columns": 7}, "verify_columns = 7 is below 8"),
-    ],
-)
-def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+@cases(__file__, "mistakes")
+def test_mistakes_are_named(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
         RemoteConfig(**{"federation": "federation.toml", **options})
 
 

@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, UnsupportedModelError
 from symbiosis_priv.federation import Federation
-from tenant import RemoteConfig, backend_of
+from tenant import backend_of
 from tenant.cli import app as cli
 from tenant.model.loading import check_runs_on_text
 from tests.compatibility.families import build, inputs_of
+from tests.splitting import split_model
 from tests.tenant.conftest import Scripted
 
 
@@ -25,10 +26,6 @@ def output(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     found = model(**inputs)
     tensor: Tensor = found.logits_per_image if "logits_per_image" in found else found.logits
     return tensor
-
-
-def load(kind: Any, folder: Path, **options: Any) -> Any:
-    return kind.from_pretrained(folder, quantization_config=RemoteConfig(**options), dtype=torch.float32).eval()
 
 
 def test_a_masked_tower_gives_the_same_bits(
@@ -42,8 +39,8 @@ def test_a_masked_tower_gives_the_same_bits(
     federation = federation_file(scripted.new_federation([executor], [helper], digest=store.manifest().digest))
     found = []
     for model in (
-        load(kind, checkpoint, masking="simulate"),
-        load(kind, checkpoint, masking="pad", federation=federation),
+        split_model(checkpoint, kind=kind),
+        split_model(checkpoint, kind=kind, federation=federation),
     ):
         inputs = inputs_of(model)
         inputs["pixel_values"].requires_grad_()

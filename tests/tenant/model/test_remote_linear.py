@@ -18,18 +18,18 @@ from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, RANGE, Direction, quantise_rows
 from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import UnsupportedMethodError
 from symbiosis_priv.harness import strategies as testing
-from tenant import RemoteConfig, rounded_model
+from tenant import rounded_model
 from tenant.masking.backend import Backend, Product, RingBackend, Simulation
 from tenant.model.hf import backend_of
 from tenant.model.offloaded import OffloadedWeight, set_dtype_and_device
 from tenant.model.remote_linear import LayerGroup, RemoteLinear
+from tests.splitting import split_model, watched
 
 QKV, OUT = 0, 1  # layer groups of the tiny Llama's first block
 IDS = torch.arange(3, 15).view(2, 6)
@@ -446,11 +446,6 @@ def test_a_weight_cannot_be_trained(qkv: Siblings) -> None:
 # PEFT
 
 
-def load_split(path: Path) -> Any:
-    """A split model that simulates."""
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(masking="simulate"))
-
-
 @pytest.mark.parametrize(
     ("config", "of_qkv"),
     [
@@ -465,17 +460,11 @@ def test_inputs_that_an_adapter_changes_are_requests_of_their_own(
 ) -> None:
     """OFT rotates the input of q and of v, so q/k/v take three requests. IA3 changes that of `down_proj`, which has no
     siblings."""
-    base: Any = load_split(llama)
-    backend, asked = backend_of(base), Counter[str]()
-    multiply = backend.multiply
-
-    def counting(index: int, *args: Any, **kwargs: Any) -> None:
-        asked[backend.facts[index].entry.members[0].rpartition(".")[2]] += 1
-        multiply(index, *args, **kwargs)
-
-    monkeypatch.setattr(backend, "multiply", counting)
+    base: Any = split_model(llama)
+    facts, calls = backend_of(base).facts, watched(base, monkeypatch)
     config.task_type = "CAUSAL_LM"
     peft.get_peft_model(base, config).eval()(input_ids=torch.arange(5)[None])
+    asked = Counter(facts[product.group].entry.members[0].rpartition(".")[2] for (product,) in calls)
     blocks = base.config.num_hidden_layers
     others = {"o_proj": blocks, "gate_proj": blocks, "down_proj": blocks, "lm_head": 1}
     assert asked == {"q_proj": of_qkv * blocks} | others
@@ -486,13 +475,13 @@ def test_methods_that_read_the_base_weight_are_refused_by_name(llama: Path, titl
     """HiRA multiplies by W, and OSF factorises it."""
     reason = rf"^PEFT's {title}.* needs the base weight, .*providers\. On an offloaded nn\.Linear, PEFT's Lora, "
     with pytest.raises(UnsupportedMethodError, match=reason):
-        peft.get_peft_model(load_split(llama), config(target_modules=["q_proj"]))(input_ids=IDS)
+        peft.get_peft_model(split_model(llama), config(target_modules=["q_proj"]))(input_ids=IDS)
 
 
 @pytest.mark.parametrize("verb", ["merge_and_unload", "merge_adapter", "unmerge"])
 def test_merging_is_refused_by_name(llama: Path, verb: str) -> None:
     lora = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
-    model: Any = peft.get_peft_model(load_split(llama), lora)
+    model: Any = peft.get_peft_model(split_model(llama), lora)
     if verb == "unmerge":
         model = model.base_model.model.model.layers[0].self_attn.q_proj
         model.merged_adapters.append("default")  # as if it had been merged
@@ -502,24 +491,24 @@ def test_merging_is_refused_by_name(llama: Path, verb: str) -> None:
 
 def test_resizing_the_head_is_refused_by_name(llama: Path) -> None:
     with pytest.raises(UnsupportedMethodError, match=r"^resizing the LM head needs the base weight"):
-        load_split(llama).resize_token_embeddings(128)
+        split_model(llama).resize_token_embeddings(128)
 
 
 def test_training_an_offloaded_layer_itself_is_refused(llama: Path) -> None:
     """PEFT would train a copy of the layer, and the copy would have no values."""
     config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     with pytest.raises(UnsupportedMethodError, match=r"target_modules instead of modules_to_save"):
-        peft.get_peft_model(load_split(llama), config)
+        peft.get_peft_model(split_model(llama), config)
     config = peft.LoraConfig(
         target_modules=["q_proj", "lm_head"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM"
     )
-    assert peft.get_peft_model(load_split(llama), config)
+    assert peft.get_peft_model(split_model(llama), config)
 
 
 @pytest.fixture
 def biased(gpt2: Path) -> Any:
     """A split GPT-2 in simulation."""
-    return load_split(gpt2)
+    return split_model(gpt2)
 
 
 # a warning of plain PEFT for LoRA on GPT-2
@@ -545,7 +534,7 @@ def test_the_biases_of_offloaded_layers_are_trained(biased: Any, gpt2: Path, bia
     assert any(name.endswith("c_attn.base_layer.bias") for name in split)
     for name, tensor in split.items():
         assert torch.allclose(tensor, plain[name], rtol=0, atol=1e-4), name
-    loaded = peft.PeftModel.from_pretrained(load_split(gpt2), str(tmp_path)).eval()
+    loaded = peft.PeftModel.from_pretrained(split_model(gpt2), str(tmp_path)).eval()
     with torch.no_grad():
         assert torch.allclose(loaded(input_ids=IDS).logits, split["logits"], rtol=0, atol=1e-3)
 

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from symbiosis_priv.checkpoints.weights import WeightStore
-from tenant import RemoteConfig, backend_of, rounded_model
+from tenant import rounded_model
+from tests.splitting import logits, split_model
 
 IDS = torch.arange(1, 21).view(2, 10)
 
@@ -25,10 +26,6 @@ def test_its_weights_are_the_providers_integers(name: str, request: pytest.Fixtu
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_split_model_is_closer_to_it_than_to_the_checkpoints_model(name: str, request: pytest.FixtureRequest) -> None:
     path: Path = request.getfixturevalue(name)
-    split = AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(masking="simulate"))
-    with torch.no_grad():
-        logits = split(input_ids=IDS).logits
-        own = AutoModelForCausalLM.from_pretrained(path)(input_ids=IDS).logits
-        rounded = rounded_model(path)(input_ids=IDS).logits
-    backend_of(split).close()
-    assert (logits - rounded).norm() < (logits - own).norm() / 10
+    models = split_model(path), rounded_model(path), AutoModelForCausalLM.from_pretrained(path)
+    split, rounded, own = (logits(model, IDS) for model in models)
+    assert (split - rounded).norm() < (split - own).norm() / 10

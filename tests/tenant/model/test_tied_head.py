@@ -1,6 +1,7 @@
 """A tied LM head whose product is offloaded: the plain model's logits, and a table that cannot change."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, UnsupportedMethodError
-from tenant import RemoteConfig, backend_of, rounded_model
+from tenant import backend_of, rounded_model
 from tenant.model.remote_linear import RemoteLinear
 from tenant.preparation.own_tensors import own_digest, write_slim
 from tests.compatibility.families import build
+from tests.splitting import split_model
 
 IDS = torch.arange(3, 13).view(1, 10)
 
@@ -34,9 +36,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(build("LlamaForCausalLM", tie_word_embeddings=True), tmp_path_factory.mktemp("tied"))
 
 
-def load(path: Path, kind: Any = transformers.AutoModelForCausalLM) -> Any:
-    remote = RemoteConfig(masking="simulate", tied_head=True)
-    return kind.from_pretrained(path, dtype=torch.float32, quantization_config=remote)
+load = partial(split_model, tied_head=True)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def load(path: Path, kind: Any = transformers.AutoModelForCausalLM) -> Any:
 )
 def test_logits_are_those_of_a_rounded_head(kind: Any, model: str, tmp_path: Path) -> None:
     path = save(build(model), tmp_path)
-    split, rounded = load(path, kind), rounded_model(path, kind=kind, tied_head=True)
+    split, rounded = load(path, kind=kind), rounded_model(path, kind=kind, tied_head=True)
     assert isinstance(split.get_output_embeddings(), RemoteLinear)
     inputs = {"decoder_input_ids": IDS} if split.config.is_encoder_decoder else {}
     with backend_of(split), torch.no_grad():

@@ -8,14 +8,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
-from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
-from tenant import RemoteConfig, backend_of
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD
+from tenant import backend_of
 from tenant.model.remote_linear import LayerGroup, RemoteLinear
+from tests.splitting import split_model, watched
 
 IDS = torch.arange(3, 19).view(2, 8)
-Calls = list[tuple[int, Direction]]
 
 pytestmark = [
     # torch's own warnings, about its own code and autograd's functions
@@ -41,8 +40,7 @@ def load(llama: Path) -> Callable[..., Any]:
     """`load(...)`: a split model with an adapter; always the same one."""
 
     def load(path: Path = llama, **options: Any) -> Any:
-        config = RemoteConfig(masking="simulate", **options)
-        model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
+        model = split_model(path, **options)
         torch.manual_seed(1)
         lora = LoraConfig(  # one linear of a group of three, and one that is alone
             target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", r=4, init_lora_weights=False
@@ -50,25 +48,6 @@ def load(llama: Path) -> Callable[..., Any]:
         return get_peft_model(model, lora)
 
     return load
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Calls]:
-    """`calls(model)`: a list that grows with each call of the model's backend."""
-
-    def record(model: Any) -> Calls:
-        made: Calls = []
-        backend = backend_of(model)
-        multiply = backend.multiply
-
-        def recording(index: int, direction: Direction, *tensors: Any, **options: Any) -> None:
-            made.append((index, direction))
-            multiply(index, direction, *tensors, **options)
-
-        monkeypatch.setattr(backend, "multiply", recording)
-        return made
-
-    return record
 
 
 def step(model: Any, run: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -81,14 +60,12 @@ def step(model: Any, run: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def test_a_whole_training_step_is_one_graph_and_gives_the_same_bits(
-    load: Callable[[], Any], calls: Callable[[Any], Calls]
+    load: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two equal blocks, so that a graph of one block would be used for the other one."""
     model = load()
-    made = calls(model)
+    calls = watched(model, monkeypatch)
     expected_logits, expected = step(model, model)
-    eager = list(made)
-    made.clear()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)  # any graph break is an error
     for _ in range(2):  # once during compilation, once afterwards
         logits, gradients = step(model, compiled)
@@ -96,7 +73,8 @@ def test_a_whole_training_step_is_one_graph_and_gives_the_same_bits(
         assert expected
         assert gradients.keys() == expected.keys()
         assert all(torch.equal(gradients[name], expected[name]) for name in gradients)
-    assert made == 2 * eager
+    made = [(product.group, product.direction) for call in calls for product in call]
+    assert made == 3 * made[: len(made) // 3]
     assert {direction for _, direction in made} == {FORWARD, BACKWARD}
 
 

@@ -16,14 +16,11 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from symbiosis_priv.checkpoints.discovery.linears import name_in
 from symbiosis_priv.errors import ConfigError, UnsupportedModelError
-from tenant import RemoteConfig, backend_of
+from tenant import backend_of
 from tenant.masking.backend import Backend, Product
 from tenant.model.overlap import overlapped
 from tenant.model.remote_linear import RemoteLayer
@@ -31,6 +28,8 @@ from tenant.model.trips import Trip, _Sent
 from tenant.options import MOST_ROWS
 from tenant.tasks import Tasks
 from tenant.tasks.batch import BASE
+from tests import splitting
+from tests.splitting import split_model, watched
 
 IDS = torch.arange(3, 12).view(1, 9)
 NORMS = r".*post_attention_layernorm|.*\.1\.input_layernorm"
@@ -80,47 +79,23 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-class Waits:
-    """Counts the calls of a model's backend for which a pass waits, and the products."""
-
-    def __init__(self, model: Any, patch: pytest.MonkeyPatch) -> None:
-        self.waits = self.products = 0
-        backend = backend_of(model)
-        one, several = backend.multiply, backend.multiply_all
-
-        def multiply(*args: Any, **kwargs: Any) -> None:
-            self.waits += 1
-            self.products += 1
-            one(*args, **kwargs)
-
-        def multiply_all(products: Sequence[Product]) -> None:
-            self.waits += 1
-            self.products += len(products)
-            several(products)
-
-        patch.setattr(backend, "multiply", multiply)
-        patch.setattr(backend, "multiply_all", multiply_all)
-
-    def of(self, run: Callable[[], Any]) -> tuple[int, int]:
-        """(waits, products) of a call."""
-        before = self.waits, self.products
-        run()
-        return self.waits - before[0], self.products - before[1]
-
-
 @pytest.fixture
 def loaded(path: Path) -> Callable[..., Any]:
-    def load(round_trips: Any = 2, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-        config = RemoteConfig(masking="simulate", round_trips=round_trips, **options)
-        return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=dtype).eval()
+    def load(round_trips: Any = 2, **options: Any) -> Any:
+        return split_model(path, round_trips=round_trips, **options)
 
     return load
 
 
 def logits(model: Any, ids: Tensor = IDS) -> Tensor:
-    with torch.no_grad():
-        out: Tensor = model(input_ids=ids).logits
-    return out
+    return splitting.logits(model, ids)
+
+
+def waits(calls: list[list[Product]]) -> tuple[int, int]:
+    """How often a pass has waited, and for how many products; they are forgotten."""
+    found = len(calls), sum(map(len, calls))
+    calls.clear()
+    return found
 
 
 def assert_close(found: Tensor, expected: Tensor, *, to: float = 0.02) -> None:
@@ -136,12 +111,12 @@ def test_a_token_waits_half_as_often(loaded: Callable[..., Any], path: Path, mon
     plain = AutoModelForCausalLM.from_pretrained(path).eval()
     assert_close(logits(two), logits(plain))
     assert_close(logits(two), logits(four))
-    waits = Waits(two, monkeypatch)
-    assert waits.of(lambda: logits(two)) == (ordinary - composed, ordinary)
-    assert Waits(four, monkeypatch).of(lambda: logits(four)) == (ordinary, ordinary)
-    tokens = 4
-    run = lambda: two.generate(IDS, max_new_tokens=tokens, do_sample=False)  # noqa: E731
-    assert waits.of(run) == (tokens * (ordinary - composed), tokens * ordinary)
+    for model, expected in ((two, ordinary - composed), (four, ordinary)):
+        calls = watched(model, monkeypatch)
+        logits(model)
+        assert waits(calls) == (expected, ordinary)
+        model.generate(IDS, max_new_tokens=4, do_sample=False)
+        assert waits(calls) == (4 * expected, 4 * ordinary)
 
 
 def test_gradients_and_many_rows_take_four_with_their_bits(loaded: Callable[..., Any]) -> None:
@@ -212,9 +187,9 @@ def test_an_adapter_has_the_outputs_of_four_round_trips(
     with four.disable_adapter():
         assert (logits(four) - wanted).abs().max() > 0.1 * wanted.abs().max(), "the adapter changes little"
     assert_close(logits(two), wanted)
-    waits, _ = Waits(two.get_base_model(), monkeypatch).of(lambda: logits(two))
-    assert waits == len(backend_of(four).facts) - (beside if two.config.model_type in BESIDE else saved)
+    calls = watched(two.get_base_model(), monkeypatch)
     assert_close(logits(two), wanted)
+    assert len(calls) == len(backend_of(four).facts) - (beside if two.config.model_type in BESIDE else saved)
 
 
 def test_tasks_of_one_batch(loaded: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,9 +202,9 @@ def test_tasks_of_one_batch(loaded: Callable[..., Any], tmp_path: Path, monkeypa
         for name in ("a", "b"):
             tasks.register(name, tmp_path / name)
         with tasks.batch(["a", "b", BASE]):
+            calls = watched(model, monkeypatch)
             found.append(logits(model, torch.arange(3, 15).view(3, 4)))
-            waits = Waits(model, monkeypatch).of(partial(logits, model, torch.arange(3, 15).view(3, 4)))
-        assert waits == (ORDINARY - COMPOSED * (round_trips == 2), ORDINARY)
+        assert waits(calls) == (ORDINARY - COMPOSED * (round_trips == 2), ORDINARY)
         tasks.close()
     assert_close(found[0], found[1])
 
@@ -324,11 +299,11 @@ def test_a_token_whose_embedding_is_zero_shows_nothing(
     for model in (two, four):
         with torch.no_grad():
             model.get_input_embeddings().weight[0] = 0
-    waits = Waits(two, monkeypatch)
+    calls, expected = watched(two, monkeypatch), len(backend_of(four).facts)
     for ids in ([[0]], [[0, 0, 5]], [[7, 0]], [[7, 8]]):
-        expected = len(backend_of(four).facts)
-        assert waits.of(partial(logits, two, torch.tensor(ids))) == (expected - COMPOSED, expected)
-        assert_close(logits(two, torch.tensor(ids)), logits(four, torch.tensor(ids)))
+        found = logits(two, torch.tensor(ids))
+        assert waits(calls) == (expected - COMPOSED, expected)
+        assert_close(found, logits(four, torch.tensor(ids)))
 
 
 def test_a_norm_that_is_trained_takes_four(loaded: Callable[..., Any]) -> None:

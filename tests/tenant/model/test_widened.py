@@ -1,6 +1,7 @@
 """Models whose checkpoints are stored in 8 or 4 bits: everything is what it is for the same weights in floats."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,21 @@ from symbiosis_priv.errors import CheckpointError, UnsupportedModelError
 from tenant import RemoteConfig, backend_of, rounded_model
 from tenant.model.loading import load_model
 from tenant.preparation.own_tensors import own_digest, write_slim
-from tests import experts, forms
+from tests import experts, forms, splitting
+from tests.splitting import split_model
 
 IDS = torch.arange(1, 13).view(2, 6)
 EVERY = r"layers\.|lm_head|embed_tokens"
 
 
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(input_ids=IDS).logits
-    return found
+logits = partial(splitting.logits, ids=IDS)
 
 
 def split(path: Path, **options: Any) -> Tensor:
-    remote = RemoteConfig(masking="simulate", **options)
-    model: Any = AutoModelForCausalLM.from_pretrained(path, quantization_config=remote, dtype=torch.float32).eval()
+    model = split_model(path, **options)
     with backend_of(model):
         assert not hasattr(model.config, "quantization_config")
-        assert model.hf_quantizer.quantization_config is remote
+        assert isinstance(model.hf_quantizer.quantization_config, RemoteConfig)
         return logits(model)
 
 

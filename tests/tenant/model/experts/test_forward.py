@@ -8,20 +8,19 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from symbiosis_priv.errors import UnsupportedMethodError
-from tenant import RemoteConfig, backend_of, rounded_model
+from tenant import backend_of, rounded_model
 from tests.experts import FAMILIES
+from tests.splitting import split_model, watched
 
 IDS = torch.arange(3, 15).view(2, 6) * 7 % 96
 CLOSE = 1e-3  # of the largest value; an expert that is left out changes a tenth
 
 
-def load(path: Path, mode: Any = "all", **options: Any) -> Any:
-    routes = mode == "counts"
-    config = RemoteConfig(masking="simulate", experts=mode, weight_bits=12, show_routes_while_decoding=routes)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config, **options).eval()
+def load(path: Path, mode: Any = "all") -> Any:
+    return split_model(path, experts=mode, weight_bits=12, show_routes_while_decoding=mode == "counts")
 
 
 def close(a: Tensor, b: Tensor) -> bool:
@@ -70,26 +69,18 @@ def test_a_layer_takes_two_requests_with_the_counts_of_its_mode(
     mode: Any, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split = load(checkpoint("Mixtral"), mode)
-    backend = backend_of(split)
-    calls: list[tuple[str, Any]] = []
-    multiply = backend.multiply
-
-    def counted(index: int, *rest: Any, counts: Any = None) -> None:
-        calls.append((backend.facts[index].entry.name, counts))
-        multiply(index, *rest, counts=counts)
-
-    monkeypatch.setattr(backend, "multiply", counted)
-    routes: list[Tensor] = []
+    calls, routes = watched(split, monkeypatch), list[Tensor]()
     for layer in split.model.layers:
         layer.mlp.experts.register_forward_pre_hook(lambda _, args: routes.append(args[1].flatten()))
-    with backend:
+    with backend_of(split) as backend:
         split(input_ids=IDS)
     assert len(calls) == 2 * (2 + 2) + 1  # q/k/v, o, the experts' two, and the head
-    seen = [counts for name, counts in calls if ".experts." in name]
+    of_experts = [".experts." in backend.facts[call[0].group].entry.name for call in calls]
+    seen = [call[0].counts for call, is_of_experts in zip(calls, of_experts, strict=True) if is_of_experts]
     real = [tuple(route.bincount(minlength=4).tolist()) for route in routes for _ in range(2)]
     shown = {"all": [None] * 4, "flat": [(max(counts),) * 4 for counts in real], "counts": real}
     assert seen == shown[mode]
-    assert not any(counts for name, counts in calls if ".experts." not in name)
+    assert not any(call[0].counts for call, is_of_experts in zip(calls, of_experts, strict=True) if not is_of_experts)
 
 
 def test_compiled_experts_give_the_same_bits(checkpoint: Callable[[str], Path]) -> None:
@@ -111,8 +102,7 @@ def test_a_state_dict_has_no_stacks_and_can_be_loaded(checkpoint: Callable[[str]
 
 @pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
 def test_decoding_with_visible_routes_needs_a_second_option(family: str, checkpoint: Callable[[str], Path]) -> None:
-    config = RemoteConfig(masking="simulate", experts="counts")
-    split = AutoModelForCausalLM.from_pretrained(checkpoint(family), quantization_config=config).eval()
+    split = split_model(checkpoint(family), experts="counts")
     with backend_of(split), torch.no_grad():
         for model in (split, get_peft_model(split, LoraConfig(target_modules=["o_proj"]))):
             with pytest.raises(UnsupportedMethodError, match="show_routes_while_decoding"):

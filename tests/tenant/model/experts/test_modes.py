@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -18,11 +17,7 @@ from tenant.model.experts.stack import OffloadedStack
 from tenant.preparation.own_tensors import write_slim
 from tests.compatibility.families import build
 from tests.experts import write
-
-
-def load(path: Path, **options: Any) -> Any:
-    config = RemoteConfig(masking="simulate", **options)
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
+from tests.splitting import logits, split_model, watched
 
 
 @pytest.mark.parametrize(
@@ -33,7 +28,7 @@ def test_experts_are_offloaded_by_default_at_a_low_price_only(
 ) -> None:
     path = write("Mixtral", tmp_path, num_local_experts=experts, num_experts_per_tok=1)
     with caplog.at_level(logging.INFO, "tenant.model.experts.modes"):
-        model = load(path)
+        model = split_model(path)
     with backend_of(model):
         assert all(words in caplog.text for words in said)
         assert any(isinstance(parameter, OffloadedStack) for parameter in model.parameters()) == (experts == 4)
@@ -41,9 +36,9 @@ def test_experts_are_offloaded_by_default_at_a_low_price_only(
 
 def test_experts_outside_the_interface_stay_or_are_refused_by_name(tmp_path: Path) -> None:
     build("DbrxForCausalLM").save_pretrained(tmp_path)
-    backend_of(load(tmp_path)).close()
+    backend_of(split_model(tmp_path)).close()
     with pytest.raises(UnsupportedModelError, match=r"DbrxExperts.*experts='local'"):
-        load(tmp_path, experts="all")
+        split_model(tmp_path, experts="all")
 
 
 def test_a_slim_checkpoint_has_experts_only_if_it_is_made_with_them(
@@ -53,11 +48,11 @@ def test_a_slim_checkpoint_has_experts_only_if_it_is_made_with_them(
     path = checkpoint("Mixtral")
     store = WeightStore(path)
     write_slim(store, store.manifest(), tmp_path / "slim")
-    backend_of(load(tmp_path / "slim", checkpoint=path, experts="all")).close()
+    backend_of(split_model(tmp_path / "slim", checkpoint=path, experts="all")).close()
     write_slim(store, store.manifest(), tmp_path / "with experts", keep_experts=True)
-    backend_of(load(tmp_path / "with experts", checkpoint=path, experts="local")).close()
+    backend_of(split_model(tmp_path / "with experts", checkpoint=path, experts="local")).close()
     with pytest.raises(CheckpointError, match=r"experts.*full checkpoint"):
-        load(tmp_path / "slim", checkpoint=path, experts="local")
+        split_model(tmp_path / "slim", checkpoint=path, experts="local")
 
 
 def test_an_unknown_mode_is_refused() -> None:
@@ -70,8 +65,8 @@ def test_an_unknown_mode_is_refused() -> None:
 def test_a_model_without_experts_has_no_mode(caplog: pytest.LogCaptureFixture, save_llama: Any) -> None:
     path = save_llama()
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has none"):
-        load(path, experts="all")
-    with caplog.at_level(logging.INFO, "tenant.model.experts.modes"), backend_of(load(path)):
+        split_model(path, experts="all")
+    with caplog.at_level(logging.INFO, "tenant.model.experts.modes"), backend_of(split_model(path)):
         assert not caplog.text
 
 
@@ -106,21 +101,13 @@ def test_the_table_is_computed() -> None:
 def test_a_small_model_costs_what_is_computed(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = RemoteConfig(masking="simulate", experts="all")
-    model = AutoModelForCausalLM.from_pretrained(checkpoint("Mixtral"), quantization_config=config)
-    backend = backend_of(model)
-    up = down = requests = 0
-    multiply = backend.multiply
-
-    def counted(index: int, direction: Any, inputs: Any, outputs: Any, **options: Any) -> None:
-        nonlocal up, down, requests
-        if backend.facts[index].entry.experts > 1:
-            up += 4 * sum(part.numel() for part in inputs)
-            down += 4 * sum(part.numel() for part in outputs)
-            requests += 1
-        multiply(index, direction, inputs, outputs, **options)
-
-    monkeypatch.setattr(backend, "multiply", counted)
-    with backend, torch.no_grad():
-        model(input_ids=torch.tensor([[5]]))
-    assert (up, down, requests) == traffic(layers=2, experts=4, hidden=32, width=48)
+    model = split_model(checkpoint("Mixtral"), experts="all")
+    calls = watched(model, monkeypatch)
+    with backend_of(model) as backend:
+        logits(model, torch.tensor([[5]]))
+    asked = [product for (product,) in calls if backend.facts[product.group].entry.experts > 1]
+    up, down = (
+        4 * sum(part.numel() for parts in sides for part in parts)
+        for sides in ([one.inputs for one in asked], [one.outputs for one in asked])
+    )
+    assert (up, down, len(asked)) == traffic(layers=2, experts=4, hidden=32, width=48)

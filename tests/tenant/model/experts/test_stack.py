@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from symbiosis_priv.errors import UnsupportedMethodError
-from tenant import RemoteConfig, backend_of, rounded_model
+from tenant import backend_of, rounded_model
 from tenant.model.experts.stack import AsRouted, Factors, Flat
+from tests.splitting import split_model
 
 IDS = torch.arange(3, 15).view(2, 6) * 7 % 96
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -26,8 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeW
 
 
 def load(path: Path) -> Any:
-    config = RemoteConfig(masking="simulate", experts="all", weight_bits=12)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config).eval()
+    return split_model(path, experts="all", weight_bits=12)
 
 
 def adapted(model: Any, **options: Any) -> Any:

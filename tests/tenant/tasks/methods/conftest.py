@@ -15,10 +15,11 @@ import pytest
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from tenant import RemoteConfig, rounded_model
-from tenant.model.loading import load_adapter
+from tenant import rounded_model
+from tenant.model.loading import load_adapter, load_model
+from tests import splitting
+from tests.splitting import split_model
 
 IDS = torch.arange(3, 19).view(2, 8) * 7 % 96
 
@@ -39,8 +40,7 @@ def exact_gpt2(gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @functools.cache
 def _loaded(folder: Path, split: bool) -> Any:
-    options: dict[str, Any] = {"quantization_config": RemoteConfig(masking="simulate")} if split else {}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    return split_model(folder) if split else load_model(folder, dtype=torch.float32)
 
 
 def load(folder: Path, *, split: bool) -> Any:
@@ -60,9 +60,7 @@ class Trained:
 
 
 def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model.eval()(input_ids=IDS).logits
-    return found
+    return splitting.logits(model.eval(), IDS)
 
 
 def trained(base: Any, config: PeftConfig, *, steps: int = 2) -> Trained:

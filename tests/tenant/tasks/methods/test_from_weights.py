@@ -14,13 +14,14 @@ from peft.tuners.hra.layer import HRALinear
 from torch import Tensor, nn
 
 from symbiosis_priv.errors import CheckpointError, NonFiniteError, UnsupportedMethodError
-from tenant import MaskBertConfig, RemoteConfig, backend_of, rounded_model
+from tenant import MaskBertConfig, RemoteConfig, rounded_model
 from tenant.model.connect import BaseWeights
 from tenant.model.loading import load_adapter, load_model
 from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks.methods.lora import weights_at_hand
 from tenant.tasks.methods.sparse import _flat
 from tenant.tasks.methods.start import rotated
+from tests.splitting import watched
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # PEFT's own
 
@@ -138,47 +139,33 @@ def test_a_converted_start_is_a_plain_lora(methods: Any, exact_llama: Path, tmp_
 # DoRA
 
 
-class Counted:
-    """Rows of each request to a backend."""
-
-    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.requests: list[tuple[int, str, Tensor]] = []
-        backend = backend_of(model)
-        multiply = backend.multiply
-
-        def counting(index: int, direction: Any, inputs: Any, outputs: Any, **options: Any) -> None:
-            self.requests.append((index, str(direction), torch.cat([part.detach() for part in inputs], dim=1)))
-            multiply(index, direction, inputs, outputs, **options)
-
-        monkeypatch.setattr(backend, "multiply", counting)
-
-    def rows(self) -> list[int]:
-        found = [len(rows) for _, _, rows in self.requests]
-        self.requests.clear()
-        return found
-
-
 def test_the_rows_of_a_are_sent_along_once_after_each_step(
     methods: Any, exact_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No request more than without DoRA, r rows per sibling in the first, and none while A is unchanged."""
     torch.manual_seed(0)
     model: Any = peft.get_peft_model(methods.load(exact_llama, split=True), peft.LoraConfig(use_dora=True, **SMALL))
-    counted = Counted(model, monkeypatch)
+    calls = watched(model, monkeypatch)
+
+    def rows() -> list[int]:
+        found = [len(product.inputs[0]) for (product,) in calls]
+        calls.clear()
+        return found
+
     ids = torch.arange(10)[None]
     siblings = [3, 1, 2, 1] * 2  # q/k/v, o, gate/up, down: adapters per request, in two layers
     head = [10]
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
     for _ in range(2):
         model.train()(input_ids=ids)
-        sent = counted.requests[0][2][10:]
+        sent = torch.cat(list(calls[0][0].inputs), dim=1)[10:]
         assert any(torch.equal(part, layer.lora_A["default"].weight) for part in sent.split(4))
-        assert counted.rows() == [10 + 4 * n for n in siblings] + head
+        assert rows() == [10 + 4 * n for n in siblings] + head
         model(input_ids=ids)
         model.eval()(input_ids=ids)
         with model.disable_adapter():
             model(input_ids=ids)
-        assert counted.rows() == ([10] * len(siblings) + head) * 3
+        assert rows() == ([10] * len(siblings) + head) * 3
         with torch.no_grad():  # as an optimizer does
             for name, parameter in model.named_parameters():
                 if "lora_A" in name:

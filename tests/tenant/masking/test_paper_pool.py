@@ -1,9 +1,7 @@
 """The paper's own masking: correct within a bound that is derived here, opt-in, with a warning."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,15 +129,6 @@ def test_products_are_within_the_derived_bound(
     assert len(pools) > 2
 
 
-def test_the_bias_is_added(open_backend: Open, gpt2_store: WeightStore) -> None:
-    """Without the bias, the bound of `test_products_are_within_the_derived_bound` would not hold."""
-    bias = open_backend(gpt2_store).linear(0, FORWARD, torch.zeros(1, 64))
-    stored = gpt2_store.layers(0)[0].bias
-    assert stored is not None
-    assert torch.allclose(bias[0], stored.double(), atol=1e-5)
-    assert float(bias.abs().max()) > 0.1
-
-
 def test_noise_is_reused_and_known_to_the_executor(
     open_backend: Open, store: WeightStore, new_provider: NewProvider
 ) -> None:
@@ -215,16 +204,6 @@ def test_row_counts_are_rounded_up_to_a_bucket(
 
 def weights(store: WeightStore) -> Tensor:
     return torch.cat([layer.weight.double() for layer in store.layers(0)])
-
-
-def test_it_is_never_the_default(tmp_path: Path) -> None:
-    from tenant import RemoteConfig
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        config = RemoteConfig(federation=tmp_path / "federation.toml")
-    assert config.masking == "pad"
-    assert caught == []
 
 
 def test_a_narrow_ring_is_refused() -> None:

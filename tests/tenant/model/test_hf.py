@@ -25,6 +25,7 @@ from symbiosis_priv.federation import Federation
 from tenant import RemoteConfig, backend_of
 from tenant.model.remote_linear import RemoteLayer
 from tests.compatibility.families import build
+from tests.splitting import split_model
 from tests.tenant.conftest import Scripted, Tape
 from tests.tenant.scripted import ScriptedProvider
 
@@ -38,18 +39,12 @@ Load = Callable[..., Any]
 
 @pytest.fixture
 def load() -> Iterator[Load]:
-    """`from_pretrained` with a `RemoteConfig`, closed after the test."""
+    """`split_model`, closed after the test."""
     with contextlib.ExitStack() as opened:
 
-        def load(
-            path: Path,
-            *,
-            dtype: torch.dtype | str = "auto",
-            kind: Any = transformers.AutoModelForCausalLM,
-            **options: Any,
-        ) -> Any:
-            model = kind.from_pretrained(path, dtype=dtype, quantization_config=RemoteConfig(**options))
-            opened.callback(backend_of(model).close)
+        def load(path: Path, **options: Any) -> Any:
+            model = split_model(path, **{"dtype": "auto"} | options)
+            opened.enter_context(backend_of(model))
             return model
 
         yield load
@@ -60,7 +55,7 @@ def test_every_frozen_linear_is_remote_and_everything_else_is_loaded(
     load: Load, request: pytest.FixtureRequest, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path: Path = request.getfixturevalue(name)
-    model = load(path, masking="simulate")
+    model = load(path)
     members = {m for entry in WeightStore(path).manifest().groups for m in entry.members}
     remote = {n for n, m in model.named_modules() if isinstance(m, RemoteLayer)}
     assert remote == members
@@ -80,14 +75,14 @@ def test_every_frozen_linear_is_remote_and_everything_else_is_loaded(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(load: Load, llama: Path, dtype: torch.dtype) -> None:
     """The tenant's tensors are rounded, the products are not."""
-    model = load(llama, masking="simulate", dtype=dtype)
+    model = load(llama, dtype=dtype)
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert {m.weight.dtype for m in model.modules() if isinstance(m, RemoteLayer)} == {dtype}
     adapted: Any = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     out = adapted(input_ids=IDS, labels=IDS)
     out.loss.backward()
     assert out.logits.dtype == dtype
-    reference = load(llama, masking="simulate")
+    reference = load(llama)
     with torch.no_grad():
         full = reference(input_ids=IDS).logits
     assert torch.nn.functional.cosine_similarity(out.logits.float(), full, dim=-1).min() > 0.99
@@ -103,7 +98,7 @@ def test_half_precision_over_the_wire_equals_the_simulation(load: Load, llama: P
 
 
 def test_autocast_trains(load: Load, llama: Path) -> None:
-    model: Any = peft.get_peft_model(load(llama, masking="simulate"), peft.LoraConfig(target_modules="all-linear"))
+    model: Any = peft.get_peft_model(load(llama), peft.LoraConfig(target_modules="all-linear"))
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward()
@@ -140,7 +135,7 @@ def test_providers_see_nothing_of_gradients_that_are_not_finite(
 def test_a_loss_scaler_skips_steps_until_gradients_fit_float16(load: Load, llama: Path) -> None:
     scales = []
     for split in (True, False):
-        base = load(llama, masking="simulate") if split else transformers.LlamaForCausalLM.from_pretrained(llama)
+        base = load(llama) if split else transformers.LlamaForCausalLM.from_pretrained(llama)
         model: Any = peft.get_peft_model(base, peft.LoraConfig(target_modules="all-linear"))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer, scaler = torch.optim.SGD(trained, lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**30)
@@ -160,7 +155,7 @@ def test_a_loss_scaler_skips_steps_until_gradients_fit_float16(load: Load, llama
 
 
 def test_offloaded_weights_count_as_parameters_but_take_no_memory(load: Load, llama: Path) -> None:
-    full, split = transformers.LlamaForCausalLM.from_pretrained(llama), load(llama, masking="simulate")
+    full, split = transformers.LlamaForCausalLM.from_pretrained(llama), load(llama)
     assert split.num_parameters() == full.num_parameters()
     own = [p for n, p in split.named_parameters() if "norm" in n or "embed" in n]
     assert split.get_memory_footprint(return_buffers=False) == sum(p.nbytes for p in own)
@@ -177,11 +172,11 @@ def test_offloaded_layers_are_not_initialised(load: Load, llama: Path, monkeypat
             torch.ones_like(module.weight)
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "_init_weights", initialise)
-    load(llama, masking="simulate")
+    load(llama)
 
 
 def test_an_optimizer_may_be_given_every_parameter(load: Load, llama: Path) -> None:
-    model: Any = peft.get_peft_model(load(llama, masking="simulate"), peft.LoraConfig(target_modules=["q_proj"]))
+    model: Any = peft.get_peft_model(load(llama), peft.LoraConfig(target_modules=["q_proj"]))
     optimizer = torch.optim.AdamW(model.parameters())
     model(input_ids=IDS, labels=IDS).loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -213,7 +208,7 @@ def test_a_slim_checkpoint_needs_a_preparation_once(
     first = load(folder, federation=federation, cache=cache, checkpoint=llama)
     again = load(folder, federation=federation, cache=cache)
     with torch.no_grad():
-        reference = load(llama, masking="simulate")(input_ids=IDS).logits
+        reference = load(llama)(input_ids=IDS).logits
         assert torch.equal(first(input_ids=IDS).logits, reference)
         assert torch.equal(again(input_ids=IDS).logits, reference)
     assert "MISSING" not in "".join(capfd.readouterr())
@@ -227,8 +222,8 @@ def test_local_masking_and_simulation_need_the_full_checkpoint(
     with pytest.raises(CheckpointError, match=r"pass RemoteConfig\(checkpoint='FULL_CHECKPOINT'\)"):
         load(folder, federation=federation, cache=cache, masking="local")
     with pytest.raises(CheckpointError, match="is it the full base checkpoint"):
-        load(folder, cache=cache, masking="simulate")
-    load(folder, cache=cache, masking="simulate", checkpoint=llama)
+        load(folder, cache=cache)
+    load(folder, cache=cache, checkpoint=llama)
 
 
 def test_a_federation_of_another_model_is_refused(
@@ -261,10 +256,10 @@ def test_another_architecture_than_the_federations_is_refused(
 
 
 def test_a_model_without_the_head_loads_the_rest(load: Load, llama: Path) -> None:
-    model = load(llama, masking="simulate", kind=transformers.AutoModel)
+    model = load(llama, kind=transformers.AutoModel)
     with torch.no_grad():
         hidden = model(input_ids=IDS).last_hidden_state
-        whole = load(llama, masking="simulate")(input_ids=IDS, output_hidden_states=True).hidden_states[-1]
+        whole = load(llama)(input_ids=IDS, output_hidden_states=True).hidden_states[-1]
     assert torch.equal(hidden, whole)
 
 
@@ -275,7 +270,7 @@ def test_shards_and_subfolders_are_read_where_transformers_reads_them(load: Load
         tmp_path, subfolder="inner", quantization_config=RemoteConfig(masking="simulate")
     )
     with torch.no_grad():
-        assert torch.equal(sharded(input_ids=IDS).logits, load(llama, masking="simulate")(input_ids=IDS).logits)
+        assert torch.equal(sharded(input_ids=IDS).logits, load(llama)(input_ids=IDS).logits)
 
 
 # Heads of tasks
@@ -385,7 +380,7 @@ def test_layers_offloaded_to_disk_are_refused(
     options: dict[str, Any] = {"quantization_config": remote, "offload_folder": str(tmp_path)}
     with pytest.raises(UnsupportedMethodError, match="device_map"):
         transformers.AutoModelForCausalLM.from_pretrained(llama, device_map=device_map, **options)
-    weight: Any = next(m.weight for m in load(llama, masking="simulate").modules() if isinstance(m, RemoteLayer))
+    weight: Any = next(m.weight for m in load(llama).modules() if isinstance(m, RemoteLayer))
     with pytest.raises(UnsupportedMethodError, match="device_map"):  # as accelerate does it for device_map="auto"
         type(weight)(torch.empty(2, 2), requires_grad=False)
 
@@ -405,7 +400,7 @@ def test_adapter_names_that_peft_would_ignore_are_an_error(
     load: Load, llama: Path, config: peft.PeftConfig, works: bool
 ) -> None:
     """Otherwise every row would go through the active adapter without an error."""
-    model: Any = peft.get_peft_model(load(llama, masking="simulate"), config).eval()
+    model: Any = peft.get_peft_model(load(llama), config).eval()
     names = ["default", "__base__"]
     with torch.no_grad():
         model(input_ids=IDS)
@@ -420,7 +415,7 @@ def test_adapter_names_that_peft_would_ignore_are_an_error(
 
 def test_the_base_model_is_not_saved(load: Load, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="not serializable"):
-        load(llama, masking="simulate").save_pretrained(tmp_path)
+        load(llama).save_pretrained(tmp_path)
     assert "base model cannot be saved here" in caplog.text
 
 
@@ -443,14 +438,14 @@ def test_a_model_that_is_dropped_closes_its_connections(llama: Path, federation:
 
 
 def test_a_copied_model_gives_the_same_logits(load: Load, llama: Path) -> None:
-    model = load(llama, masking="simulate")
+    model = load(llama)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         assert torch.equal(twin(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
 def test_backend_of_works_with_a_peft_model(load: Load, llama: Path) -> None:
-    model = load(llama, masking="simulate")
+    model = load(llama)
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
     assert backend_of(wrapped) is backend_of(model)
     with pytest.raises(SymbiosisError, match="not loaded with RemoteConfig"):

@@ -277,18 +277,6 @@ def test_an_overflow_in_float16_is_an_error_where_the_plain_model_gives_nan(gpt2
         found[1](input_ids=IDS)
 
 
-@pytest.mark.parametrize("name", [*METHODS, "hra", "shira"])
-def test_half_precision(name: str, methods: Any, exact_llama: Path) -> None:
-    """The base model in bfloat16, the adapter in float32: outputs keep the base model's dtype."""
-    ids = torch.arange(8)[None]
-    config = {"hra": peft.HRAConfig(**SMALL), "shira": peft.ShiraConfig(**SMALL)}.get(name) or METHODS[name]()
-    model: Any = peft.get_peft_model(methods.load(exact_llama, split=True).to(torch.bfloat16), config)
-    output = model(input_ids=ids, labels=ids)
-    assert output.logits.dtype == torch.bfloat16
-    output.loss.backward()
-    assert any(p.grad is not None and bool(p.grad.any()) for p in model.parameters() if p.requires_grad)
-
-
 def test_a_start_needs_the_full_checkpoint(methods: Any, exact_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = methods.load(exact_llama, split=True)
     for module in model.modules():

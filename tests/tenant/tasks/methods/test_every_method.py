@@ -1,4 +1,4 @@
-"""Gradients of gradients: the split model's are those of the plain one, with every kind of adapter."""
+"""What every kind of adapter promises: the plain model's gradients of gradients, and half precision."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -50,3 +50,24 @@ def test_a_gradients_gradient_is_the_plain_models(name: str, methods: Any, exact
     assert len(found[0]) == len(found[1]) > 1
     for split_one, plain in zip(*found, strict=True):
         assert (split_one - plain).abs().max() <= 0.01 * plain.abs().max()  # a term that is left out is more
+
+
+HALF: dict[str, Callable[[], peft.PeftConfig]] = {
+    **METHODS,
+    **test_from_weights.METHODS,
+    "hra": lambda: peft.HRAConfig(target_modules="all-linear", r=4),
+}
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_half_precision(name: str, methods: Any, exact_gpt2: Path, exact_llama: Path) -> None:
+    """The base model in bfloat16, the adapter in float32: outputs keep the base model's dtype."""
+    path = exact_gpt2 if name in test_own.METHODS else exact_llama
+    model: Any = get_peft_model(methods.load(path, split=True).to(torch.bfloat16), HALF[name]())
+    for mode in (False, True):
+        output = model.train(mode)(input_ids=IDS, labels=IDS)
+        assert output.logits.dtype == torch.bfloat16
+    output.loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
+    assert {grad.dtype for grad in gradients} == {torch.float32}
+    assert any(bool(grad.any()) for grad in gradients)

@@ -16,9 +16,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    docs = (ROOT / "docs").resolve()
+    folder = (docs / page.file.src_uri).parent
+
     def plain(link: re.Match[str]) -> str:
         text, target = link.groups()
-        outside = target.startswith("../") or not (ROOT / "docs" / target.partition("#")[0]).exists()
+        path = (folder / target.partition("#")[0]).resolve()
+        outside = not path.is_relative_to(docs) or not path.exists()
         return text if outside and not re.match(r"https?://|#", target) else link[0]
 
     return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)", plain, markdown)

@@ -11,7 +11,7 @@ import tenant
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("symbiosis_priv", "provider", "tenant", "threat_model")
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 DEFINITION = re.compile(r"^def (test_\w+)", re.MULTILINE)
 TESTS = {
     path.relative_to(ROOT).as_posix(): set(DEFINITION.findall(path.read_text(encoding="utf-8")))

@@ -16,7 +16,7 @@ from symbiosis_priv import cli
 from tenant.bench.report import read, render
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 COMMAND = re.compile(r"(?<![\w.-])symbiosis-priv((?: +(?:\\\n *)?[^\s`#;]+)+)")
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 

@@ -322,21 +322,32 @@ def load_adapter(model: Any, folder: Path) -> Any:
         except Exception as error:  # PEFT raises many types for malformed files, and may list hundreds of tensors
             reason = f"it lacks {error}" if isinstance(error, KeyError) else shortened(error)
             raise CheckpointError(f"{misfit}; {fix} ({reason})") from error
-        with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-            found = list(file.keys())
-        modules = {name for name, _ in adapted.named_modules()}
-        # the last two parts of a name are the PEFT method's module and the tensor
-        if unmatched := [name for name in found if ".".join(name.split(".")[:-2]) not in modules]:
-            raise CheckpointError(f"{misfit}, which has no place for {_listed(unmatched)}; {fix}")
-        # PEFT leaves these without values, on the meta device or as it initialises them
-        missing = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys() - set(found)
         held = (*adapted.named_parameters(), *adapted.named_buffers())
-        if missing := missing or {name for name, tensor in held if tensor.is_meta}:
-            raise CheckpointError(
-                f"the adapter in {folder} is not complete: adapter_config.json asks for {_listed(sorted(missing))}, "
-                f"which adapter_model.safetensors lacks; fetch the adapter again, or {fix}"
-            )
+        check_adapter_is_whole(adapted, folder, fix=fix, without={name for name, tensor in held if tensor.is_meta})
     return adapted
+
+
+def check_adapter_is_whole(adapted: Any, folder: Path, *, fix: str, without: set[str]) -> None:
+    """Raise `CheckpointError` if a PEFT folder has tensors for which the adapter has no place, or lacks tensors.
+
+    Args:
+        without: the adapter's tensors that have no values after loading.
+    """
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        found = list(file.keys())
+    modules = {name for name, _ in adapted.named_modules()}
+    # the last two parts of a name are the PEFT method's module and the tensor
+    if unmatched := [name for name in found if ".".join(name.split(".")[:-2]) not in modules]:
+        raise CheckpointError(
+            f"the adapter in {folder} does not fit this model, which has no place for {_listed(unmatched)}; {fix}"
+        )
+    # PEFT leaves these without values, on the meta device or as it initialises them
+    missing = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys() - set(found)
+    if missing := missing or without:
+        raise CheckpointError(
+            f"the adapter in {folder} is not complete: adapter_config.json asks for {_listed(sorted(missing))}, "
+            f"which adapter_model.safetensors lacks; fetch the adapter again, or {fix}"
+        )
 
 
 def load_adapter_tensors(adapted: Any, folder: Path) -> None:

@@ -121,14 +121,19 @@ def write_slim(store: WeightStore, manifest: Manifest, folder: Path, *, keep_exp
         def write(partial: Path) -> None:
             partial.mkdir()
             save_file(kept, partial / "model.safetensors", metadata={"format": "pt"})
-            for pattern in _PLAIN_FILES:
-                for path in store.path.glob(pattern):
-                    if not path.name.endswith(".index.json"):
-                        shutil.copy(path, partial)
-            for path in tokenizer_files(store.path):
-                copy = partial / path.relative_to(store.path)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copy(path, copy)
+            copy_plain_files(store.path, partial)
 
         replace_atomically(folder.resolve(), write)
     return sum(t.nbytes for t in kept.values()), left_out
+
+
+def copy_plain_files(source: Path, folder: Path) -> None:
+    """Copy the configuration and the tokenizer of a checkpoint to another folder."""
+    for pattern in _PLAIN_FILES:
+        for path in source.glob(pattern):
+            if not path.name.endswith(".index.json"):
+                shutil.copy(path, folder)
+    for path in tokenizer_files(source):
+        copy = folder / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(path, copy)

@@ -51,6 +51,7 @@ quick: venv
 		--ignore tests/tenant/session/test_failover.py
 
 test: check
+	@$(BIN)/python -m tests.sizes
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 

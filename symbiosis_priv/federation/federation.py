@@ -192,7 +192,9 @@ class _Pads(_Section, frozen=True):
             raise ValueError("pads has neither helpers nor relay")
 
 
-class _File(_Section, frozen=True):
+class FederationFile(_Section, frozen=True):
+    """The tables of the file."""
+
     model: _Model
     tenant: _Tenant
     provider: Annotated[list[_Provider], msgspec.Meta(min_length=1)]
@@ -207,7 +209,7 @@ def load_federation(path: str | Path) -> Federation:
     helper; or, with `[pads]`, an executor has too few helpers of other companies; `CertificateError`: a pinned file
     cannot be read, or does not hold one provider's certificate."""
     path = Path(path)
-    file = load_toml(path, _File, made_by="symbiosis-priv federation init")
+    file = load_toml(path, FederationFile, made_by="symbiosis-priv federation init")
     peers = []
     for entry in file.provider:
         with _named(f"{path}, provider {entry.name!r}"):

@@ -8,8 +8,7 @@ from typing import Final, Literal
 
 from symbiosis_priv.checkpoints.layers import RoundTrips
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
-from tenant.connections.channel import DEADLINE_OPTION, Wiretap
-from tenant.core.blame import DEFAULT_COLUMNS
+from tenant.connections.channel import Wiretap
 from tenant.routing.known_provider import USUAL, Tolerance
 
 Experts = Literal["all", "flat", "counts", "local"]
@@ -63,11 +62,9 @@ class Options:
         pool_memory_mib: memory in MiB for pads drawn ahead.
         row_bucket: row counts are rounded up to a multiple of this number, so that providers see rounded batch and
             prompt sizes only. The added rows cost time and traffic (rule 9 of the threat model).
-        verify_columns: columns m of the keys for fault attribution. The check of products does not depend on them.
         cache: folder for quantised weights and verification keys; the user's cache folder if None.
         masking_options: options of the masking scheme, by name; the scheme's module in `tenant/masking/` declares them.
         wiretap: an observer of every frame on the wire, for tests and reviewers.
-        surface: how error messages name options: as Python arguments ("python") or as flags ("command line").
     """
 
     federation: str | Path | None = None
@@ -82,17 +79,9 @@ class Options:
     deadline_s: float = 120.0
     pool_memory_mib: int = 256
     row_bucket: int = 1
-    verify_columns: int = DEFAULT_COLUMNS
     cache: str | Path | None = None
     masking_options: Mapping[str, object] = field(default_factory=dict)
     wiretap: Wiretap | None = None
-    surface: Literal["python", "command line"] = "python"
-
-    def option(self, name: str, example: str | None = None) -> str:
-        """Return the text with which the user sets option `name` to `example`, for error messages."""
-        if self.surface == "python":
-            return f"RemoteConfig({name}={'...' if example is None else repr(example)})"
-        return f"--{name.removesuffix('_s').replace('_', '-')}" + (f" {example}" if example else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +90,6 @@ class SessionOptions:
 
     Args:
         masking: the name of a `SessionScheme`.
-        deadline_option: the option that sets `deadline_s`, for messages.
         pool_memory: bytes for pads that are drawn ahead.
         part_bytes: products of more than twice this size, rows and answers together, are sent in parts of about this
             size, over several connections.
@@ -110,7 +98,6 @@ class SessionOptions:
 
     masking: str = "pad"
     deadline_s: float = 120.0
-    deadline_option: str = DEADLINE_OPTION
     pool_memory: int = 256 << 20
     row_bucket: int = 1
     ring_bits: RingBits = DEFAULT_RING_BITS

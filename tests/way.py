@@ -122,7 +122,7 @@ def _measure(folder: Path) -> tuple[Way, Way]:
             tenant_key=tenant.key,
             peers=(peer("executor", executor), peer("helper", helper)),
         ),
-        prepare(store, digest=digest, columns=16, cache=folder),
+        prepare(store, digest=digest, cache=folder),
         options=SessionOptions(),
     )
     own, theirs = list[Way](), list[Way]()

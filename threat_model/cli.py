@@ -192,7 +192,6 @@ def _subjects(
         resolve(model)
     with interrupts.loading("torch"):
         from symbiosis_priv.checkpoints.weights import WeightStore
-        from tenant.core.blame import DEFAULT_COLUMNS
         from tenant.preparation.keys import prepare
         from threat_model.conformance.oracle import CheckpointOracle, Oracle, PreparedOracle
         from threat_model.conformance.subject import Dialler, Subject
@@ -201,7 +200,7 @@ def _subjects(
     if model is None:
         assert digest is not None  # --address requires --model
         try:
-            oracle = PreparedOracle(prepare(None, digest=digest, columns=DEFAULT_COLUMNS))
+            oracle = PreparedOracle(prepare(None, digest=digest))
         except CheckpointError as error:
             raise ConfigError(
                 f"no session has prepared model {digest} on this machine: add --model CHECKPOINT, your own copy "

@@ -40,7 +40,6 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity, client_context
 from tenant import RemoteConfig, backend_of
 from tenant.connections.channel import Channel, fresh_nonce
-from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 from tenant.masking.registry import registered
 from tenant.masking.scheme import SessionScheme
@@ -108,7 +107,7 @@ class Lab:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
         self.store = WeightStore(checkpoint, cache=self.folder / "cache", scope=self._scope)
         digest = self.store.manifest().digest
-        prepared = prepare(self.store, digest=digest, columns=DEFAULT_COLUMNS, cache=self.folder / "cache")
+        prepared = prepare(self.store, digest=digest, cache=self.folder / "cache")
         for scheme in registered():
             if isinstance(scheme, SessionScheme):
                 scheme.prepare(prepared, self.store, bits=DEFAULT_HINT_BITS, training=True)

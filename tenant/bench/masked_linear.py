@@ -36,7 +36,6 @@ from tenant.bench.measured_models import HALF_THE_CORES, HEAD, Llama, MaskingVar
 from tenant.bench.options import Masking, Progress, Rows, Threads, benchmark, numbers, widths
 from tenant.bench.processes import Child
 from tenant.bench.report import Goal, Row, figure, percentile
-from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.core.pads import PadOrder
 from tenant.masking.backend import RingBackend
 from tenant.masking.registry import session_scheme
@@ -89,7 +88,7 @@ def linear(
             executor = federation.executors[0]
             assert isinstance(executor.certificate, Path), "LocalFederation writes files"
             store = WeightStore(model, cache=local.cache)
-            preparation = prepare(store, digest=federation.model_digest, columns=DEFAULT_COLUMNS, cache=local.cache)
+            preparation = prepare(store, digest=federation.model_digest, cache=local.cache)
             key, authority = executor.certificate.with_suffix(".key"), local.directory / "keys" / "authority.pem"
             scheme, ring_bits = session_scheme(variant.scheme), variant.transport.ring_bits
             scheme.prepare(preparation, store, bits=DEFAULT_HINT_BITS, training=False)

@@ -42,7 +42,6 @@ def prepare(
     pinned, folder = load_federation(federation), resolve(model)
     with loading():
         from symbiosis_priv.checkpoints.weights import WeightStore
-        from tenant.core.blame import DEFAULT_COLUMNS
         from tenant.masking.registry import session_scheme
         from tenant.model import ledger as ledgers
         from tenant.preparation.keys import prepare as prepare_model
@@ -53,7 +52,6 @@ def prepare(
         preparation = prepare_model(
             store,
             digest=pinned.model_digest,
-            columns=DEFAULT_COLUMNS,
             weight_bits=pinned.weight_bits,
             reread=True,
             progress=progress,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.layers import RoundTrips, Scope
-from symbiosis_priv.errors import ConfigError, RoleConflictError
+from symbiosis_priv.errors import ConfigError, RoleConflictError, SymbiosisError
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_SECONDS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, HintBits
 from symbiosis_priv.system import interrupts
@@ -128,7 +129,7 @@ class Remote:
     def config(self) -> RemoteConfig:
         from tenant.model.hf import RemoteConfig
 
-        return RemoteConfig(**{one.name: getattr(self, one.name) for one in fields(self)}, surface="command line")
+        return RemoteConfig(**{one.name: getattr(self, one.name) for one in fields(self)})
 
 
 def takes(command: Callable[..., None]) -> Callable[..., None]:
@@ -142,7 +143,13 @@ def takes(command: Callable[..., None]) -> Callable[..., None]:
             kind, default = parameters[name].annotation, parameters[name].default
             chosen = {option.name: given.pop(option.name) for option in own if option.name in given}
             given[name] = kind(**chosen) if default is inspect.Parameter.empty else replace(default, **chosen)
-        command(**given)
+        try:
+            command(**given)
+        except SymbiosisError as error:  # whose message names arguments of `RemoteConfig`
+            for option in itertools.chain(*options.values()):
+                if f"RemoteConfig({option.name}=" in str(error):
+                    typer.echo(f"RemoteConfig({option.name}=...) is {_flag(option)} here", err=True)
+            raise
 
     shown = [option for name, one in parameters.items() for option in options.get(name, [one])]
     run.__name__, run.__doc__ = command.__name__, command.__doc__
@@ -163,6 +170,12 @@ def _options(parameter: inspect.Parameter) -> list[inspect.Parameter]:
                 inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[one.name])
             )
     return found
+
+
+def _flag(option: inspect.Parameter) -> str:
+    """The flag of an option: the first word of its `typer.Option`, which keeps it as a default, or its name."""
+    first = option.annotation.__metadata__[0].default
+    return first if isinstance(first, str) else f"--{option.name.replace('_', '-')}"
 
 
 @contextmanager

@@ -36,8 +36,6 @@ from tenant.connections.notices import Notices
 from tenant.core.masked import MaskedRows
 from tenant.worker import Worker
 
-DEADLINE_OPTION = "RemoteConfig(deadline_s=...)"
-
 T = TypeVar("T")
 R = TypeVar("R", bound=msgspec.Struct)
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
@@ -116,7 +114,7 @@ class Channel:
         model_digest: digest of the model that the provider must serve.
         deadline_s: seconds that one request may take, including reconnecting.
         buffers: memory for answers; each answer has its own memory if None.
-        notices: logs what a request waits for, and names the option for `deadline_s`.
+        notices: logs what a request waits for.
         ring_bits: bits of the integers in requests, which decide the version that the channel speaks.
         relay: True if effects may be relayed. The channel then speaks the newer version of the protocol, and an older
             version with providers that refuse the newer one.
@@ -151,7 +149,7 @@ class Channel:
         self._context = context
         self._deadline_s = deadline_s
         self._buffers = buffers or Buffers(limit=0)
-        self._notices = notices or Notices(option=DEADLINE_OPTION)
+        self._notices = notices or Notices()
         self._wiretap = wiretap
         self._permit = permit
         self._lock = threading.Lock()
@@ -345,7 +343,7 @@ class Channel:
                 if next_at >= deadline:
                     raise DeadlineExceededError(
                         f"no answer from {self._name} within {self._deadline_s:g} s (last: {error}). Is it running? "
-                        f"{self._notices.option} waits longer."
+                        f"RemoteConfig(deadline_s=...) waits longer."
                     ) from error
                 self.traffic.reconnects += 1
                 self._notify(deadline, str(error))

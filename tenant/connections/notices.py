@@ -31,15 +31,11 @@ class _Logged:
 class Notices:
     """Logs warnings about waiting, each at most once per interval. The connections of a session share one instance.
 
-    Args:
-        option: the option that sets the deadline, as the user writes it.
-
     Attributes:
         logged: the last warning about each provider; empty as long as everything is usual.
     """
 
-    def __init__(self, *, option: str) -> None:
-        self.option = option
+    def __init__(self) -> None:
         self.logged: dict[str, _Logged] = {}
         self._limited: dict[str, float] = {}
         self._waits: dict[str, tuple[float, float]] = {}  # since and until when; none of them has been answered
@@ -66,13 +62,12 @@ class Notices:
             if len(self.logged) > _MOST_NAMES:
                 del self.logged[next(iter(self.logged))]
         log.warning(
-            "waiting for %s since %s (%.0f s), until %s at most: %s. %s sets the time limit.",
+            "waiting for %s since %s (%.0f s), until %s at most (deadline_s): %s",
             provider,
             _clock(since - now),
             now - since,
             _clock(until - now),
             why,
-            self.option,
         )
 
     def wait_for(self, provider: str) -> tuple[float, float] | None:

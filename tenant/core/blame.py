@@ -67,7 +67,7 @@ class BlameKeys:
         self,
         secret: bytes,
         *,
-        columns: int,
+        columns: int = DEFAULT_COLUMNS,
         read: Callable[[Place], Tensor] | None = None,
         stacks: Stacks = NO_STACKS,
     ) -> None:
@@ -76,7 +76,7 @@ class BlameKeys:
         self._columns, self._read, self._stacks = columns, read or self.products.__getitem__, stacks
 
     @classmethod
-    def fresh(cls, *, columns: int, stacks: Stacks = NO_STACKS) -> Self:
+    def fresh(cls, *, columns: int = DEFAULT_COLUMNS, stacks: Stacks = NO_STACKS) -> Self:
         """New keys from the operating system's generator."""
         return cls(secrets.token_bytes(SEED_BYTES), columns=columns, stacks=stacks)
 

@@ -131,8 +131,7 @@ def run(
             federation = load_federation(local.federation)
             # without the killed executor, the other one is the only one to ask after a refusal
             peers = tuple(peer for peer in federation.peers if peer.name != killer.victim)
-            columns = remote.verify_columns
-            prepared = prepare(None, digest=federation.model_digest, columns=columns, cache=work / "cache")
+            prepared = prepare(None, digest=federation.model_digest, cache=work / "cache")
             refused = rejected(replace(federation, peers=peers), prepared, trials=_TAMPERED)
         with stages.stage("generation and quality"):
             return _figures(path, text, reference, masked, remote, simulate, refused, killer, stages)

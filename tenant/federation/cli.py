@@ -111,12 +111,11 @@ def _digest(folder: Path, served: Served) -> str:
     """Return the digest of a checkpoint. The same pass makes its verification keys, for `check` and for sessions."""
     with loading("torch"):
         from symbiosis_priv.checkpoints.weights import WeightStore
-        from tenant.core.blame import DEFAULT_COLUMNS
         from tenant.preparation.keys import prepare
 
     store = WeightStore(folder, weight_bits=served.weight_bits, scope=served.scope)
     with terminal.progress_bar("verification keys") as progress:
-        return prepare(store, digest=None, columns=DEFAULT_COLUMNS, progress=progress).manifest.digest
+        return prepare(store, digest=None, progress=progress).manifest.digest
 
 
 def _write(path: Path, text: str) -> Federation:
@@ -221,7 +220,6 @@ def _preparation(federation: Federation, model: str | None) -> Preparation | Non
     `CheckpointError` if `model` is another model."""
     from symbiosis_priv.checkpoints.weights import WeightStore
     from symbiosis_priv.errors import CheckpointError
-    from tenant.core.blame import DEFAULT_COLUMNS
     from tenant.preparation.keys import prepare
 
     store = None
@@ -232,7 +230,6 @@ def _preparation(federation: Federation, model: str | None) -> Preparation | Non
             return prepare(
                 store,
                 digest=federation.model_digest,
-                columns=DEFAULT_COLUMNS,
                 weight_bits=federation.weight_bits,
                 progress=progress,
             )

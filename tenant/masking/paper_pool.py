@@ -21,7 +21,6 @@ from symbiosis_priv.federation import Federation
 from symbiosis_priv.limits import DEFAULT_RING_BITS
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, Wiretap, fresh_nonce
-from tenant.connections.notices import Notices
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 from tenant.core.pads import SessionSecret
 from tenant.masking.backend import Backend, Product
@@ -67,7 +66,7 @@ class PaperPool(BackendScheme):
         if opening.ring_bits != DEFAULT_RING_BITS:
             raise ConfigError(
                 f"masking = {self.name!r} sends float32 rows, not integers of {opening.ring_bits} bits: set "
-                f"ring_bits = {DEFAULT_RING_BITS} ({options.option('ring_bits')}), or choose another masking"
+                f"RemoteConfig(ring_bits={DEFAULT_RING_BITS}), or choose another masking"
             )
         return PaperPoolBackend(
             opening.federation,
@@ -75,7 +74,6 @@ class PaperPool(BackendScheme):
             self.read_options(options.masking_options),
             deadline_s=options.deadline_s,
             row_bucket=options.row_bucket,
-            notices=Notices(option=options.option("deadline_s")),
             wiretap=options.wiretap,
         )
 
@@ -92,7 +90,6 @@ class PaperPoolBackend(Backend):
         *,
         deadline_s: float,
         row_bucket: int = 1,
-        notices: Notices | None = None,
         wiretap: Wiretap | None = None,
     ) -> None:
         executor = next((peer for peer in federation.executors if peer.layers is None), None)
@@ -112,7 +109,6 @@ class PaperPoolBackend(Backend):
             context=federation.tls_context(executor),
             model_digest=federation.model_digest,
             deadline_s=deadline_s,
-            notices=notices,
             wiretap=wiretap,
         )
 

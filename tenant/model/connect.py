@@ -35,13 +35,13 @@ def open_backend(options: Options, model: str | Path) -> Backend:
         scheme.check(opening.federation, ring_bits=opening.ring_bits)
         if options.tied_head and not opening.federation.scope.tied_head:
             raise ConfigError(
-                f"{options.option('tied_head')} asks for the product of a tied LM head, which the providers of "
+                f"RemoteConfig(tied_head=True) asks for the product of a tied LM head, which the providers of "
                 f"{options.federation} do not serve; leave it out, or use a federation with tied_head = true under "
                 f"[model]"
             )
         if options.round_trips == 2 and opening.federation.scope.round_trips != 2:
             raise ConfigError(
-                f"{options.option('round_trips', '2')} needs composed groups, which the providers of "
+                f"RemoteConfig(round_trips=2) needs composed groups, which the providers of "
                 f"{options.federation} do not serve; leave it out, or use a federation with round_trips = 2 under "
                 f"[model]"
             )
@@ -50,13 +50,12 @@ def open_backend(options: Options, model: str | Path) -> Backend:
     preparation, store = opening.preparation, opening.full_store
     if scheme.own_weights and (store is None or store.manifest().digest != opening.federation.model_digest):
         raise CheckpointError(
-            f"masking = {scheme.name!r} multiplies on the tenant: "
-            f"pass {options.option('checkpoint', 'FULL_CHECKPOINT')}"
+            f"masking = {scheme.name!r} multiplies on the tenant: pass RemoteConfig(checkpoint='FULL_CHECKPOINT')"
         )
     if not scheme.stacks and options.experts != "local" and any(e.experts > 1 for e in preparation.manifest.groups):
         raise ConfigError(
             f"masking = {scheme.name!r} does not mask rows for stacks of experts: keep the experts here with "
-            f"{options.option('experts', 'local')}, or choose another masking"
+            f"RemoteConfig(experts='local'), or choose another masking"
         )
     facts = scheme.facts(preparation, opening.ring_bits)
     composed = any(facts.entry.composed is not None for facts in preparation.facts)
@@ -72,7 +71,6 @@ def open_backend(options: Options, model: str | Path) -> Backend:
         options=SessionOptions(
             masking=scheme.name,
             deadline_s=options.deadline_s,
-            deadline_option=options.option("deadline_s"),
             pool_memory=options.pool_memory_mib << 20,
             row_bucket=options.row_bucket,
             ring_bits=opening.ring_bits,
@@ -115,7 +113,7 @@ class BaseWeights:
             if quantise(layers, weight_bits=self._store.weight_bits).digest() != entry.digest:
                 raise CheckpointError(
                     f"the weights of {entry.name} in {self._store.path} are not those that providers serve; pass "
-                    f"{self._options.option('checkpoint', 'FULL_CHECKPOINT')} with the federation's base model"
+                    f"RemoteConfig(checkpoint='FULL_CHECKPOINT') with the federation's base model"
                 )
             self._checked.add(key)
             layers = [layers[member]]
@@ -137,6 +135,6 @@ class BaseWeights:
         if not store.is_complete():
             raise UnsupportedMethodError(
                 f"this method reads base weights, and {store.path} has only the tenant's own tensors; pass "
-                f"{options.option('checkpoint', 'FULL_CHECKPOINT')}"
+                f"RemoteConfig(checkpoint='FULL_CHECKPOINT')"
             )
         return store

@@ -64,8 +64,8 @@ class RemoteConfig(Options, QuantizationConfigMixin):
         alone = " or ".join(repr(scheme.name) for scheme in registered() if not scheme.roles)
         if remote and self.federation is None:
             raise ConfigError(
-                f"masking = {self.masking!r} needs {self.option('federation', 'federation.toml')} (masking = {alone} "
-                f"does not)"
+                f"masking = {self.masking!r} needs RemoteConfig(federation='federation.toml') (masking = {alone} does "
+                f"not)"
             )
         if remote and self.weight_bits is not None:
             raise ConfigError(f"weight_bits is for masking = {alone}; otherwise the federation file sets weight_bits")
@@ -77,7 +77,7 @@ class RemoteConfig(Options, QuantizationConfigMixin):
             raise ConfigError("show_routes_while_decoding = True is for experts = 'counts'; leave it out")
         if self.round_trips not in (None, *get_args(RoundTrips)):
             raise ConfigError(f"round_trips = {self.round_trips!r}: choose 2 or 4, or leave it out")
-        lowest = {"deadline_s": 0.1, "pool_memory_mib": 0, "row_bucket": 1, "verify_columns": 8}
+        lowest = {"deadline_s": 0.1, "pool_memory_mib": 0, "row_bucket": 1}
         for name, low in lowest.items():
             if not getattr(self, name) >= low:
                 raise ConfigError(f"{name} = {getattr(self, name)} is below {low}")

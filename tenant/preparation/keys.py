@@ -40,7 +40,7 @@ from symbiosis_priv.errors import CheckpointError, ConfigError, RangeError
 from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.system.files import PrivateFolder, default_cache, lock, storing, write_atomically
-from tenant.core.blame import BlameKeys
+from tenant.core.blame import DEFAULT_COLUMNS, BlameKeys
 from tenant.core.verifier import VerificationKeys
 from tenant.preparation.own_tensors import check_experts, own_digest, tokenizer_digests
 from tenant.preparation.prepared import Preparation, open_blame_keys, read_keys, tensors_of
@@ -59,7 +59,6 @@ def prepare(
     store: WeightStore | None,
     *,
     digest: str | None,
-    columns: int,
     model: WeightStore | None = None,
     weight_bits: int | None = None,
     reread: bool = False,
@@ -71,7 +70,6 @@ def prepare(
     Args:
         store: the full base checkpoint; None to use cached files only.
         digest: the manifest digest that the federation pins; None to make the files for the digest of `store`.
-        columns: m, columns of the keys for fault attribution.
         model: the checkpoint that is being loaded, full or slim; None if no checkpoint is loaded.
         weight_bits: the federation's weight bits; None to skip this check.
         reread: prepare again from `store` if its files have changed, and replace the stored preparation. Pass True only
@@ -89,16 +87,16 @@ def prepare(
     root = cache or default_cache()
 
     def place(digest: str) -> Path:
-        return root / "tenant" / f"v{_VERSION}-{digest.removeprefix('sha256:')}-{columns}"
+        return root / "tenant" / f"v{_VERSION}-{digest.removeprefix('sha256:')}-{DEFAULT_COLUMNS}"
 
     if digest is None:
         assert store is not None
         with _alone(root):
-            return _make(store, place, digest=None, columns=columns, pinned=None, must_keep=False, progress=progress)
+            return _make(store, place, digest=None, pinned=None, must_keep=False, progress=progress)
     folder = place(digest)
     whole = (folder / _SEAL).exists() and not reread
     with contextlib.nullcontext() if whole else _alone(root):
-        prepared = _load(folder, digest=digest, columns=columns, store=store)
+        prepared = _load(folder, digest=digest, store=store)
         pinned = None if prepared is None else prepared.manifest
         if prepared is not None and reread and store is not None:
             same_tokenizer = tokenizer_digests(store.path) == prepared.tokenizer
@@ -107,9 +105,7 @@ def prepare(
         if prepared is None:
             assert store is not None  # `_load` raises without a store
             _check_pinned(store, store.cached_manifest(), digest)
-            prepared = _make(
-                store, place, digest=digest, columns=columns, pinned=pinned, must_keep=reread, progress=progress
-            )
+            prepared = _make(store, place, digest=digest, pinned=pinned, must_keep=reread, progress=progress)
     if weight_bits not in (None, prepared.manifest.weight_bits):
         raise ConfigError(
             f"model {digest} has {prepared.manifest.weight_bits} weight bits, but the federation file says "
@@ -133,14 +129,13 @@ def _make(
     place: Callable[[str], Path],
     *,
     digest: str | None,
-    columns: int,
     pinned: Manifest | None,
     must_keep: bool,
     progress: Progress | None,
 ) -> Preparation:
     keys, second = VerificationKeys.fresh(), VerificationKeys.fresh()
     stacks = dict[GroupIndex, Callable[[], RingMatrix]]()
-    blame = BlameKeys.fresh(columns=columns, stacks=stacks)
+    blame = BlameKeys.fresh(stacks=stacks)
     identity = _identity(store)
 
     def look(index: GroupIndex, entry: GroupEntry, group: QuantisedGroup) -> GroupFacts:
@@ -176,7 +171,7 @@ def _make(
     )
     _check_unchanged(store, identity)
     try:
-        prepared = _save(folder, prepared, columns=columns)
+        prepared = _save(folder, prepared)
     except OSError as error:
         if must_keep:
             raise
@@ -227,11 +222,11 @@ def _alone(cache: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _load(folder: Path, *, digest: str, columns: int, store: WeightStore | None) -> Preparation | None:
+def _load(folder: Path, *, digest: str, store: WeightStore | None) -> Preparation | None:
     """Read a preparation. Without intact files, returns None, or raises `CheckpointError` if `store` is None."""
     try:
         with PrivateFolder.open(folder.parent) as parent, parent.subfolder(folder.name) as opened:
-            return _read(opened, digest=digest, columns=columns)
+            return _read(opened, digest=digest)
     except ConfigError:
         raise
     except (OSError, SafetensorError, KeyError, IndexError, ValueError, CheckpointError, RangeError) as error:
@@ -247,7 +242,7 @@ def _load(folder: Path, *, digest: str, columns: int, store: WeightStore | None)
     return None
 
 
-def _read(folder: PrivateFolder, *, digest: str, columns: int) -> Preparation:
+def _read(folder: PrivateFolder, *, digest: str) -> Preparation:
     """Read the files of `_save`. Each file is read once, so the bytes that the seal covers are the bytes in use."""
     with contextlib.suppress(FileNotFoundError):
         folder.subfolder(_KNOWN).close()
@@ -255,7 +250,7 @@ def _read(folder: PrivateFolder, *, digest: str, columns: int) -> Preparation:
     manifest = Manifest.from_json(files[_MANIFEST])
     keys = read_keys(load(files[_KEYS]), groups=len(manifest.groups))
     origin = msgspec.json.decode(files[_ORIGIN], type=_Origin)
-    blame, blame_digest = _open_blame(folder, manifest, columns=columns, checkpoint=origin.checkpoint)
+    blame, blame_digest = _open_blame(folder, manifest, checkpoint=origin.checkpoint)
     second, second_digest = _open_second(folder, groups=len(manifest.groups))
     if not hmac.compare_digest(files[_SEAL], _seal(keys, files, blame_digest, second_digest)):
         raise CheckpointError("the seal is not that of the files")
@@ -295,7 +290,7 @@ def _norms(bounds: Mapping[Direction, Bound]) -> Tensor:
     return torch.tensor(norms, dtype=torch.float64, device="cpu")
 
 
-def _open_blame(folder: PrivateFolder, manifest: Manifest, *, columns: int, checkpoint: str) -> tuple[BlameKeys, str]:
+def _open_blame(folder: PrivateFolder, manifest: Manifest, *, checkpoint: str) -> tuple[BlameKeys, str]:
     """Open the blame keys without reading them. Returns the keys and the digest of their file."""
     stacks = {
         GroupIndex(index): partial(_stack, checkpoint, entry, manifest.weight_bits)
@@ -303,7 +298,7 @@ def _open_blame(folder: PrivateFolder, manifest: Manifest, *, columns: int, chec
         if entry.experts > 1
     }
     with _digested(folder, _BLAME) as (path, digest):
-        return open_blame_keys(path, columns=columns, groups=len(manifest.groups), stacks=stacks), digest
+        return open_blame_keys(path, groups=len(manifest.groups), stacks=stacks), digest
 
 
 def _open_second(folder: PrivateFolder, *, groups: int) -> tuple[Callable[[], VerificationKeys], str]:
@@ -333,7 +328,7 @@ class _Origin(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: dict[str, str]
 
 
-def _save(folder: Path, prepared: Preparation, *, columns: int) -> Preparation:
+def _save(folder: Path, prepared: Preparation) -> Preparation:
     """Write a preparation into a new folder, and replace the earlier folder by the new one. Returns `prepared` with
     blame keys and second keys that are read from disk, through the new folder's descriptor. No other file is read back.
     Raises `StorageError` if the folder cannot be written, `ConfigError` if other users can change a parent folder."""
@@ -361,7 +356,7 @@ def _save(folder: Path, prepared: Preparation, *, columns: int) -> Preparation:
             with parent.subfolder(partial, create=True) as opened:
                 for name, content in (files | {_BLAME: blame, _SECOND: second, _SEAL: seal}).items():
                     opened.write(name, content)
-                on_disk, _ = _open_blame(opened, prepared.manifest, columns=columns, checkpoint=prepared.checkpoint)
+                on_disk, _ = _open_blame(opened, prepared.manifest, checkpoint=prepared.checkpoint)
                 second_on_disk, _ = _open_second(opened, groups=len(prepared.manifest.groups))
             parent.delete(folder.name)
             parent.rename(partial, folder.name)

@@ -38,7 +38,6 @@ class Opening:
             return prepare(
                 self.full_store,
                 digest=self.federation.model_digest,
-                columns=self.options.verify_columns,
                 model=self._own_store(self.federation.weight_bits, self.federation.scope),
                 weight_bits=self.federation.weight_bits,
                 cache=self._cache,

@@ -63,7 +63,7 @@ def read_keys(tensors: Mapping[str, Tensor], *, groups: int) -> VerificationKeys
     return keys
 
 
-def open_blame_keys(path: Path, *, columns: int, groups: int, stacks: Stacks = NO_STACKS) -> BlameKeys:
+def open_blame_keys(path: Path, *, groups: int, stacks: Stacks = NO_STACKS) -> BlameKeys:
     """Open the blame keys of `groups` layer groups. A key is read from the file when it is needed, even if the file has
     been deleted since. Raises `CheckpointError`: keys are missing, or the secret is damaged."""
     file = safe_open(path, framework="pt", device="cpu")
@@ -71,7 +71,7 @@ def open_blame_keys(path: Path, *, columns: int, groups: int, stacks: Stacks = N
     if missing := wanted - set(file.keys()):
         raise CheckpointError(f"{path} lacks {sorted(missing)}; delete it")
     secret = _secret(file.get_tensor(_SECRET))
-    return BlameKeys(secret, columns=columns, read=lambda place: file.get_tensor(_name(place)), stacks=stacks)
+    return BlameKeys(secret, read=lambda place: file.get_tensor(_name(place)), stacks=stacks)
 
 
 def _places(indices: Iterable[int]) -> list[Place]:

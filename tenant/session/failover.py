@@ -188,10 +188,8 @@ class Attempts:
         return late
 
     def _deadline_error(self, what: str, why: str) -> DeadlineExceededError:
-        options = self._runtime.options
-        return DeadlineExceededError(
-            f"{what} within {options.deadline_s:g} s{why} {options.deadline_option} waits longer."
-        )
+        seconds = self._runtime.options.deadline_s
+        return DeadlineExceededError(f"{what} within {seconds:g} s{why} RemoteConfig(deadline_s=...) waits longer.")
 
     # A request that failed
 

@@ -79,7 +79,7 @@ class Runtime:
         self.routes, self.tally = routes, tally
         self.gate = Gate(federation, [provider.peer for provider in routes.helpers], routes.quarantined)
         self.buffers = Buffers(limit=_UNUSED_BYTES)
-        self.notices = Notices(option=options.deadline_option)
+        self.notices = Notices()
         self.closing = threading.Event()
         self._federation = federation
         self.lanes: dict[tuple[GroupIndex, Direction, int], Lane] = {}

@@ -19,7 +19,6 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.limits import DEFAULT_HINT_BITS, GroupIndex, HintBits
 from tenant import RemoteConfig, backend_of
-from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.core.verifier import Place
 from tenant.masking.backend import RingBackend, Simulation
 from tenant.masking.lwe import LweRows
@@ -74,7 +73,7 @@ def errors(monkeypatch: pytest.MonkeyPatch) -> dict[Place, list[Tensor]]:
 def prepared(federation: LocalFederation, cache: Path, bits: HintBits) -> RemoteConfig:
     """The configuration of a tenant that has made hints. No pads are drawn ahead, so errors come in products' order."""
     store = WeightStore(federation.model, cache=cache, scope=federation.scope)
-    preparation = prepare(store, digest=store.manifest().digest, columns=DEFAULT_COLUMNS, cache=cache)
+    preparation = prepare(store, digest=store.manifest().digest, cache=cache)
     session_scheme("lwe").prepare(preparation, store, bits=bits, training=True)
     return RemoteConfig(federation=federation.federation, masking="lwe", cache=cache, pool_memory_mib=0, deadline_s=120)
 

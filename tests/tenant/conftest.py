@@ -54,7 +54,7 @@ def gpt2_store(gpt2: Path) -> WeightStore:
 
 @pytest.fixture(scope="session")
 def preparation(store: WeightStore, tmp_path_factory: pytest.TempPathFactory) -> Preparation:
-    prepared = prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path_factory.mktemp("prepared"))
+    prepared = prepare(store, digest=store.manifest().digest, cache=tmp_path_factory.mktemp("prepared"))
     for index, direction in itertools.product(range(len(prepared.facts)), DIRECTIONS):
         _ = prepared.keys[GroupIndex(index), direction]  # expanded now, because a test may patch the keystream
     return prepared

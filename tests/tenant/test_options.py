@@ -17,7 +17,6 @@ from tests.cases import cases
 def test_masked_by_default() -> None:
     config = RemoteConfig(federation="federation.toml")
     assert config.masking == "pad"
-    assert config.verify_columns == 16
 
 
 def test_options_are_keyword_only() -> None:
@@ -57,12 +56,3 @@ def test_only_a_name_is_written() -> None:
     config = RemoteConfig(federation=Path("secret/federation.toml"), cache=Path("secret/cache"))
     assert config.to_dict() == {"quant_method": QUANT_METHOD}
     assert "secret" not in config.to_json_string(use_diff=False) + config.to_json_string()
-
-
-def test_options_are_named_as_the_user_writes_them() -> None:
-    code = RemoteConfig(federation="federation.toml")
-    shell = RemoteConfig(federation="federation.toml", surface="command line")
-    assert code.option("deadline_s") == "RemoteConfig(deadline_s=...)"
-    assert code.option("checkpoint", "FULL") == "RemoteConfig(checkpoint='FULL')"
-    assert shell.option("deadline_s") == "--deadline"
-    assert shell.option("checkpoint", "FULL") == "--checkpoint FULL"

@@ -303,7 +303,7 @@ def test_an_honest_provider_of_experts_passes(judge_experts: Judge, role: wire.R
 def test_without_the_checkpoint_stacks_of_experts_are_not_judged(mixture: Place, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(mixture.checkpoint, tmp_path / "model"))
     store = WeightStore(copy, cache=tmp_path / "cache")
-    oracle = PreparedOracle(prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path / "cache"))
+    oracle = PreparedOracle(prepare(store, digest=store.manifest().digest, cache=tmp_path / "cache"))
     (copy / "model.safetensors").unlink()
     outcomes = mixture.judge(oracle=oracle, config=mixture.config(floats=False), examples=3)
     assert not broken(outcomes), [o.violation.lines() for o in outcomes.values() if o.violation]
@@ -699,7 +699,7 @@ def test_prepared_keys_check_answers_without_a_checkpoint(
     place: Place, tamper: Callable[..., None], tmp_path: Path
 ) -> None:
     digest = place.store.manifest().digest
-    prepared = PreparedOracle(prepare(place.store, digest=digest, columns=16, cache=tmp_path))
+    prepared = PreparedOracle(prepare(place.store, digest=digest, cache=tmp_path))
     outcomes = place.judge(oracle=prepared, examples=8).values()
     untested = {o.property.name for o in outcomes if o.property.floats} | {"experts"}
     assert {o.verdict for o in outcomes if o.property.name not in untested} == {"holds"}

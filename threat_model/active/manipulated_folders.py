@@ -34,7 +34,7 @@ def attack_folders(lab: Lab) -> dict[str, bool]:
     """Attack the tenant with folders. Returns True for each attack that the tenant refused, by name. Raises
     `SymbiosisError`: the tenant refused an honest copy, so refused attacks would prove nothing."""
     cache = lab.folder / "cache"
-    prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=cache)
+    prepare(lab.store, digest=lab.federation.model_digest, cache=cache)
     unmasked = {"quant_method": QUANT_METHOD, "masking": "none"}
     unmasked |= {"federation": str(lab.federation_path), "cache": str(cache)}
     changes: dict[str, Change] = {
@@ -48,7 +48,11 @@ def attack_folders(lab: Lab) -> dict[str, bool]:
         "a chat template that repeats what a text says": _repeat_text,
         "an index that points to the tensors of another folder": _redirect,
     }
-    keys = partial(prepare, None, digest=lab.federation.model_digest, columns=16)
+    keys = partial(
+        prepare,
+        None,
+        digest=lab.federation.model_digest,
+    )
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
         _load(lab, _copy(lab, scratch / "honest"), cache)
@@ -69,7 +73,7 @@ def attack_folders(lab: Lab) -> dict[str, bool]:
 
         # complete, sealed keys in a cache whose parent folder others can write to
         shared = scratch / "shared"
-        prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=shared / "cache")
+        prepare(lab.store, digest=lab.federation.model_digest, cache=shared / "cache")
         shared.chmod(0o777)
         refused["verification keys of another user"] = _refused(partial(keys, cache=shared / "cache"))
 

@@ -11,8 +11,9 @@ import pytest
 
 from symbiosis_priv.certificates.issuing import issue
 from symbiosis_priv.certificates.reading import Kind
+from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import federation_text
-from tenant.cli.options import Remote
+from tenant.cli.options import Remote, takes
 from tenant.options import Experts
 from tests.cases import table
 
@@ -80,3 +81,14 @@ def test_wrong_arguments_do_not_wait_for_torch(folder: Path) -> None:
         assert status == (2 if any(words in command for words in usage) else 1), (command, shown)
         assert word in shown, command
         assert not heavy, command
+
+
+def test_the_flag_of_an_argument_that_a_message_names_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    @takes
+    def command(*, remote: Remote) -> None:
+        raise ConfigError("RemoteConfig(deadline_s=...), RemoteConfig(tied_head=False), RemoteConfig(ring_bits=32)")
+
+    with pytest.raises(ConfigError):
+        command(masking="simulate")
+    shown = "RemoteConfig(deadline_s=...) is --deadline here\nRemoteConfig(tied_head=...) is --tied-head here\n"
+    assert capsys.readouterr().err == shown

@@ -174,7 +174,7 @@ def test_a_wait_is_logged_repeatedly_at_a_limited_rate(
 ) -> None:
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr("tenant.connections.notices.time.monotonic", lambda: clock.now)
-    notices = Notices(option="--deadline")
+    notices = Notices()
     said = []
     for second in range(60):
         clock.now = 1000.0 + second
@@ -183,7 +183,7 @@ def test_a_wait_is_logged_repeatedly_at_a_limited_rate(
         said.append(len(caplog.messages))
     assert [second for second in range(1, 60) if said[second] > said[second - 1]] == [2, 12, 22, 32, 42, 52]
     assert said[-1] == 12
-    for part in ("helper 'beta' since", "(2 s), until", "it has not answered yet. --deadline sets the time limit"):
+    for part in ("helper 'beta' since", "(2 s), until", "(deadline_s): it has not answered yet"):
         assert part in caplog.messages[0]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
     assert notices.wait_for("helper 'beta'") == (59.0, 61.0)
@@ -216,8 +216,8 @@ def test_a_provider_that_does_not_answer_is_named_during_the_wait(
             executor.close()
         elif fate == "mute":
             peer = replace(peer, port=mute.getsockname()[1])
-        channel = connect(peer, deadline_s=0.6, notices=Notices(option="--deadline"))
-        with pytest.raises(errors.DeadlineExceededError, match="--deadline waits longer"):
+        channel = connect(peer, deadline_s=0.6)
+        with pytest.raises(errors.DeadlineExceededError, match=r"deadline_s=\.\.\.\) waits longer"):
             ask(channel)
     why = {"silent": "it has not answered yet", "gone": "cannot reach", "mute": "it has not finished the TLS handshake"}
     (message,) = caplog.messages

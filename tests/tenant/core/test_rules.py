@@ -947,7 +947,7 @@ def test_rule_12_a_child_does_not_touch_its_parents_connections(scripted: Script
 @pytest.fixture
 def hinted(store: WeightStore, tmp_path: Path) -> tuple[Preparation, Preparation]:
     """Two tenants' preparations of one model, with hints."""
-    made = [prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path / name) for name in "ab"]
+    made = [prepare(store, digest=store.manifest().digest, cache=tmp_path / name) for name in "ab"]
     for preparation in made:
         make_hints(preparation, store, bits=16)
     return made[0], made[1]

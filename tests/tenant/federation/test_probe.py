@@ -19,7 +19,6 @@ from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.network import wire
-from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.federation import cli as federation_cli
 from tenant.federation.probe import Finding, find_gaps, probe_all
 from tenant.preparation.keys import prepare
@@ -234,7 +233,7 @@ def test_executors_from_a_registry_are_probed_too(
     path = federation_file(federation)
     where = {"addresses": [lists.address], "authority": str(vouching.authority.certificate)}
     path.write_text("\n".join([path.read_text(), "[registry]", *(f"{k} = {json.dumps(v)}" for k, v in where.items())]))
-    prepare(WeightStore(llama), digest=federation.model_digest, columns=DEFAULT_COLUMNS)
+    prepare(WeightStore(llama), digest=federation.model_digest)
     result = check(path)
     assert result.exit_code == 0, result.output
     assert "own, from a registry, is not used: " in result.output

@@ -42,7 +42,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prepared(store: WeightStore, cache: Path) -> Preparation:
-    preparation = prepare(store, digest=store.manifest().digest, columns=16, cache=cache)
+    preparation = prepare(store, digest=store.manifest().digest, cache=cache)
     make_hints(preparation, store, bits=16)
     return preparation
 
@@ -81,7 +81,7 @@ def test_a_product_is_that_of_the_row_and_its_error(
     new_session: NewSession,
 ) -> None:
     """To the bit at 32 bits; a rounded hint adds less than the bound, and every row passes the exact check."""
-    preparation = prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path)
+    preparation = prepare(store, digest=store.manifest().digest, cache=tmp_path)
     make_hints(preparation, store, bits=bits)
     session = new_session("lwe", [executor], prepared=preparation, pool_memory=0)
     for index in range(len(preparation.facts)):
@@ -207,7 +207,7 @@ def hint_file(preparation: Preparation, place: str = "0.forward") -> Path:
 @pytest.fixture
 def fresh(store: WeightStore, tmp_path: Path) -> Preparation:
     """A preparation with hints of its own, which a test may damage."""
-    preparation = prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path / "cache")
+    preparation = prepare(store, digest=store.manifest().digest, cache=tmp_path / "cache")
     make_hints(preparation, store, bits=16)
     return preparation
 
@@ -243,7 +243,7 @@ def test_making_hints_goes_on_where_it_was(
 
 
 def test_hints_are_refused_without_room(store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    preparation = prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path)
+    preparation = prepare(store, digest=store.manifest().digest, cache=tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10_000_000))
     with pytest.raises(StorageError, match=r"need 0\.\d\d GB .* 0\.01 GB are free"):
         make_hints(preparation, store, bits=16)
@@ -402,7 +402,7 @@ def test_what_it_does_not_do_is_refused_by_name(
 def test_training_needs_hints_of_both_directions(
     store: WeightStore, tmp_path: Path, executor: ScriptedProvider, new_session: NewSession
 ) -> None:
-    preparation = prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path)
+    preparation = prepare(store, digest=store.manifest().digest, cache=tmp_path)
     session_scheme("lwe").prepare(preparation, store, bits=16, training=False)
     session = new_session("lwe", [executor], prepared=preparation)
     session.product(GroupIndex(0), FORWARD, torch.ones(1, 64, dtype=torch.int32))

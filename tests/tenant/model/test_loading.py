@@ -91,7 +91,7 @@ def hostile(llama: Path, tmp_path: Path) -> Hostile:
 @pytest.fixture
 def plaintext(federation: Path, llama: Path, tmp_path: Path) -> dict[str, Any]:
     """An attacker's configuration: no masks, the attacker's keys."""
-    evil = {"masking": "none", "federation": str(federation), "cache": str(tmp_path / "evil"), "verify_columns": 8}
+    evil = {"masking": "none", "federation": str(federation), "cache": str(tmp_path / "evil")}
     return {"quant_method": QUANT_METHOD, "checkpoint": str(llama), **evil}
 
 

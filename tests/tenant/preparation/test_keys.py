@@ -32,8 +32,8 @@ DIRECT = ["gpt2_store", "store"]
 KEYS = ["keys.safetensors", "blame.safetensors", "second.safetensors"]
 
 
-def prepared(store: WeightStore | None, digest: str, cache: Path, *, columns: int = 16) -> Preparation:
-    return prepare(store, digest=digest, columns=columns, cache=cache)
+def prepared(store: WeightStore | None, digest: str, cache: Path) -> Preparation:
+    return prepare(store, digest=digest, cache=cache)
 
 
 def folder_of(cache: Path) -> Path:
@@ -146,7 +146,7 @@ def test_existing_keys_need_no_lock(store: WeightStore, tmp_path: Path) -> None:
 
 def test_a_preparation_holds_no_weights(store: WeightStore, tmp_path: Path) -> None:
     """Facts are O(o) and keys O(m (o + d)) per layer group."""
-    prepared(store, store.manifest().digest, tmp_path, columns=8)
+    prepared(store, store.manifest().digest, tmp_path)
     sizes = {entry.inputs * entry.stacked_outputs for entry in store.manifest().groups}
     for name in ("facts.safetensors", *KEYS):
         for tensor in load_file(folder_of(tmp_path) / name).values():
@@ -162,13 +162,6 @@ def test_deleted_keys_are_made_again(store: WeightStore, tmp_path: Path) -> None
         prepared(None, digest, tmp_path)
     after = prepared(store, digest, tmp_path)
     assert not torch.equal(tensors_of(before.keys)["secret"], tensors_of(after.keys)["secret"])
-
-
-def test_other_columns_are_other_keys(store: WeightStore, tmp_path: Path) -> None:
-    digest = store.manifest().digest
-    for columns in (8, 16):
-        prepared(store, digest, tmp_path, columns=columns)
-    assert len(list((tmp_path / "tenant").iterdir())) == 2
 
 
 def test_without_a_checkpoint_the_error_names_the_fix(tmp_path: Path) -> None:
@@ -350,7 +343,7 @@ def test_a_cache_that_cannot_be_written_only_costs_time(
     rows = torch.ones((3, made.facts[0].inputs(FORWARD)), dtype=torch.int32)
     assert made.blame.accepts(GroupIndex(0), FORWARD, rows=rows, answer=store.matrix(0).product(rows))
     with pytest.raises(StorageError, match="choose another folder"):  # `tenant prepare` must store the preparation
-        prepare(store, digest=digest, columns=16, reread=True, cache=tmp_path / "full")
+        prepare(store, digest=digest, reread=True, cache=tmp_path / "full")
 
 
 # Loading the prepared checkpoint only
@@ -372,7 +365,7 @@ def rewrite(folder: Path, **changes: Callable[[Tensor], Tensor]) -> None:
 
 
 def bound(store: WeightStore, model: Path, cache: Path) -> Preparation:
-    return prepare(None, digest=store.manifest().digest, columns=16, model=WeightStore(model), cache=cache)
+    return prepare(None, digest=store.manifest().digest, model=WeightStore(model), cache=cache)
 
 
 CHANGES: dict[str, Callable[[Path], None]] = {
@@ -443,7 +436,7 @@ def test_files_replaced_while_they_are_hashed_are_hashed_again(
         swapped = WeightStore(model)
         options: dict[str, Any] = {"store": swapped, "reread": True} if preparing else {"store": None, "model": swapped}
         with pytest.raises(CheckpointError, match="changed while"):
-            prepare(**options, digest=digest, columns=16, cache=cache)
+            prepare(**options, digest=digest, cache=cache)
     with pytest.raises(CheckpointError, match="is not the checkpoint"):
         bound(store, model, cache)
 
@@ -473,7 +466,7 @@ def test_another_tokenizer_than_the_prepared_one_is_refused_until_the_user_prepa
     TOKENIZER_CHANGES[change](model)
     with pytest.raises(CheckpointError, match="tokenizer or chat template"):
         bound(store, model, cache)
-    prepare(WeightStore(model), digest=digest, columns=16, reread=True, cache=cache)
+    prepare(WeightStore(model), digest=digest, reread=True, cache=cache)
     bound(store, model, cache)
 
 
@@ -500,17 +493,17 @@ def test_reread_replaces_a_preparation_or_names_the_checkpoint(store: WeightStor
     """The user states that a checkpoint is trusted: this covers its own tensors, never the providers' weights."""
     digest = store.manifest().digest
     CHANGES["a norm times 2"](model)
-    again = prepare(WeightStore(model), digest=digest, columns=16, reread=True, cache=cache)
+    again = prepare(WeightStore(model), digest=digest, reread=True, cache=cache)
     assert again.checkpoint == str(model)
     bound(store, model, cache)
     with pytest.raises(CheckpointError, match="is not the checkpoint"):
         bound(store, store.path, cache)
     rewrite(model, **{"model.layers.0.mlp.down_proj.weight": lambda t: t * 2})
     with pytest.raises(CheckpointError, match=rf"is not the model {digest} .*: model\.layers\.0\.mlp\.down_proj has"):
-        prepare(WeightStore(model), digest=digest, columns=16, reread=True, cache=cache)
+        prepare(WeightStore(model), digest=digest, reread=True, cache=cache)
     other = WeightStore(model).manifest().digest
     with pytest.raises(CheckpointError, match=f"is model {other}, but the federation pins {digest}"):
-        prepare(WeightStore(model), digest=digest, columns=16, reread=True, cache=cache)
+        prepare(WeightStore(model), digest=digest, reread=True, cache=cache)
 
 
 def test_another_base_model_is_named_before_keys_are_made(
@@ -525,7 +518,7 @@ def test_another_base_model_is_named_before_keys_are_made(
     monkeypatch.setattr(VerificationKeys, "add", made)
     for _ in range(2):  # the weights are unknown, then the manifest is in the cache
         with pytest.raises(CheckpointError, match="federation pins"):
-            prepare(WeightStore(other, cache=cache), digest=digest, columns=16, reread=True, cache=cache)
+            prepare(WeightStore(other, cache=cache), digest=digest, reread=True, cache=cache)
         WeightStore(other, cache=cache).manifest()
     made.assert_not_called()
 
@@ -533,6 +526,6 @@ def test_another_base_model_is_named_before_keys_are_made(
 def test_weight_bits_are_checked_also_when_everything_is_cached(store: WeightStore, tmp_path: Path) -> None:
     digest = store.manifest().digest
     for bits in (10, None):
-        prepare(store, digest=digest, columns=16, weight_bits=bits, cache=tmp_path)
+        prepare(store, digest=digest, weight_bits=bits, cache=tmp_path)
     with pytest.raises(ConfigError, match=r"has 10 weight bits, but the federation file says 8; correct weight_bits"):
-        prepare(store, digest=digest, columns=16, weight_bits=8, cache=tmp_path)
+        prepare(store, digest=digest, weight_bits=8, cache=tmp_path)

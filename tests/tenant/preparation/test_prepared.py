@@ -33,8 +33,8 @@ def keys_of_a_linear_and_a_stack() -> VerificationKeys:
     return keys
 
 
-def blame_keys(*, columns: int = 16) -> BlameKeys:
-    keys = BlameKeys.fresh(columns=columns)
+def blame_keys() -> BlameKeys:
+    keys = BlameKeys.fresh()
     keys.add(GROUP, WEIGHT, weight_bits=12)
     return keys
 
@@ -63,8 +63,8 @@ def test_damaged_keys_are_refused() -> None:
 def test_blame_keys_survive_the_disk(tmp_path: Path) -> None:
     rows = torch.tensor([[1, -2, 2**31 - 1]], dtype=torch.int32)
     path = tmp_path / "blame.safetensors"
-    save_file(tensors_of(blame_keys(columns=9)), path)
-    again = open_blame_keys(path, columns=9, groups=1)
+    save_file(tensors_of(blame_keys()), path)
+    again = open_blame_keys(path, groups=1)
     path.unlink()
     answer = rows @ WEIGHT.t().to(torch.int32)
     assert again.accepts(GROUP, FORWARD, rows=rows, answer=answer)
@@ -76,10 +76,10 @@ def test_incomplete_or_damaged_blame_keys_are_refused(tmp_path: Path) -> None:
     tensors = tensors_of(blame_keys())
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match=r"lacks.*1\.backward"):
-        open_blame_keys(path, columns=16, groups=2)
+        open_blame_keys(path, groups=2)
     save_file({**tensors, "secret": tensors["secret"][:31].clone()}, path)
     with pytest.raises(CheckpointError, match="damaged"):
-        open_blame_keys(path, columns=16, groups=1)
+        open_blame_keys(path, groups=1)
 
 
 def test_experts_that_stay_are_those_of_the_federation(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_experts_that_stay_are_those_of_the_federation(tmp_path: Path) -> None:
 
     def load(folder: Path) -> None:
         model = WeightStore(folder, cache=cache)
-        prepare(store, digest=manifest.digest, columns=8, model=model, cache=cache)
+        prepare(store, digest=manifest.digest, model=model, cache=cache)
 
     load(tmp_path / "slim")
     with pytest.raises(CheckpointError, match="experts"):

@@ -40,7 +40,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
 
 @pytest.fixture(scope="module")
 def preparation(store: WeightStore, tmp_path_factory: pytest.TempPathFactory) -> Preparation:
-    return prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path_factory.mktemp("prepared"))
+    return prepare(store, digest=store.manifest().digest, cache=tmp_path_factory.mktemp("prepared"))
 
 
 @pytest.fixture(scope="module")
@@ -256,9 +256,7 @@ def test_without_the_checkpoint_every_provider_of_the_product_is_quarantined(
 ) -> None:
     """The V of stacks are not stored: they are computed from the checkpoint when a product was refused."""
     copy = Path(shutil.copytree(store.path, tmp_path / "model"))
-    prepared = prepare(
-        WeightStore(copy, cache=tmp_path), digest=preparation.manifest.digest, columns=16, cache=tmp_path
-    )
+    prepared = prepare(WeightStore(copy, cache=tmp_path), digest=preparation.manifest.digest, cache=tmp_path)
     (copy / "model.safetensors").unlink()
     providers: list[Any] = [scripted.new_provider() for _ in range(4)]
     providers[0].behaviour = lambda heard, reply, answer: frame(*wrong_entry(heard, reply, answer))

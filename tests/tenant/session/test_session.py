@@ -515,7 +515,7 @@ def test_the_next_executor_is_asked_for_the_same_bytes(scripted: Scripted, max_r
 def test_keys_are_deleted_after_a_lie(scripted: Scripted, store: WeightStore, tmp_path: Path) -> None:
     digest = store.manifest().digest
     scripted.executor.behaviour = spoil
-    prepared = prepare(store, digest=digest, columns=16, cache=tmp_path)
+    prepared = prepare(store, digest=digest, cache=tmp_path)
     session = scripted.new_session("none", prepared=prepared)
     (folder,) = (tmp_path / "tenant").iterdir()
     keys = [folder / f"{name}.safetensors" for name in ("keys", "blame", "second")]
@@ -523,7 +523,7 @@ def test_keys_are_deleted_after_a_lie(scripted: Scripted, store: WeightStore, tm
     with pytest.raises(errors.VerificationError):
         session.product(OUT, FORWARD, ring_rows(prepared, OUT, FORWARD, 1))
     assert not any(path.exists() for path in keys)
-    prepare(store, digest=digest, columns=16, cache=tmp_path)
+    prepare(store, digest=digest, cache=tmp_path)
     assert all(path.read_bytes() != old for path, old in zip(keys, before, strict=True))
 
 

@@ -206,15 +206,14 @@ def render(reports: Sequence[ResultFile]) -> str:
         if table.shared:
             page += f"In every row: {'; '.join(f'{name} {value}' for name, value in table.shared.items())}.\n\n"
         page += _table(table.headings, table.rows)
-        if report.goals:
-            goals = [[goal.what, goal.wanted, _cell(goal.measured), goal.verdict] for goal in report.goals]
-            page += "\n" + _table(("goal", "wanted", "measured", ""), goals)
+        for goal in report.goals:
+            page += f"\nGoal {goal.verdict}: {goal.what}, {goal.wanted}: {_cell(goal.measured)}.\n"
     return page.lstrip("\n")
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = (headings, ["---"] * len(headings), *rows)
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    head, *lines = (f"| {' | '.join(cells)} |\n" for cells in (headings, *rows))
+    return f"{head}|{'---|' * len(headings)}\n{''.join(lines)}"
 
 
 def _heading(name: str) -> str:

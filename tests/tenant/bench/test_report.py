@@ -56,7 +56,7 @@ def test_values_that_all_rows_share_are_above_the_table() -> None:
     shown = render([this_run("step", ROWS, [Goal("it", None, at_most=1), Goal("that", 0.5, at_least=0.4)])])
     assert "In every row: width 768." in shown
     assert "| split, pad | 0.5 | 3.6 | 12.3 |" in shown
-    assert "| it | at most 1 | – | missed |\n| that | at least 0.4 | 0.5 | reached |" in shown
+    assert "Goal missed: it, at most 1: –.\n\nGoal reached: that, at least 0.4: 0.5.\n" in shown
 
 
 def test_a_page_has_a_section_per_benchmark() -> None:

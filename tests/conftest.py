@@ -38,7 +38,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.register_profile("thorough", settings.get_profile("default"), max_examples=2000)
-settings.register_profile("quick", settings.get_profile("default"), max_examples=10)
+settings.register_profile("quick", settings.get_profile("default"), max_examples=20)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # Under pytest-xdist, the longest files start first, so that the workers end together.

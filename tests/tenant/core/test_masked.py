@@ -18,7 +18,7 @@ from torch import Tensor
 import tenant
 from symbiosis_priv.arithmetic.keystream import Keystream, StreamKey
 from symbiosis_priv.arithmetic.ring import FORWARD
-from symbiosis_priv.errors import BurntRowError, RoleConflictError
+from symbiosis_priv.errors import BurntRowError, QuarantinedError, RoleConflictError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
@@ -302,6 +302,19 @@ def test_the_gate_lets_no_company_see_rows_and_seeds(gate_of: Callable[[str], tu
         with pytest.raises(RoleConflictError):
             gate.check(executor, None)
         gate.check(executor, mask(zeros(2), [pad_of(2)]))
+
+
+def test_the_gate_lets_nothing_pass_to_a_quarantined_provider(
+    new_federation: NewFederation, new_provider: NewProvider
+) -> None:
+    executor, helper = new_provider().peer("executor"), new_provider().peer("helper")
+    federation, quarantined = new_federation([executor], [helper], pad_helpers=1), Quarantine()
+    gate, rows = Gate(federation, federation.helpers, quarantined), mask(zeros(2), [pad_of(2, holder=helper)])
+    for peer, request in ((executor, rows), (helper, None)):
+        gate.check(peer, request)
+        quarantined.add(peer)
+        with pytest.raises(QuarantinedError):
+            gate.check(peer, request)
 
 
 @pytest.mark.parametrize("place", range(3))

@@ -86,7 +86,7 @@ def test_headroom_stays_unused(data: st.DataObject, noise: int, error: int, widt
     norm = float(weight.double().square().sum(1).sqrt().max())
     bound = Bound(width, int(weight.abs().max()), norm).narrowed(32, Headroom(noise, error))
     x = data.draw(testing.float_rows(width=width, count=3, dtypes=[torch.float32], largest=1e6))
-    xq, _ = quantise_rows(x, bound)
+    xq, _ = quantise_rows(torch.cat([x, weight.float()]), bound)  # a row of the weight has the largest product
     worst = noise * weight.sign()  # for output o, the errors that add up are those with the signs of row o
     assert int(((xq.long()[:, None] + worst) @ weight.t()).abs().max()) < RANGE - error
     assert int(((xq.long()[:, None] - worst) @ weight.t()).abs().max()) < RANGE - error

@@ -132,7 +132,7 @@ def test_folders_are_small_and_documented() -> None:
     assert all(ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) for folder in folders)
 
 
-BUDGETS = {"symbiosis_priv": 12_409, "provider": 8_780, "tenant": 27_313, "threat_model": 6_484, "tests": 50_643}
+BUDGETS = {"symbiosis_priv": 12_456, "provider": 8_780, "tenant": 29_375, "threat_model": 6_480, "tests": 50_813}
 """Lines of each package. Growth is decided: a change that needs more lines frees them elsewhere in its package, or
 raises the budget with the reason in its commit message. A change that frees many lines lowers the budget."""
 
@@ -145,11 +145,11 @@ def test_a_package_stays_within_its_budget(package: str) -> None:
 
 
 CHOICES = {
-    "options of all commands": 325,
-    "different options": 196,
+    "options of all commands": 327,
+    "different options": 197,
     "keys of provider.toml": 66,
     "keys of federation.toml": 23,
-    "words, the changelog aside": 28_629,
+    "words, the changelog aside": 30_171,
 }
 """What a reader has to choose from and to read. A key or an option has a person who sets it."""
 
@@ -172,7 +172,13 @@ def test_the_trust_core_can_be_read_in_one_sitting() -> None:
 
 def test_every_import_is_a_declared_dependency() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
-    lines = [*PROJECT["project"]["dependencies"], *extras["gpu"], *extras["serve"], *extras["finetune"]]
+    lines = [
+        *PROJECT["project"]["dependencies"],
+        *extras["gpu"],
+        *extras["serve"],
+        *extras["tinker"],
+        *extras["finetune"],
+    ]
     declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
     foreign = set().union(*map(imported, PACKAGES)) - set(PACKAGES) - sys.stdlib_module_names
     packages = {"zmq": "pyzmq", "PIL": "pillow"}

@@ -18,7 +18,7 @@ def serve(*, model: Model, remote: Remote, options: Serving) -> None:
 
     Ctrl-C and SIGTERM let the answers in progress end.
     """
-    check_installed()
+    check_installed(tinker=options.tinker is not None)
     folder = resolve(model)
     name = options.model_name(model, folder)
     adapters, keys = options.adapters(), options.keys()
@@ -43,4 +43,6 @@ def serve(*, model: Model, remote: Remote, options: Serving) -> None:
         if options.api_key_file is None:  # the key is shown only here
             terminal.say(f"page: http://{address}/#key={keys[0]}")
             terminal.say(f"export OPENAI_BASE_URL=http://{address}/v1 OPENAI_API_KEY={keys[0]}")
+            if options.tinker is not None:
+                terminal.say(f"export TINKER_BASE_URL=http://{address} TINKER_API_KEY={keys[0]}")
         server.run()

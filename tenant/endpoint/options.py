@@ -48,6 +48,10 @@ class Serving:
         Path | None,
         Option(help="Let clients load adapters from this folder (/v1/load_lora_adapter), and unload adapters."),
     ] = None
+    tinker: Annotated[
+        Path | None,
+        Option(help="Serve Tinker's API too, for loops that fine-tune with the package tinker; checkpoints go here."),
+    ] = None
     memory_mib: Annotated[int, Option("--memory", min=1, help="MiB of memory for keys and values.")] = 1024
     draft: Annotated[
         str | None,
@@ -105,12 +109,14 @@ class Serving:
     def keys(self) -> tuple[str, ...]:
         """Return the keys in the key file, or a new key without a file."""
         if self.api_key_file is None:
-            return (f"sk-{secrets.token_urlsafe(32)}",)
+            return (f"{'sk' if self.tinker is None else 'tml'}-{secrets.token_urlsafe(32)}",)
         keys = tuple(line.strip() for line in read_text(self.api_key_file).split("\n") if line.strip())
         if not keys or not all(key.isascii() and len(key) >= _KEY_LENGTH and len(key.split()) == 1 for key in keys):
             raise ConfigError(
                 f"{self.api_key_file}: write one key per line, at least {_KEY_LENGTH} characters without spaces"
             )
+        if self.tinker is not None and not all(key.startswith("tml-") for key in keys):
+            raise ConfigError(f"{self.api_key_file}: with --tinker, keys begin with tml-, or the client refuses them")
         if self.api_key_file.stat().st_mode & 0o077:
             raise ConfigError(
                 f"other users of this machine can read the keys in {self.api_key_file}: chmod 600 {self.api_key_file}"
@@ -128,8 +134,10 @@ class Serving:
         )
 
 
-def check_installed() -> None:
-    """Refuse to start without the packages of the extra `serve`."""
-    missing = [module for module in _MODULES if importlib.util.find_spec(module) is None]
-    if missing:
-        raise ConfigError(f"{', '.join(missing)} is not installed; run in the project's clone: pip install '.[serve]'")
+def check_installed(*, tinker: bool = False) -> None:
+    """Refuse to start without the packages of the extra `serve`, or `tinker`."""
+    for extra, modules in (("serve", _MODULES), ("tinker", ("tinker",) * tinker)):
+        if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
+            raise ConfigError(
+                f"{', '.join(missing)} is not installed; run in the project's clone: pip install '.[{extra}]'"
+            )

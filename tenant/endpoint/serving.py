@@ -11,6 +11,7 @@ from tenant.endpoint.api.application import create_app
 from tenant.endpoint.api.http_server import Server
 from tenant.endpoint.api.service import Service, Settings
 from tenant.endpoint.engine.continuous import EngineLimits
+from tenant.endpoint.engine.queued import Turn
 from tenant.endpoint.engine.sequential import open_engine
 from tenant.endpoint.engine.speculation import open_drafter
 from tenant.endpoint.options import Serving
@@ -20,6 +21,9 @@ from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of, session_of
 from tenant.model.loading import load_language_model, load_processor, load_tokenizer, warn_of_other_template
 from tenant.tasks import Tasks
+from tenant.tasks.registry import DEFAULT_MEMORY
+
+_TRAINING_MEMORY = 8 << 30  # bytes of adapters, of which training clients take four times their parameters
 
 
 @contextmanager
@@ -48,7 +52,7 @@ def opened(
     loaded = load_language_model(model, remote=remote, tokenizer=tokenizer, media=options.media)
     with ExitStack() as running:
         backend = running.enter_context(backend_of(loaded))
-        tasks = Tasks(loaded, tag=name)
+        tasks = Tasks(loaded, tag=name, memory_limit=DEFAULT_MEMORY if options.tinker is None else _TRAINING_MEMORY)
         for task, folder in adapters.items():
             tasks.register(task, folder)
             warn_of_other_template(folder, tokenizer)
@@ -58,7 +62,10 @@ def opened(
             full = remote.checkpoint or model
             drafter = open_drafter(options.draft, tokenizer, model=full, ahead=options.draft_tokens)
         limits = EngineLimits(memory=options.memory_mib << 20, clients=clients)
-        engine = open_engine(loaded, tokenizer, tasks=tasks, limits=limits, drafter=drafter, media=options.media)
+        turn = Turn()
+        engine = open_engine(
+            loaded, tokenizer, tasks=tasks, limits=limits, drafter=drafter, media=options.media, turn=turn
+        )
         running.callback(engine.close, interrupt=backend.close)
         service = Service(
             engine,
@@ -72,6 +79,12 @@ def opened(
             session=session_of(loaded),
         )
         running.callback(service.vocabulary.close)
+        if options.tinker is not None:
+            from tenant.endpoint.tinker.serving import opened as tinker_opened
+
+            service.routers += running.enter_context(
+                tinker_opened(service, tasks, backend, turn, options=options, clients=clients)
+            )
         gc.freeze()  # a collection that examines torch's and transformers' modules stops all answers
         running.callback(gc.unfreeze)
         yield service
@@ -87,6 +100,7 @@ def server(
         drain_s=options.drain_s,
         adapters=options.allow_loading,
         open_paths=frozenset({"/health", "/ready", "/openapi.json", *FILES}),
+        signed=() if options.tinker is None else ("/tinker-files/",),
     )
     page = page_router(scheme_named(masking), lambda: ledger_of(service.model), model=service.root, media=options.media)
-    return Server(create_app(service, settings, routers=[page]), listener, drain_s=options.drain_s)
+    return Server(create_app(service, settings, routers=[page, *service.routers]), listener, drain_s=options.drain_s)

@@ -204,7 +204,7 @@ class Adapter:
         if self._peft is None:
             raise UnsupportedMethodError("this task was loaded for inference; copy its folder")
         with on_this_machine():
-            self._peft.save_pretrained(str(folder))
+            self._peft.save_pretrained(str(folder), save_embedding_layers=False)  # those of the base model
         self._saved = self._version()
 
     def _version(self) -> int:

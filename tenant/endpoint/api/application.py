@@ -102,11 +102,12 @@ class Guard:
                     raise ApiError(421, "the Host header does not name this endpoint; see --host", code="host")
                 if any(origin.partition("://")[2] != hosts[0] for origin in origins):
                     raise ApiError(403, "web pages of other origins may not use this endpoint", code="origin")
-                scheme, _, key = headers.get("authorization", "").partition(" ")
+                scheme, _, key = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
                 given = sha256(key.strip().encode()).digest()
                 found = [known for known in self._digests if hmac.compare_digest(known, given)]
                 client = found[0].hex()[:16] if scheme.lower() == "bearer" and found else ""
-                if not client and scope["path"] not in self._settings.open_paths:
+                opened = scope["path"] in self._settings.open_paths or scope["path"].startswith(self._settings.signed)
+                if not client and not opened:
                     raise ApiError(401, "send the endpoint's key: Authorization: Bearer KEY", code="invalid_api_key")
                 scope.setdefault("state", {})["client"] = client
                 scope["state"]["sees_all"] = bool(client) and found[0] == self._digests[0]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio.to_thread
+from fastapi import APIRouter
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client import Counter as Count
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -37,6 +38,8 @@ from tenant.training.corpus import context_of
 T = TypeVar("T")
 _PREFIX = "symbiosis_endpoint_"
 _LOOK_S = 5.0
+OWNED = "tinker."
+"""Begins the names of tasks that belong to one key, which are no models of the API."""
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
@@ -53,6 +56,7 @@ class Settings:
         drain_s: seconds that answers may take to end when the server stops.
         adapters: folder whose adapters may be loaded at run time; None for none.
         open_paths: paths that need no key.
+        signed: prefixes of paths that hold a secret of their own in place of a key.
     """
 
     keys: tuple[str, ...]
@@ -63,6 +67,7 @@ class Settings:
     drain_s: float = 30.0
     adapters: Path | None = None
     open_paths: frozenset[str] = frozenset({"/", "/health", "/ready", "/openapi.json"})
+    signed: tuple[str, ...] = ()
 
 
 class EndpointMetrics(Collector):
@@ -153,6 +158,8 @@ class Service:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="endpoint-texts")
         self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by client
         self.users: Counter[str | None] = Counter()  # running requests of each adapter
+        self.routers: list[APIRouter] = []
+        """Routes besides those of OpenAI's API."""
         self._session = session
         self._looking, self._reaches, self._looked_at = asyncio.Lock(), True, -math.inf
         if tasks is not None and name in tasks:
@@ -168,14 +175,14 @@ class Service:
             parent=None,
             max_model_len=self.context,
         )
-        infos = [] if self.tasks is None else self.tasks.infos()
+        infos = [] if self.tasks is None else [one for one in self.tasks.infos() if not one.id.name.startswith(OWNED)]
         return [base, *(base.model_copy(update={"id": one.id.name, "parent": self.name}) for one in infos)]
 
     def adapter(self, model: str) -> str | None:
         """Return the adapter with a model's name; None for the base model. Raises `ApiError` for another name."""
         if model == self.name:
             return None
-        if self.tasks is not None and model in self.tasks:
+        if self.tasks is not None and model in self.tasks and not model.startswith(OWNED):
             return model
         raise ApiError(
             404,

@@ -39,6 +39,7 @@ class GeneratedAnswer:
         self.new_tokens = 0
         self.row: ShownRow | None = None
         self._end: Finish | None = None
+        self._stop: Token | None = None
         self._computed = 0
         self._sink = sink
         self._sampler = Sampler(request.sampling, prompt=request.prompt, ends=request.stop_tokens)
@@ -65,7 +66,7 @@ class GeneratedAnswer:
             token, logprob = self._sampler(logits)
             self.new_tokens += 1
             if token in self.request.stop_tokens:
-                self._end = "stop"
+                self._end, self._stop = "stop", Token(id=token, text="", logprob=logprob)
             else:
                 place = self._text.place
                 self._sink(Token(id=token, text=self._text.add(token), logprob=logprob, place=place))
@@ -93,6 +94,7 @@ class GeneratedAnswer:
                 new_tokens=self.new_tokens,
                 ledger=ledger,
                 row=self.row,
+                stop=self._stop,
             )
         )
 

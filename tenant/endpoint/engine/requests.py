@@ -179,6 +179,7 @@ class Done:
         text: the rest of the text.
         prompt_tokens, new_tokens: numbers of tokens; the stop token counts as new.
         row: a row of the last token, if requested and computed without other requests.
+        stop: the stop token that ended the answer, with its log probability if requested.
     """
 
     finish: Finish
@@ -187,6 +188,7 @@ class Done:
     new_tokens: int = 0
     ledger: RequestLedger = field(default_factory=RequestLedger)
     row: ShownRow | None = None
+    stop: Token | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -185,6 +185,7 @@ def open_engine(
     limits: EngineLimits | None = None,
     drafter: Drafter | None = None,
     media: bool = False,
+    turn: Turn | None = None,
 ) -> Engine:
     """Open the engine that computes all requests together; or, for a model that this engine does not support, the
     engine that calls `generate()` for each request. The choice and its reason are logged.
@@ -194,6 +195,7 @@ def open_engine(
         tasks: the adapters; None for none.
         drafter: guesses tokens to save round trips (`speculation`).
         media: requests may have pictures or sounds, which the engine on `generate()` takes.
+        turn: shared with others that use the model; None for none.
 
     Raises:
         ConfigError: there is a drafter, which the engine on `generate()` does not support.
@@ -208,9 +210,9 @@ def open_engine(
                 f"guesses of tokens need an engine that cannot drive this model, because {error}; leave out --draft"
             ) from error
         log.warning("%s: one request at a time, because %s", type(model).__name__, error)
-        return SequentialEngine(model, tokenizer, tasks=tasks, max_waiting=limits.waiting)
+        return SequentialEngine(model, tokenizer, tasks=tasks, max_waiting=limits.waiting, turn=turn)
     log.info("%s: all requests together%s", type(model).__name__, " but those with pictures or sounds" * media)
-    turn = Turn()
+    turn = turn or Turn()
     texts = ContinuousEngine(packed, tokenizer, tasks=tasks, limits=limits, drafter=drafter, turn=turn)
     if not media:
         return texts

@@ -12,7 +12,7 @@ from symbiosis_priv.errors import CheckpointError, ConfigError, TaskError
 from tenant.endpoint.api.answers import Model, Models
 from tenant.endpoint.api.bodies import JsonRoute, LoadRequest, UnloadRequest
 from tenant.endpoint.api.errors import ApiError, public
-from tenant.endpoint.api.service import Endpoint, endpoint_of, sees_all
+from tenant.endpoint.api.service import OWNED, Endpoint, endpoint_of, sees_all
 from tenant.model.loading import warn_of_other_template
 from tenant.tasks import Tasks
 
@@ -41,8 +41,8 @@ async def load_adapter(body: LoadRequest, http: Request) -> PlainTextResponse:
     """Add an adapter of any method from a folder, if the endpoint was started with `--allow-loading`."""
     endpoint = endpoint_of(http)
     tasks, folder = _loading(endpoint)
-    if body.lora_name == endpoint.service.name:
-        raise ApiError(400, "this is the base model's name", param="lora_name")
+    if body.lora_name == endpoint.service.name or body.lora_name.startswith(OWNED):
+        raise ApiError(400, "this is the base model's name, or begins as those of Tinker's clients", param="lora_name")
     if body.lora_name in tasks:
         raise ApiError(409, f"there is an adapter {body.lora_name} already; unload it first", param="lora_name")
     try:
@@ -64,7 +64,7 @@ async def unload_adapter(body: UnloadRequest, http: Request) -> PlainTextRespons
     """Unload an adapter that no request uses."""
     endpoint = endpoint_of(http)
     tasks, _ = _loading(endpoint)
-    if body.lora_name not in tasks:
+    if body.lora_name not in tasks or body.lora_name.startswith(OWNED):
         raise ApiError(404, f"there is no adapter {body.lora_name[:80]!a}", code="model_not_found", param="lora_name")
     if users := endpoint.service.users[body.lora_name]:
         raise ApiError(409, f"{users} requests use this adapter; wait for their end", param="lora_name")

@@ -169,10 +169,9 @@ main({arguments})
     assert last_checkpoint(output).name == f"checkpoint-{saved[1]}"
 
 
-def test_a_prompt_can_be_read_from_stdin(
-    model: Path, local: LocalFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    where = ["--model", str(model), "--federation", str(local.federation), "--max-new-tokens", "4", "--masking", "none"]
+def test_a_prompt_can_be_read_from_stdin(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a simulation needs no federation."""
+    where = ["--model", str(model), "--max-new-tokens", "4", "--masking", "simulate"]
     (tmp_path / "prompt").write_bytes("The weather\r\n".encode("utf-8-sig"))  # some editors write it like this
     given = tenant("generate", *where, "--prompt", "The weather")
     assert tenant("generate", *where, "--prompt-file", str(tmp_path / "prompt")) == given
@@ -181,7 +180,7 @@ def test_a_prompt_can_be_read_from_stdin(
         tenant("generate", *where, "--prompt", os.fsdecode(b"M\xfcller"))
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(ConfigError, match="stdin is closed"):
-        generate_command(model=str(model), federation=local.federation, prompt_file=Path("-"), prompt=None)
+        generate_command(model=str(model), masking="simulate", prompt_file=Path("-"), prompt=None)
     with pytest.raises(ConfigError, match="--prompt-file FILE"):
         tenant("generate", *where)
     shown = CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "200"}).output
@@ -322,19 +321,31 @@ def test_check_shows_the_split_without_reading_weights(model: Path, tmp_path: Pa
     assert "the tied LM head, at providers" in tenant("check", "--model", str(tmp_path), "--tied-head")
 
 
-def test_check_shows_two_round_trips_beside_four(model: Path, tmp_path: Path, text: Path) -> None:
+def test_check_shows_two_round_trips_beside_four(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
     shown = tenant("check", "--model", str(tmp_path), "--round-trips", "2")
     four, two = map(int, re.findall(r"round trips of a token +. +(\d+)", shown))
     blocks = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     assert four - two == 2 * blocks - 1
     assert re.search(r"pays from a round trip of \(1 Gbit/s, a GPU\) +. +[\d.e-]+ ms", shown)
-    measured = tenant(
-        *("check", "--model", str(model), "--text", str(text), "--sequence-length", "32", "--blocks", "2"),
-        "--round-trips",
-        "2",
-    )
-    assert "round_trips" in measured  # a column of the table of qualities
+
+
+def test_check_measures_quality_without_a_provider_and_shows_its_progress(
+    model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, int, int]] = []
+
+    @contextmanager
+    def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+        yield lambda done, total: seen.append((label, done, total))
+
+    monkeypatch.setattr(terminal, "progress_bar", progress_bar)
+    sizes = ("--sequence-length", "32", "--blocks", "2", "--round-trips", "2")
+    shown = tenant("check", "--model", str(model), "--text", str(text), *sizes)
+    for figure in ("same first choice", "perplexity", "smallest cosine", "round_trips"):
+        assert figure in shown
+    for label in ("ring, 10 bits", "ring_bits = 24", "bf16"):
+        assert [(done, total) for name, done, total in seen if name == label] == [(1, 2), (2, 2)]
 
 
 def test_check_shows_the_traffic_of_the_federations_ring(model: Path, local: LocalFederation, tmp_path: Path) -> None:
@@ -348,31 +359,12 @@ def test_check_shows_the_traffic_of_the_federations_ring(model: Path, local: Loc
     assert sent[1] < sent[0]
 
 
-def test_check_reports_quality_without_a_provider(model: Path, text: Path) -> None:
-    shown = tenant("check", "--model", str(model), "--text", str(text), "--sequence-length", "32", "--blocks", "2")
-    for figure in ("same first choice", "perplexity", "smallest cosine"):
-        assert figure in shown
-
-
 def test_check_reports_what_rounding_adds_to_weights_in_4_bits(model: Path, text: Path, tmp_path: Path) -> None:
     forms.publish(model, tmp_path / "published", "compressed 4 bits", chosen=r"self_attn")
     shown = tenant("check", "--model", str(tmp_path / "published"), "--text", str(text), "--blocks", "1")
     assert "Stored as compressed-tensors, and read without rounding. Rounding to 10 bits changes" in " ".join(
         shown.split()
     )
-
-
-def test_check_shows_its_progress(model: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, int, int]] = []
-
-    @contextmanager
-    def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-        yield lambda done, total: seen.append((label, done, total))
-
-    monkeypatch.setattr(terminal, "progress_bar", progress_bar)
-    tenant("check", "--model", str(model), "--text", str(text), "--sequence-length", "32", "--blocks", "2")
-    for label in ("ring, 10 bits", "ring_bits = 24", "bf16"):
-        assert [(done, total) for name, done, total in seen if name == label] == [(1, 2), (2, 2)]
 
 
 def test_check_needs_the_full_checkpoint(model: Path, text: Path, local: LocalFederation, tmp_path: Path) -> None:
@@ -542,12 +534,3 @@ def test_yarns_factor_counts(positions: int, rope: dict[str, float | None], cont
     parameters = {"rope_type": "yarn", "rope_theta": 1e4, **rope}
     config = LlamaConfig(max_position_embeddings=positions, rope_parameters=parameters)
     assert context_of(config) == context
-
-
-def test_only_a_simulation_needs_no_federation(model: Path, tmp_path: Path) -> None:
-    prompt = tmp_path / "prompt"
-    prompt.write_text("A")
-    where = ["generate", "--model", str(model), "--prompt-file", str(prompt), "--max-new-tokens", "2"]
-    with pytest.raises(ConfigError, match="federation"):
-        tenant(*where)
-    tenant(*where, "--masking", "simulate")

@@ -6,7 +6,6 @@ import resource
 import shutil
 import signal
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,7 +16,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, Trainer
 
 from symbiosis_priv.errors import CheckpointError, ConfigError, FinishedError, StorageError
 from symbiosis_priv.harness.base_model import private_text
@@ -234,12 +233,6 @@ def test_a_resumed_run_uses_the_options_of_its_start(
     assert len(run(output, resume=True, steps=2, gradient_checkpointing=True).losses) == 1
 
 
-def _add_whole_model(checkpoint: Path) -> None:
-    """Trainer loads this file into the model, and then no adapter."""
-    embeddings = {"base_model.model.model.embed_tokens.weight": torch.zeros(320, 64)}
-    save_file(embeddings, checkpoint / "model.safetensors", metadata={"format": "pt"})
-
-
 def _changed_adapter(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
     def write(checkpoint: Path) -> None:
         found = tensors(checkpoint)
@@ -247,13 +240,6 @@ def _changed_adapter(change: Callable[[dict[str, torch.Tensor]], object]) -> Cal
         save_file(found, checkpoint / "adapter_model.safetensors", metadata={"format": "pt"})
 
     return write
-
-
-def _add_second_adapter(checkpoint: Path) -> None:
-    """Trainer loads adapters in subfolders, with the configurations that lie there."""
-    folder = Path(shutil.copytree(checkpoint, checkpoint / "second"))
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": 3, "r": 10**12}))
 
 
 def _say(checkpoint: Path, **entries: object) -> None:
@@ -281,8 +267,13 @@ def test_a_hostile_checkpoint_is_not_resumed(name: str, run: Run, begun: Path, t
 
 def test_a_checkpoint_loads_nothing_beside_the_adapter(run: Run, begun: Path, tmp_path: Path) -> None:
     honest, hostile = (Path(shutil.copytree(begun, tmp_path / name)) for name in ("honest", "hostile"))
-    _add_whole_model(last_checkpoint(hostile))
-    _add_second_adapter(last_checkpoint(hostile))
+    checkpoint = last_checkpoint(hostile)
+    # Trainer loads adapters in subfolders, with the configurations that lie there
+    second = Path(shutil.copytree(checkpoint, checkpoint / "second")) / "adapter_config.json"
+    second.write_text(json.dumps(json.loads(second.read_text()) | {"target_modules": 3, "r": 10**12}))
+    # it loads this file into the model, and then no adapter
+    embeddings = {"base_model.model.model.embed_tokens.weight": torch.zeros(320, 64)}
+    save_file(embeddings, checkpoint / "model.safetensors", metadata={"format": "pt"})
     for output in (honest, hostile):
         run(output, resume=True, steps=2)
     assert equal(honest, hostile)
@@ -329,30 +320,24 @@ def test_trackers_are_checked_before_loading(run: Run, tmp_path: Path, monkeypat
     assert not (tmp_path / "adapter").exists()
 
 
-def adapter_for(config: Any, folder: Path, *, targets: str | list[str] = "all-linear") -> Path:
-    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=targets, r=2)
-    get_peft_model(AutoModelForCausalLM.from_config(config), lora).save_pretrained(str(folder))
-    return folder
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "deeper": ({"num_hidden_layers": 3}, "down_proj"),  # PEFT ignores the other layers
+    "shallower": ({"num_hidden_layers": 1}, "down_proj"),  # PEFT starts with random values
+    "narrower": ({"intermediate_size": 64}, "down_proj"),
+    "another family": ({"n_embd": 32, "n_head": 2, "vocab_size": 97}, "c_proj"),
+}
 
 
-@pytest.mark.parametrize("change", [{"num_hidden_layers": 3}, {"num_hidden_layers": 1}, {"intermediate_size": 64}])
-def test_an_adapter_of_another_architecture_is_refused(change: dict[str, int], tiny: Path, tmp_path: Path) -> None:
-    """Deeper (PEFT ignores the other layers), shallower (PEFT starts with random values), or with other widths."""
-    adapter = adapter_for(AutoConfig.from_pretrained(tiny, **change), tmp_path / "adapter", targets=["down_proj"])
-    with pytest.raises(
-        CheckpointError, match=r"(does not fit this model|is not complete).*load the base model"
-    ) as raised:
-        load_adapter(load_model(tiny, remote=SIMULATE), adapter)
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")
+def test_an_adapter_of_another_architecture_is_refused(name: str, tiny: Path, tmp_path: Path) -> None:
+    config, target = OTHERS[name]
+    made = AutoConfig.from_pretrained(tiny, **config) if target == "down_proj" else GPT2Config(n_layer=1, **config)
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=[target], r=2)
+    get_peft_model(AutoModelForCausalLM.from_config(made), lora).save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(CheckpointError, match=r"(does not fit|is not complete).*load the base model") as raised:
+        load_adapter(load_model(tiny, remote=SIMULATE), tmp_path / "adapter")
     assert len(str(raised.value)) < 800  # not every tensor's name
-
-
-def test_an_adapter_of_another_family_is_refused(tiny: Path, save_gpt2: Callable[..., Path], tmp_path: Path) -> None:
-    gpt2 = AutoConfig.from_pretrained(save_gpt2(vocab_size=97, n_embd=32, n_layer=1, bos_token_id=1, eos_token_id=2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # fan_in_fan_out
-        adapter = adapter_for(gpt2, tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match=r"does not fit this model.*load the base model"):
-        load_adapter(load_model(tiny, remote=SIMULATE), adapter)
 
 
 def test_a_run_that_was_killed_continues_with_the_same_bits(

@@ -8,12 +8,10 @@ from integers, so that quantising it changes nothing. The two models then differ
 
 import copy
 import functools
-import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import peft
@@ -312,12 +310,6 @@ def new_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], P
 @pytest.fixture
 def pair(names: tuple[str, str], new_pair: Callable[[str, str], Pair]) -> Pair:
     return new_pair(*names)
-
-
-@pytest.fixture(scope="session")
-def compatibility() -> ModuleType:
-    """This module, for tests that use its helpers."""
-    return sys.modules[__name__]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

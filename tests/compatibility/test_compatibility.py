@@ -16,6 +16,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file, save_file
 
 from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedWeight
+from tests.compatibility.conftest import ARCHITECTURES, HOME, METHODS, NOT_TRIED, close, plain_logits
 from tests.compatibility.sweep import DOCUMENT, committed, write
 
 # PEFT's methods log many warnings that do not matter here.
@@ -24,10 +25,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 Table = dict[tuple[str, str], str]
 
 
-def rows(found: Table, compatibility: Any) -> list[list[str]]:
+def rows(found: Table) -> list[list[str]]:
     """A row for each method, a column for each architecture."""
-    names = [*compatibility.ARCHITECTURES]
-    cells = [[m, *(found.get((name, m), "not tried") for name in names)] for m in compatibility.METHODS]
+    names = [*ARCHITECTURES]
+    cells = [[m, *(found.get((name, m), "not tried") for name in names)] for m in METHODS]
     return [["method", *names], *cells]
 
 
@@ -47,12 +48,12 @@ def parse(rows: list[list[str]]) -> Table:
 
 
 @pytest.fixture(scope="module")
-def found(pytestconfig: pytest.Config, compatibility: Any) -> Iterator[Table]:
+def found(pytestconfig: pytest.Config) -> Iterator[Table]:
     """The results of this run and of earlier runs. At the end they are written if an option says so."""
     table = parse(committed("methods")[0])
     yield table
     if pytestconfig.getoption("compatibility") == "write":
-        new = rows(table, compatibility)
+        new = rows(table)
         write("methods", new, summary(new))
 
 
@@ -65,43 +66,43 @@ def test_each_pair_gives_the_result_in_the_table(
     found[names] = cell
 
 
-def test_the_table_is_complete(compatibility: Any) -> None:
+def test_the_table_is_complete() -> None:
     """The table contains every PEFT method and architecture: a method that PEFT adds must be tried."""
-    kinds = {options["kind"] for options in compatibility.METHODS.values()} | set(compatibility.NOT_TRIED)
+    kinds = {options["kind"] for options in METHODS.values()} | set(NOT_TRIED)
     assert kinds == {kind.name for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
     old, text = committed("methods")
     table = parse(old)
-    assert (old, text) == (rows(table, compatibility), summary(old))
+    assert (old, text) == (rows(table), summary(old))
     assert "not tried" not in table.values()
-    assert all(set("FBH") <= set(table[name, "LoRA"]) for name in compatibility.ARCHITECTURES)
-    for reason in compatibility.NOT_TRIED.values():
+    assert all(set("FBH") <= set(table[name, "LoRA"]) for name in ARCHITECTURES)
+    for reason in NOT_TRIED.values():
         assert reason in DOCUMENT.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
     ("weight", "models"), [(OffloadedWeight, ("Llama", "Falcon", "BERT")), (OffloadedConv1DWeight, ("GPT-2",))]
 )
-def test_refusals_name_what_works(weight: type[OffloadedWeight], models: tuple[str, ...], compatibility: Any) -> None:
+def test_refusals_name_what_works(weight: type[OffloadedWeight], models: tuple[str, ...]) -> None:
     """An error names the adapters that work on such a layer in the table, with and without a bias."""
     table = parse(committed("methods")[0])
     working = {
         PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType[options["kind"]]].__name__.removesuffix("Config")
-        for method, options in compatibility.METHODS.items()
+        for method, options in METHODS.items()
         if "target_modules" in options and all(set("FBH") <= set(table[model, method]) for model in models)
     }
     assert set(weight.adapters) == working
 
 
-def test_one_ignored_layer_would_be_found(new_pair: Callable[[str, str], Any], compatibility: Any) -> None:
+def test_one_ignored_layer_would_be_found(new_pair: Callable[[str, str], Any]) -> None:
     """The tolerance is smaller than the effect of the adapter of any single layer, so a model that ignores one
     fails."""
     pair = new_pair("Llama", "LoRA")
     split = pair.attempt(split=True)
-    assert compatibility.HOME in split.stages
+    assert HOME in split.stages
     saved = pair.folder / "split" / "adapter_model.safetensors"
     tensors = load_file(saved)
-    effect = (split.logits - compatibility.plain_logits(pair.architecture, pair.checkpoint)).abs().max()
+    effect = (split.logits - plain_logits(pair.architecture, pair.checkpoint)).abs().max()
     for name in [name for name in tensors if "lora_B" in name]:
         save_file(tensors | {name: torch.zeros_like(tensors[name])}, saved)
         home: Any = PeftModel.from_pretrained(pair.base(split=False), str(saved.parent))
-        assert not compatibility.close(split.logits, pair.logits(home), scale=effect), name
+        assert not close(split.logits, pair.logits(home), scale=effect), name

@@ -90,37 +90,23 @@ def at_home(base: Any, folder: Path) -> Any:
     return PeftModel.from_pretrained(base, str(folder)).eval()
 
 
-@dataclass
-class Methods:
-    """What the tests of a method use."""
+def same_everywhere(config: Callable[[], PeftConfig], checkpoint: Path, folder: Path) -> Trained:
+    """Train an adapter split and plain, save both, load both split and plain. Returns the split one.
 
-    load: Callable[..., Any] = load
-    trained: Callable[..., Trained] = trained
-    at_home: Callable[..., Any] = at_home
-    logits: Callable[[Any], Tensor] = logits
-
-    def same_everywhere(self, config: Callable[[], PeftConfig], checkpoint: Path, folder: Path) -> Trained:
-        """Train an adapter split and plain, save both, load both split and plain. Returns the split one.
-
-        Rounding rows changes a logit by some 2^-20 of a row per layer. After the training steps, the difference
-        stays below 1 % of the adapter's effect. An adapter that is ignored in one layer makes a larger difference.
-        """
-        split = self.trained(self.load(checkpoint, split=True), config())
-        plain = self.trained(self.load(checkpoint, split=False), config())
-        assert split.effect > 1e-3
-        assert split.losses == pytest.approx(plain.losses, rel=1e-4)
-        bound = 0.01 * plain.effect
-        assert (split.logits - plain.logits).abs().max() <= bound
-        for how, made in (("split", split), ("plain", plain)):
-            made.model.save_pretrained(str(folder / how))
-            for loaded in (
-                load_adapter(self.load(checkpoint, split=True), folder / how),
-                self.at_home(self.load(checkpoint, split=False), folder / how),
-            ):
-                assert (self.logits(loaded) - made.logits).abs().max() <= bound, how
-        return split
-
-
-@pytest.fixture(scope="session")
-def methods() -> Methods:
-    return Methods()
+    Rounding rows changes a logit by some 2^-20 of a row per layer. After the training steps, the difference
+    stays below 1 % of the adapter's effect. An adapter that is ignored in one layer makes a larger difference.
+    """
+    split = trained(load(checkpoint, split=True), config())
+    plain = trained(load(checkpoint, split=False), config())
+    assert split.effect > 1e-3
+    assert split.losses == pytest.approx(plain.losses, rel=1e-4)
+    bound = 0.01 * plain.effect
+    assert (split.logits - plain.logits).abs().max() <= bound
+    for how, made in (("split", split), ("plain", plain)):
+        made.model.save_pretrained(str(folder / how))
+        for loaded in (
+            load_adapter(load(checkpoint, split=True), folder / how),
+            at_home(load(checkpoint, split=False), folder / how),
+        ):
+            assert (logits(loaded) - made.logits).abs().max() <= bound, how
+    return split

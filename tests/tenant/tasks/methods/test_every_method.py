@@ -11,6 +11,7 @@ from peft import get_peft_model
 from torch import Tensor
 
 from tests.tenant.tasks.methods import test_from_weights, test_own
+from tests.tenant.tasks.methods.conftest import load
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # PEFT's own
 
@@ -37,11 +38,11 @@ def of_the_norm(model: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_gradients_gradient_is_the_plain_models(name: str, methods: Any, exact_gpt2: Path, exact_llama: Path) -> None:
+def test_a_gradients_gradient_is_the_plain_models(name: str, exact_gpt2: Path, exact_llama: Path) -> None:
     found, path = [], exact_llama if name in ("shira", "delora") else exact_gpt2
     for split in (True, False):
         torch.manual_seed(3)
-        model: Any = get_peft_model(methods.load(path, split=split), METHODS[name]())
+        model: Any = get_peft_model(load(path, split=split), METHODS[name]())
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.requires_grad and parameter.is_floating_point():
@@ -60,10 +61,10 @@ HALF: dict[str, Callable[[], peft.PeftConfig]] = {
 
 
 @pytest.mark.parametrize("name", HALF)
-def test_half_precision(name: str, methods: Any, exact_gpt2: Path, exact_llama: Path) -> None:
+def test_half_precision(name: str, exact_gpt2: Path, exact_llama: Path) -> None:
     """The base model in bfloat16, the adapter in float32: outputs keep the base model's dtype."""
     path = exact_gpt2 if name in test_own.METHODS else exact_llama
-    model: Any = get_peft_model(methods.load(path, split=True).to(torch.bfloat16), HALF[name]())
+    model: Any = get_peft_model(load(path, split=True).to(torch.bfloat16), HALF[name]())
     for mode in (False, True):
         output = model.train(mode)(input_ids=IDS, labels=IDS)
         assert output.logits.dtype == torch.bfloat16

@@ -22,6 +22,7 @@ from tenant.tasks.methods.lora import weights_at_hand
 from tenant.tasks.methods.sparse import _flat
 from tenant.tasks.methods.start import rotated
 from tests.splitting import watched
+from tests.tenant.tasks.methods.conftest import at_home, load, logits, same_everywhere, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # PEFT's own
 
@@ -46,19 +47,17 @@ VARIANTS: dict[str, tuple[str, Callable[[], peft.PeftConfig]]] = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_trains_the_same_split_and_plain(
-    name: str, methods: Any, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_variant_trains_the_same_split_and_plain(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     model, config = VARIANTS[name]
-    methods.same_everywhere(config, request.getfixturevalue(model), tmp_path)
+    same_everywhere(config, request.getfixturevalue(model), tmp_path)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_adapters_start_has_the_bits_of_pefts_own(name: str, methods: Any, exact_llama: Path) -> None:
+def test_the_adapters_start_has_the_bits_of_pefts_own(name: str, exact_llama: Path) -> None:
     models = []
     for split in (True, False):
         torch.manual_seed(3)
-        models.append(peft.get_peft_model(methods.load(exact_llama, split=split), METHODS[name]()))
+        models.append(peft.get_peft_model(load(exact_llama, split=split), METHODS[name]()))
     split_model = models[0]
     split_start, plain_start = (
         {n: t for n, t in model.state_dict().items() if ".base_layer." not in n} for model in models
@@ -80,13 +79,13 @@ READ_IN_EACH_PASS: dict[str, peft.PeftConfig] = {
 @pytest.mark.parametrize("name", READ_IN_EACH_PASS)
 @pytest.mark.parametrize("checkpoint", ["llama", "gpt2"])
 def test_a_method_that_computes_with_the_weight_uses_the_rounded_one(
-    name: str, checkpoint: str, methods: Any, request: pytest.FixtureRequest
+    name: str, checkpoint: str, request: pytest.FixtureRequest
 ) -> None:
     """Rounding changes the weights of these checkpoints, by some 1e-3 of the logits. Only the rounding of activations
     may remain, which is below 1e-4."""
     folder, config = request.getfixturevalue(checkpoint), READ_IN_EACH_PASS[name]
-    split = methods.trained(methods.load(folder, split=True), copy.deepcopy(config))
-    plain = methods.trained(rounded_model(folder), copy.deepcopy(config))
+    split = trained(load(folder, split=True), copy.deepcopy(config))
+    plain = trained(rounded_model(folder), copy.deepcopy(config))
     assert split.losses == pytest.approx(plain.losses, rel=1e-5)
     assert (split.logits - plain.logits).norm() < 1e-4 * plain.logits.norm()
 
@@ -105,21 +104,21 @@ def oriented(model: Any) -> peft.LoraConfig:
     return peft.LoraConfig(init_lora_weights="corda", **SMALL)
 
 
-def test_corda(methods: Any, exact_llama: Path) -> None:
+def test_corda(exact_llama: Path) -> None:
     found = []
     for split in (True, False):
-        base = methods.load(exact_llama, split=split)
-        found.append(methods.trained(base, oriented(base)))
+        base = load(exact_llama, split=split)
+        found.append(trained(base, oriented(base)))
     split_one, plain = found
     assert split_one.losses == pytest.approx(plain.losses, rel=1e-4)
     assert (split_one.logits - plain.logits).abs().max() < 0.01 * plain.effect
 
 
-def test_a_converted_start_is_a_plain_lora(methods: Any, exact_llama: Path, tmp_path: Path) -> None:
+def test_a_converted_start_is_a_plain_lora(exact_llama: Path, tmp_path: Path) -> None:
     """PEFT writes `B A - B0 A0` as a LoRA of twice the rank, which needs no factorisation at home."""
     torch.manual_seed(3)
     model: Any = peft.get_peft_model(
-        methods.load(exact_llama, split=True), peft.LoraConfig(init_lora_weights="pissa", use_rslora=False, **SMALL)
+        load(exact_llama, split=True), peft.LoraConfig(init_lora_weights="pissa", use_rslora=False, **SMALL)
     )
     model.peft_config["default"].init_lora_weights = True
     model.save_pretrained(str(tmp_path / "start"))
@@ -127,24 +126,22 @@ def test_a_converted_start_is_a_plain_lora(methods: Any, exact_llama: Path, tmp_
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.mul_(1.1)
-    expected = methods.logits(model)
+    expected = logits(model)
     model.peft_config["default"].init_lora_weights = "pissa"
     model.save_pretrained(str(tmp_path / "out"), path_initial_model_for_weight_conversion=str(tmp_path / "start"))
-    home = methods.at_home(methods.load(exact_llama, split=False), tmp_path / "out")
+    home = at_home(load(exact_llama, split=False), tmp_path / "out")
     assert home.peft_config["default"].init_lora_weights is True
-    effect = (expected - methods.logits(methods.load(exact_llama, split=True))).abs().max()
-    assert (methods.logits(home) - expected).abs().max() < 0.01 * effect
+    effect = (expected - logits(load(exact_llama, split=True))).abs().max()
+    assert (logits(home) - expected).abs().max() < 0.01 * effect
 
 
 # DoRA
 
 
-def test_the_rows_of_a_are_sent_along_once_after_each_step(
-    methods: Any, exact_llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rows_of_a_are_sent_along_once_after_each_step(exact_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No request more than without DoRA, r rows per sibling in the first, and none while A is unchanged."""
     torch.manual_seed(0)
-    model: Any = peft.get_peft_model(methods.load(exact_llama, split=True), peft.LoraConfig(use_dora=True, **SMALL))
+    model: Any = peft.get_peft_model(load(exact_llama, split=True), peft.LoraConfig(use_dora=True, **SMALL))
     calls = watched(model, monkeypatch)
 
     def rows() -> list[int]:
@@ -172,9 +169,9 @@ def test_the_rows_of_a_are_sent_along_once_after_each_step(
                     parameter.mul_(0.9)
 
 
-def test_a_sibling_whose_rows_were_not_sent_along_makes_a_request(methods: Any, exact_llama: Path) -> None:
+def test_a_sibling_whose_rows_were_not_sent_along_makes_a_request(exact_llama: Path) -> None:
     """A sibling's adapter that becomes active between two calls with the same input."""
-    base = methods.load(exact_llama, split=True)
+    base = load(exact_llama, split=True)
     model: Any = peft.get_peft_model(base, peft.LoraConfig(use_dora=True, init_lora_weights=False, **SMALL))
     attention = model.base_model.model.model.layers[0].self_attn
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
@@ -189,16 +186,16 @@ def test_a_sibling_whose_rows_were_not_sent_along_makes_a_request(methods: Any, 
     assert not torch.equal(changed, expected)
 
 
-def test_a_copied_model_sends_the_rows_of_its_own_adapter(methods: Any, exact_llama: Path) -> None:
-    model: Any = peft.get_peft_model(methods.load(exact_llama, split=True), peft.LoraConfig(use_dora=True, **SMALL))
+def test_a_copied_model_sends_the_rows_of_its_own_adapter(exact_llama: Path) -> None:
+    model: Any = peft.get_peft_model(load(exact_llama, split=True), peft.LoraConfig(use_dora=True, **SMALL))
     twin = copy.deepcopy(model)
-    before = methods.logits(model)
+    before = logits(model)
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
             if "lora_" in name:
                 parameter.add_(0.1)
-    changed = methods.logits(twin)
-    assert torch.equal(methods.logits(model), before)
+    changed = logits(twin)
+    assert torch.equal(logits(model), before)
     assert not torch.equal(changed, before)
 
 
@@ -230,7 +227,7 @@ def test_places_of_shira_are_checked() -> None:
         _flat(torch.tensor([[0, 0], [1, 4]]), (3, 4))
 
 
-def test_a_mask_function_may_read_the_weight(methods: Any, exact_llama: Path) -> None:
+def test_a_mask_function_may_read_the_weight(exact_llama: Path) -> None:
     def largest(base_layer: Any, r: int, **_: Any) -> Tensor:
         count = r * sum(base_layer.weight.shape)
         mask = torch.zeros(base_layer.weight.numel())
@@ -241,7 +238,7 @@ def test_a_mask_function_may_read_the_weight(methods: Any, exact_llama: Path) ->
     for split in (True, False):
         config: Any = peft.ShiraConfig(mask_type="largest", **SMALL)  # type: ignore[arg-type]
         config.mask_fn = largest
-        model: Any = peft.get_peft_model(methods.load(exact_llama, split=split), config)
+        model: Any = peft.get_peft_model(load(exact_llama, split=split), config)
         found.append(model.base_model.model.model.layers[0].self_attn.q_proj.shira_indices["default"])
     assert torch.equal(*found)
 
@@ -249,11 +246,11 @@ def test_a_mask_function_may_read_the_weight(methods: Any, exact_llama: Path) ->
 # Others
 
 
-def test_glora_is_refused_by_name_and_works_on_a_whole_model(methods: Any, exact_llama: Path, tmp_path: Path) -> None:
+def test_glora_is_refused_by_name_and_works_on_a_whole_model(exact_llama: Path, tmp_path: Path) -> None:
     config = peft.GloraConfig(target_modules=["q_proj"])
-    whole: Any = peft.get_peft_model(methods.load(exact_llama, split=False), copy.deepcopy(config))
+    whole: Any = peft.get_peft_model(load(exact_llama, split=False), copy.deepcopy(config))
     whole.save_pretrained(str(tmp_path))
-    split = methods.load(exact_llama, split=True)
+    split = load(exact_llama, split=True)
     for use in (lambda: peft.get_peft_model(copy.deepcopy(split), config), lambda: load_adapter(split, tmp_path)):
         with pytest.raises(UnsupportedMethodError, match=r"PEFT's GLoRA needs the base weight.*Lora.* work"):
             use()
@@ -277,8 +274,8 @@ def test_an_overflow_in_float16_is_an_error_where_the_plain_model_gives_nan(gpt2
         found[1](input_ids=IDS)
 
 
-def test_a_start_needs_the_full_checkpoint(methods: Any, exact_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = methods.load(exact_llama, split=True)
+def test_a_start_needs_the_full_checkpoint(exact_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(exact_llama, split=True)
     for module in model.modules():
         if isinstance(module, RemoteLayer):
             module.group.weights = BaseWeights(RemoteConfig(masking="simulate"), exact_llama)

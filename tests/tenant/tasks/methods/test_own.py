@@ -16,6 +16,7 @@ from tenant.model.remote_linear import RemoteLayer
 from tenant.preparation.own_tensors import write_slim
 from tenant.tasks.methods.layer import add
 from tenant.tasks.methods.outputs import BitFitTuner
+from tests.tenant.tasks.methods.conftest import load, logits, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about saving without a hub
 
@@ -29,82 +30,80 @@ METHODS: dict[str, Callable[[], PeftConfig]] = {
 
 
 @pytest.mark.parametrize("name", ["bottleneck", "bitfit", "diff pruning"])
-def test_a_new_adapter_changes_no_bit(name: str, methods: Any, exact_gpt2: Path) -> None:
-    base = methods.load(exact_gpt2, split=True)
-    expected = methods.logits(base)
+def test_a_new_adapter_changes_no_bit(name: str, exact_gpt2: Path) -> None:
+    base = load(exact_gpt2, split=True)
+    expected = logits(base)
     model: Any = get_peft_model(base, METHODS[name]())
-    assert torch.equal(methods.logits(model), expected)
+    assert torch.equal(logits(model), expected)
 
 
-def test_bitfit_trains_every_bias_and_nothing_else(methods: Any, exact_gpt2: Path) -> None:
-    base = methods.load(exact_gpt2, split=True)
+def test_bitfit_trains_every_bias_and_nothing_else(exact_gpt2: Path) -> None:
+    base = load(exact_gpt2, split=True)
     biases = {name.removesuffix(".bias") for name, _ in base.named_parameters() if name.endswith(".bias")}
     model: Any = get_peft_model(base, BitFitConfig())
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {f"base_model.model.{name}.bitfit_bias.default" for name in biases}
 
 
-def test_bitfit_needs_a_bias(methods: Any, exact_llama: Path) -> None:
+def test_bitfit_needs_a_bias(exact_llama: Path) -> None:
     with pytest.raises(UnsupportedMethodError, match="lora_bias"):
-        get_peft_model(methods.load(exact_llama, split=True), BitFitConfig())
+        get_peft_model(load(exact_llama, split=True), BitFitConfig())
 
 
-def test_two_adapters_are_told_apart(methods: Any, exact_gpt2: Path, tmp_path: Path) -> None:
+def test_two_adapters_are_told_apart(exact_gpt2: Path, tmp_path: Path) -> None:
     """Each alone, one after the other, and neither."""
     expected = {}
     for seed, name in enumerate(("a", "b")):
         torch.manual_seed(seed)
         config = BottleneckConfig(bottleneck_dim=4 + seed, init_weights=False, target_modules=["c_proj"])
-        model: Any = get_peft_model(methods.load(exact_gpt2, split=True), config)
-        expected[name] = methods.logits(model)
+        model: Any = get_peft_model(load(exact_gpt2, split=True), config)
+        expected[name] = logits(model)
         model.save_pretrained(str(tmp_path / name))
-    base = methods.load(exact_gpt2, split=True)
-    without = methods.logits(base)
+    base = load(exact_gpt2, split=True)
+    without = logits(base)
     both: Any = PeftModel.from_pretrained(base, str(tmp_path / "a"), adapter_name="a")
     both.load_adapter(str(tmp_path / "b"), adapter_name="b")
     for name in ("b", "a", "b"):
         both.set_adapter(name)
-        assert torch.equal(methods.logits(both), expected[name])
+        assert torch.equal(logits(both), expected[name])
     with both.disable_adapter():
-        assert torch.equal(methods.logits(both), without)
+        assert torch.equal(logits(both), without)
     both.delete_adapter("b")
-    assert torch.equal(methods.logits(both), expected["a"])
+    assert torch.equal(logits(both), expected["a"])
 
 
-def test_a_pruned_change_has_the_stated_density_and_trains_further(
-    methods: Any, exact_llama: Path, tmp_path: Path
-) -> None:
+def test_a_pruned_change_has_the_stated_density_and_trains_further(exact_llama: Path, tmp_path: Path) -> None:
     config = DiffPruningConfig(density=0.03, target_modules=["down_proj"])
-    first = methods.trained(methods.load(exact_llama, split=True), config)
+    first = trained(load(exact_llama, split=True), config)
     first.model.save_pretrained(str(tmp_path))
-    model: Any = PeftModel.from_pretrained(methods.load(exact_llama, split=True), str(tmp_path), is_trainable=True)
-    assert torch.equal(methods.logits(model), first.logits)
+    model: Any = PeftModel.from_pretrained(load(exact_llama, split=True), str(tmp_path), is_trainable=True)
+    assert torch.equal(logits(model), first.logits)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert {len(parameter) for parameter in parameters} == {round(0.03 * 64 * 112)}
     model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
     assert all(bool(parameter.grad.any()) for parameter in parameters)
 
 
-def test_the_loss_of_diff_pruning_counts_entries(methods: Any, exact_llama: Path) -> None:
+def test_the_loss_of_diff_pruning_counts_entries(exact_llama: Path) -> None:
     ids = torch.arange(8)[None]
     losses = []
     for l0_weight in (0.0, 1e-3):
         config = DiffPruningConfig(l0_weight=l0_weight, target_modules=["down_proj"])
-        model: Any = get_peft_model(methods.load(exact_llama, split=True), config)
+        model: Any = get_peft_model(load(exact_llama, split=True), config)
         torch.manual_seed(1)
         losses.append(model.train()(input_ids=ids, labels=ids).loss)
     # 2 layers of 64 x 112 gates, all but a few open at the start
     assert (losses[1] - losses[0]).item() == pytest.approx(1e-3 * 2 * 64 * 112, rel=0.01)
 
 
-def test_masks_need_a_full_checkpoint(exact_llama: Path, methods: Any, tmp_path: Path) -> None:
+def test_masks_need_a_full_checkpoint(exact_llama: Path, tmp_path: Path) -> None:
     """A slim checkpoint has no weights to mask out. It is said before the first step."""
     store = WeightStore(exact_llama)
     write_slim(store, store.manifest(), tmp_path / "slim")
     slim = BaseWeights(RemoteConfig(masking="simulate"), tmp_path / "slim")
     with pytest.raises(UnsupportedMethodError, match="checkpoint='FULL_CHECKPOINT'"):
         slim.read(store.manifest().groups[0], 0)
-    model = methods.load(exact_llama, split=True)
+    model = load(exact_llama, split=True)
     for module in model.modules():
         if isinstance(module, RemoteLayer):
             module.group.weights = slim
@@ -133,8 +132,8 @@ def test_values_out_of_range_are_refused(config: type[PeftConfig], values: dict[
 
 
 @pytest.mark.parametrize("name", ["bottleneck", "maskbert"])
-def test_merging_is_refused(name: str, methods: Any, exact_llama: Path) -> None:
-    model: Any = get_peft_model(methods.load(exact_llama, split=True), METHODS[name]())
+def test_merging_is_refused(name: str, exact_llama: Path) -> None:
+    model: Any = get_peft_model(load(exact_llama, split=True), METHODS[name]())
     with pytest.raises(UnsupportedMethodError, match="merg"):
         model.merge_and_unload()
 

@@ -29,18 +29,12 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(scope="module")
-def one_block(save_llama: Callable[..., Path]) -> Path:
-    """Half of `llama`: its head, and every kind of layer group."""
-    return save_llama(vocab_size=96, pad_token_id=0, num_hidden_layers=1)
-
-
 @pytest.fixture
 def load(llama: Path) -> Callable[..., Any]:
     """`load(...)`: a split model with an adapter; always the same one."""
 
-    def load(path: Path = llama, **options: Any) -> Any:
-        model = split_model(path, **options)
+    def load(**options: Any) -> Any:
+        model = split_model(llama, **options)
         torch.manual_seed(1)
         lora = LoraConfig(  # one linear of a group of three, and one that is alone
             target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", r=4, init_lora_weights=False
@@ -79,11 +73,13 @@ def test_a_whole_training_step_is_one_graph_and_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("guard", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
-def test_modes_give_the_same_bits(load: Callable[..., Any], one_block: Path, guard: Callable[[], Any]) -> None:
-    model = load(one_block)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+def test_modes_give_the_same_bits(load: Callable[[], Any], guard: Callable[[], Any]) -> None:
+    """Of an MLP, which has a group of two linears, and one that is alone with its adapter."""
+    mlp = load().get_submodule("base_model.model.model.layers.0.mlp")
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(5))
     with guard():
-        assert torch.equal(compiled(input_ids=IDS).logits, model(input_ids=IDS).logits)  # type: ignore[no-untyped-call]
+        assert torch.equal(compiled(x), mlp(x))  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -114,6 +110,6 @@ def test_composed_groups_take_no_part_in_a_compiled_pass(load: Callable[..., Any
     two, four = load(round_trips=2), load()
     with torch.no_grad():
         assert not torch.equal(two(input_ids=IDS).logits, four(input_ids=IDS).logits)
-        compiled = torch.compile(two, backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(two, backend="eager", fullgraph=True)
         found = compiled(input_ids=IDS).logits  # type: ignore[no-untyped-call]
         assert torch.equal(found, four(input_ids=IDS).logits)

@@ -14,7 +14,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -226,6 +226,7 @@ class _Changed:
 def test_a_change_anywhere_is_noticed(loaded: Callable[..., Any]) -> None:
     two, four = loaded(), loaded(4)
 
+    @settings(max_examples=25)
     @given(
         name=st.sampled_from(["self_attn.o_proj", "post_attention_layernorm", "input_layernorm", "mlp", "self_attn"]),
         block=st.integers(0, 2),

@@ -1,7 +1,7 @@
 """The gateway: authenticates tenants with TLS, and serves each connection in its own thread.
 
-Theory of operation. Each connection has a thread that blocks in TLS reads: a round trip takes 55 µs, where asyncio's
-TLS takes 90 µs, and a slow client delays only its own thread. `listener` starts no thread before the tenant has
+Theory of operation. Each connection has a thread that blocks in TLS reads, which is faster than asyncio
+(docs/adr/9-lane.md), and a slow client delays only its own thread. `listener` starts no thread before the tenant has
 authenticated. `connection` parses what tenants send. No exception leaves a thread.
 
 Finding the tenant that a certificate names takes a quarter of a handshake's time, so the result is cached until the

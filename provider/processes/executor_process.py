@@ -1,4 +1,4 @@
-"""An executor process, as `supervisor.ProcessExecutor` starts it.
+"""An executor process, as `supervisor.ExecutorProcess` starts it.
 
 The configuration and the model's digest are the first lines of stdin. The gateway keeps that pipe open. When the pipe
 closes, the executor ends. Only the gateway handles signals.

@@ -180,7 +180,7 @@ def _are_float_rows(parts: Sequence[Tensor], rows: int, width: int) -> bool:
 
 
 BRIEF = 1 << 14
-"""Entries of a matrix whose pass takes less time than reacquiring the GIL."""
+"""Entries of a matrix whose pass keeps the GIL (docs/adr/9-lane.md)."""
 _SMALL = 1 << 18  # the C library pools smaller blocks itself
 _STEPS = 8  # sizes between a power of two and the next
 

@@ -116,10 +116,10 @@ class Kernel(ABC):
 _PANEL, _SQUARE = 64, 64 * 64  # as in common.h and packed.h
 _PACKED_AT_ONCE = 8 * _PANEL  # outputs
 _TILE_ROWS = 16  # as in tiles.h
-# bytes of weights; with up to _SLICE_ROWS rows they take 30 µs, about the time to wake another thread
+# bytes of weights; with up to _SLICE_ROWS rows they take as long as waking another thread (docs/adr/9-lane.md)
 _SLICE_BYTES = 1 << 21
 _SLICE_ROWS = 8
-_BRIEF_ENTRIES = 1 << 17  # rows that are split into limbs in 13 µs
+_BRIEF_ENTRIES = 1 << 17  # of rows that are split into limbs without releasing the GIL
 _unused_limbs: deque["_Scratch"] = deque()  # one buffer per product that ran concurrently
 
 

@@ -113,7 +113,7 @@ class RingMatrix:
             raise RangeError(f"expected int32 rows of width {width}, got {rows.dtype} {list(rows.shape)}")
         count = rows.shape[0]
         if out is None:
-            if self.device.type == "cpu":  # numpy keeps the GIL, which matters for one row
+            if self.device.type == "cpu":  # docs/adr/9-lane.md
                 out = torch.from_numpy(np.empty((count, columns), dtype=np.int32))
             else:
                 out = torch.empty((count, columns), dtype=torch.int32, device=self.device)

@@ -71,8 +71,8 @@ def library() -> ctypes.CDLL | None:
 
 
 def brief_library() -> ctypes.PyDLL:
-    """The library, called without releasing the GIL: for work that takes less time than reacquiring the GIL.
-    Call it only if `library()` is not None.
+    """The library, called without releasing the GIL, for brief work (docs/adr/9-lane.md). Call it only if `library()`
+    is not None.
     """
     return _load_with_gil()
 
@@ -339,7 +339,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)  # after a fork, the child has only the calling thread
 
 
-_LINEAR_BYTES = 1 << 20  # of weights, which take 100 µs to read
+_LINEAR_BYTES = 1 << 20  # of weights: brief work
 
 
 def can_multiply(rows: Tensor, weight: Tensor) -> bool:

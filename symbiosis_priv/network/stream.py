@@ -6,13 +6,9 @@ carries 16 KiB, so one step of fine-tuning has tens of thousands of records. Thi
 TLS and the socket, and sends all of them with one system call. Errors are those of `ssl.SSLSocket`.
 
 The kernel enforces the timeout of the blocking socket. (Python's own timeout needs one system call to wait and another
-one to read.) The TLS object is read only if it may have bytes: otherwise it raises an error, and raising the error
-takes longer than decrypting a row. Every read of TLS releases the GIL, and with many connections the thread waits to
-get the GIL back. So a request's prefix, header and first rows, which arrive as one TLS record, are read with one call.
-A row is also read and sent with few calls of functions, because its product leaves their code and data in no cache.
-
-An idle core of a virtual machine halts, and a thread that was woken on it is slow for some 300 µs, as long as a row's
-product takes. So while frames of few rows follow each other, the thread polls for the next one before it sleeps.
+one to read.) The TLS object is read only if it may have bytes, a request's prefix, header and first rows are read with
+one call, and while frames of few rows follow each other, the thread polls for the next one before it sleeps
+(docs/adr/9-lane.md says what each of these costs).
 """
 
 import contextlib

@@ -71,7 +71,7 @@ MAX_BLOCKS = 32
 MAX_HELPERS = 16
 """Largest number of helpers that a permit names."""
 _NARROW = 24
-_BRIEF = 1 << 14  # items that take less time than reacquiring the GIL
+_BRIEF = 1 << 14  # items; docs/adr/9-lane.md
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,7 @@ class Encoding:
 
     def pack(self, matrix: Tensor | NDArray[Any]) -> memoryview:
         """The payload of a CPU matrix of `dtype`. With 32 bits it is not a copy if the matrix is contiguous and the
-        machine little-endian. `pack` and `unpack` avoid torch where possible. Each torch operation releases the GIL,
-        and reacquiring it takes longer than the rest while other threads wait for it."""
+        machine little-endian. `pack` and `unpack` avoid torch where possible (docs/adr/9-lane.md)."""
         if isinstance(matrix, Tensor):
             matrix = (matrix.detach() if matrix.requires_grad else matrix).numpy()
         array = np.ascontiguousarray(matrix)

@@ -94,7 +94,7 @@ class LayerGroup:
                     if together is not None:
                         return together
                 parts: tuple[Tensor, ...]
-                # `apply` takes 60 µs, as long as the product of a small layer
+                # `apply` is slow (docs/adr/9-lane.md)
                 parts = _GroupLinear.apply(x, self, None) if torch.is_grad_enabled() else _computed(self, x)  # type: ignore[no-untyped-call]
                 if len(parts) == 1:  # there are no siblings
                     return parts[0]

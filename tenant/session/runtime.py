@@ -85,7 +85,7 @@ class Runtime:
         self.lanes: dict[tuple[GroupIndex, Direction, int], Lane] = {}
         self._lane_memory: list[Tensor] = []
         self._plans: dict[tuple[GroupIndex, Direction], Plan] = {}
-        self.executors = _Executors(self._new_executor)
+        self.executors = _Clients(self._new_executor)
         self._probing: set[Channel] = set()
         self._flights = [Worker(f"flight-{number}") for number in range(_FLIGHTS)]
         secret = SessionSecret()
@@ -258,7 +258,7 @@ class Runtime:
         )
 
 
-class _Executors(dict[KnownProvider, ExecutorClient]):
+class _Clients(dict[KnownProvider, ExecutorClient]):
     """The clients of executors, made by `new` when they are first looked up, under the lock `making`."""
 
     def __init__(self, new: Callable[[KnownProvider], ExecutorClient]) -> None:

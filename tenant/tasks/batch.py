@@ -66,14 +66,14 @@ class Composition:
         places = self._places.get((members, device))
         if places is None:
             places = self._places[members, device] = self._placed(members, rest, device)
-        parts = []
-        for (key, _), tasks, part in zip(groups, members, places.parts, strict=True):
+        sections = []
+        for (key, _), tasks, section in zip(groups, members, places.sections, strict=True):
             blocks = [1 if self._block is None else -(-len(self._rows[task]) // self._block) for task in tasks]
             layers = [
                 self._adapters[task].layers[name] for task, n in zip(tasks, blocks, strict=True) for _ in range(n)
             ]
-            parts.append(_Part(operator(layers, key, in_blocks=self._block is not None), *part))
-        plan = self._plans[name, device] = _Plan(parts, places.rest, places.order)
+            sections.append(_Section(operator(layers, key, in_blocks=self._block is not None), *section))
+        plan = self._plans[name, device] = _Plan(sections, places.rest, places.order)
         return plan
 
     def needed(
@@ -85,12 +85,12 @@ class Composition:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the rows that siblings need, and the positions of each sibling's rows among them.
 
-        Row numbers count the rows of the input first, and then the changed rows of each part.
+        Row numbers count the rows of the input first, and then the changed rows of each section.
 
         Args:
             siblings: names of layers.
-            changed: the parts whose operators have changed their rows, as (layer, number of the part).
-            lengths: the number of rows of the input, and of the changed rows of each part.
+            changed: the sections whose operators have changed their rows, as (layer, number of the section).
+            lengths: the number of rows of the input, and of the changed rows of each section.
         """
         key = siblings, changed, lengths, device
         if key not in self._needed:
@@ -98,14 +98,14 @@ class Composition:
             orders = []
             for name in siblings:
                 order = torch.arange(counts, dtype=torch.long, device=device)
-                for number, part in enumerate(self.plan(name, device).parts):
+                for number, section in enumerate(self.plan(name, device).sections):
                     start = starts.get((name, number))
                     if start is None:
                         continue
-                    if part.own is None or part.places is None:
+                    if section.own is None or section.places is None:
                         order += start
                     else:
-                        order[part.own] = start + part.places
+                        order[section.own] = start + section.places
                 orders.append(order)
             rows, flat = torch.unique(torch.cat(orders), return_inverse=True)
             self._needed[key] = rows, dict(zip(siblings, flat.split(counts), strict=True))
@@ -116,7 +116,7 @@ class Composition:
             return torch.tensor(numbers, dtype=torch.long, device=device)
 
         in_order = list(range(self.count))
-        parts: list[tuple[Tensor | None, Tensor | None, Tensor | None]] = []
+        sections: list[tuple[Tensor | None, Tensor | None, Tensor | None]] = []
         order, start = [0] * self.count, 0
         for tasks in groups:
             rows: list[int] = []
@@ -132,13 +132,13 @@ class Composition:
                 order[row] = start + place
             start += len(rows)
             whole = rows == in_order
-            parts.append((None, None, None) if whole else (tensor(rows), tensor(own), tensor(places)))
-        if len(parts) == 1 and parts[0][0] is None:
-            return _Places(parts, None, None)
+            sections.append((None, None, None) if whole else (tensor(rows), tensor(own), tensor(places)))
+        if len(sections) == 1 and sections[0][0] is None:
+            return _Places(sections, None, None)
         without = [row for task in rest for row in self._rows[task]]
         for place, row in enumerate(without, start=start):
             order[row] = place
-        return _Places(parts, tensor(without) if without else None, tensor(order))
+        return _Places(sections, tensor(without) if without else None, tensor(order))
 
 
 class Batch:
@@ -183,9 +183,9 @@ class Batch:
             self._rows_first.add(name)
         pieces, changed = [x], []
         for sibling in siblings:
-            for number, part in enumerate(self._composition.plan(sibling, x.device).parts):
-                if part.operator.changes_input:
-                    rows = part.operator.before(_select(x, part.rows))
+            for number, section in enumerate(self._composition.plan(sibling, x.device).sections):
+                if section.operator.changes_input:
+                    rows = section.operator.before(_select(x, section.rows))
                     if rows is not None:
                         pieces.append(rows.to(x.dtype))
                         changed.append((sibling, number))
@@ -212,9 +212,9 @@ class Batch:
         if order is not None:
             y = y.index_select(0, order)
         plan = self._composition.plan(name, y.device)
-        if not plan.parts:
+        if not plan.sections:
             return y
-        outputs = [part.operator.after(_select(x, part.rows), _select(y, part.rows), base) for part in plan.parts]
+        outputs = [each.operator.after(_select(x, each.rows), _select(y, each.rows), base) for each in plan.sections]
         if plan.rest is not None:
             outputs.append(y.index_select(0, plan.rest))
         if plan.order is None:
@@ -246,12 +246,12 @@ def _state(x: Tensor) -> tuple[object, ...]:
 
 
 class _Places(NamedTuple):
-    parts: list[tuple[Tensor | None, Tensor | None, Tensor | None]]
+    sections: list[tuple[Tensor | None, Tensor | None, Tensor | None]]
     rest: Tensor | None
     order: Tensor | None
 
 
-class _Part(NamedTuple):
+class _Section(NamedTuple):
     operator: Operator
     rows: Tensor | None  # the operator's rows, with rows that fill up blocks; None for all rows, in order
     own: Tensor | None  # these rows of the batch, each once
@@ -259,9 +259,9 @@ class _Part(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    parts: list[_Part]
+    sections: list[_Section]
     rest: Tensor | None  # rows without an adapter at this layer
-    order: Tensor | None  # position of each row in the outputs of parts and rest; None if one part has all rows
+    order: Tensor | None  # position of each row in the outputs of sections and rest; None if one section has all rows
 
 
 def _select(x: Tensor, rows: Tensor | None) -> Tensor:

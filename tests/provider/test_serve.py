@@ -28,7 +28,7 @@ from provider.executor import supervisor
 from provider.executor.client import ExecutorRequester
 from provider.executor.executor import build
 from provider.executor.queues import LocalInbox
-from provider.executor.supervisor import ProcessExecutor, ThreadExecutor, make
+from provider.executor.supervisor import ExecutorProcess, ExecutorThread, make
 from provider.gateway.listener import Listener
 from provider.serve import Provider
 from symbiosis_priv.certificates import revocation
@@ -134,7 +134,7 @@ def test_a_killed_executor_process_is_restarted(
     endpoint = f"ipc://{socket_folder}/executor.sock"
     with Provider(configure(executor=ExecutorConfig(endpoint=endpoint, threads=1))) as provider:
         assert stat.S_IMODE(socket_folder.stat().st_mode) == 0o700
-        assert isinstance(provider.executor, ProcessExecutor)
+        assert isinstance(provider.executor, ExecutorProcess)
         client = connect(to=provider)
         x = torch.arange(4 * WIDTH, dtype=torch.int32).reshape(4, WIDTH)
         before = client.product(execute(0, 4), x)
@@ -251,7 +251,7 @@ def test_a_hanging_executor_is_restarted(configure: Configure, connect: Connect,
     with Provider(configure(executor=apart)) as provider:
         client = connect(to=provider)
         before = client.product(execute(0, 1), x)
-        assert isinstance(provider.executor, ProcessExecutor)
+        assert isinstance(provider.executor, ExecutorProcess)
         first = provider.executor.pid
         os.kill(first, signal.SIGSTOP)
         until(lambda: provider.executor.hangs)
@@ -363,7 +363,7 @@ def test_an_executor_that_an_error_has_ended_is_replaced(
         raise RuntimeError("nobody has thought of it")
 
     with Provider(configure()) as provider:
-        assert isinstance(provider.executor, ThreadExecutor)
+        assert isinstance(provider.executor, ExecutorThread)
         monkeypatch.setattr(provider.executor._executor._scheduler, "take", fail)  # no other provider's
         until(lambda: provider.executor.generation == 1 and provider.executor.present)
         assert connect("alice", to=provider).product(execute(0, 40), torch.ones(40, 64, dtype=torch.int32)).any()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from provider.config.schema import ExecutorConfig, ProviderConfig
 from provider.executor import supervisor
-from provider.executor.supervisor import GroupExecutor
+from provider.executor.supervisor import ExecutorGroup
 from provider.serve import Provider
 from provider.shards import rank_group
 from provider.shards.sharded import ShardedOperands
@@ -112,7 +112,7 @@ def test_sharded_products_are_those_of_one_process(
 
 def ranks_of(provider: Provider) -> dict[int, int]:
     """Process ids by rank."""
-    assert isinstance(provider.executor, GroupExecutor)
+    assert isinstance(provider.executor, ExecutorGroup)
     agent = provider.executor.pid
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     names = {pid: Path(f"/proc/{pid}/comm").read_text().split() for pid in map(int, children)}
@@ -131,7 +131,7 @@ def test_a_group_uses_a_private_folder_restarts_after_a_hanging_rank_and_ends_wi
     monkeypatch.setattr(supervisor, "_FIRST_BACKOFF_S", 2.0)  # forks start soon; tenants are refused for that long
     settings = ExecutorConfig(ranks=2, threads=1, warm_up=False, group_timeout_s=300, hang_timeout_s=300)
     with Provider(configure(executor=settings)) as provider:
-        assert isinstance(provider.executor, GroupExecutor)
+        assert isinstance(provider.executor, ExecutorGroup)
         assert not listening_addresses([provider.executor.pid])  # no store: the ranks meet in a folder
         assert listening_addresses(ranks_of(provider).values()) == {"127.0.0.1"}
         client = connect(to=provider)

@@ -11,6 +11,7 @@ from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from symbiosis_priv.errors import ConfigError
+from tenant.cli import check
 from tenant.training.corpus import read, to_blocks
 from tenant.training.examples import NOT_LEARNED, Example, columns, learned_parts, make_examples, rows_of
 from tests.tenant.training.conftest import TEMPLATE, Write
@@ -109,6 +110,27 @@ def test_the_tokens_are_those_that_trl_prepares(name: str, write: Write, tokeniz
             ("input_ids", "labels")
         ).to_list()
     assert all(any(label != NOT_LEARNED for label in one.labels) for one in rows_of(found))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_check_prints_examples_of_every_form_with_what_is_learned(
+    name: str, write: Write, tokenizer: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tenant check --data FILE --show 2`."""
+    template, row = FORMS[name]
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text(tokenizer.chat_template)
+    monkeypatch.setattr("tenant.model.loading.load_tokenizer", lambda _: tokenizer)
+    path = write(*(row(i) for i in range(20)))
+    check.check(model=str(tmp_path), text=path, show=2, sequence_length=10_000)
+    shown = capsys.readouterr().out
+    rows = rows_of(encoded(path, tokenizer)[:2])
+    assert shown.count("learned between [[ and ]]") == len(rows)
+    for one in rows:
+        text = "".join(f"[[{part}]]" if is_learned else part for part, is_learned in learned_parts(one, tokenizer))
+        assert text in shown
+        assert "[[" in text
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, "qwen3"], ids=["by prefix", "by template"])

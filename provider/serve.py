@@ -30,6 +30,7 @@ from symbiosis_priv.checkpoints.manifest import Manifest, price_of_composing
 from symbiosis_priv.checkpoints.weights import Progress
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.network.addresses import listen
+from symbiosis_priv.network.hybrid import require_hybrid
 from symbiosis_priv.system.files import write_atomically
 from symbiosis_priv.system.processes import when_stdin_closes
 
@@ -89,6 +90,8 @@ class Provider:
         `CheckpointError`, `UnsupportedModelError`: the model cannot be read or served."""
         self._reloader = Reloader(self._watched_files, self._reload)  # later changes are reloaded
         _require_free(self.config)
+        if "helper" in self.config.roles:
+            require_hybrid('roles = ["helper"]')
         config = self.config = placed(self.config, progress=self._progress)
         helpers = config.relay.helpers
         self._credentials = credentials = Credentials.load(config.tls, helpers=helpers, before=self._credentials)

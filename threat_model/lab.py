@@ -203,7 +203,7 @@ class Lab:
         # the executors of this process wait longer for blocks, for busy machines
         patient = mock.patch("provider.gateway.connection._BLOCK_WAIT_S", 20.0)
         every_pass = mock.patch("tenant.model.trips.MOST_ROWS", 1 << 20)
-        with patient, every_pass, mock.patch.object(BlockStore, "keep", deposit):
+        with patient, every_pass, mock.patch.object(BlockStore, "keep", deposit), recorder.recording_links():
             model = self._load(recorder, federation=chosen, **scheme.options)
             with backend_of(model):
                 witness = Witness.install(model, recorder, self.public, truth)

@@ -2,7 +2,8 @@
 
 If the suite never found a fault, its verdict "hidden" would prove nothing. Most faults are planted into a recording:
 the rows of a real run are masked again in a wrong way, as an executor would have received them. `reused_pads`,
-`bare_effects`, `twin_keystreams`, `twin_helpers` and `blind_to_companies` break the real tenant while it runs.
+`bare_effects`, `twin_keystreams`, `without_ml_kem`, `uncovered_effects`, `twin_helpers` and `blind_to_companies` break
+the real tenant while it runs.
 """
 
 import secrets
@@ -21,12 +22,13 @@ from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand, mask_key, ra
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.federation.parties import Parties
-from symbiosis_priv.network import wire
+from symbiosis_priv.network import hybrid, wire
 from tenant.core.pads import Pad, SessionSecret
 from tenant.masking.paper_pool import gaussian
 from threat_model.attacks.base import Attack, DirectedAttack, Outcome
 from threat_model.attacks.collusion import Collusion
 from threat_model.attacks.exchanges import RelayedAnswers
+from threat_model.attacks.recorded_links import Harvest
 from threat_model.attacks.reused_noise import Differencing
 from threat_model.attacks.statistics_of_masks import SamplerGrid, SeedRecovery
 from threat_model.attacks.tokens import Averaging, RowScale, SubspaceProjection
@@ -111,6 +113,10 @@ def plant(lab: Lab, ring: Recording, floats: Recording, step: Callable[[str], No
     both("relayed effects are bare", "relay", RelayedAnswers, live(bare_effects(), PAD_RELAY))
     step("planted faults: blocks under the keystream of the masks")
     both("relayed effects are under the masks' keystream", "relay", RelayedAnswers, live(twin_keystreams(), PAD_RELAY))
+    step("planted faults: a combiner without ML-KEM")
+    both("the second key leaves ML-KEM out", "pad", Harvest, live(without_ml_kem(), PAD))
+    step("planted faults: effects outside the second key")
+    both("effects are under TLS alone", "pad", Harvest, live(uncovered_effects(), PAD))
     step("planted faults: a tenant whose helper is of its executor's company")
     recording = live(blind_to_companies(), PAD, lab.one_company)
     both("executor and helper of one company", "rule 8", Collusion, recording)
@@ -152,6 +158,17 @@ def twin_keystreams() -> Iterator[None]:
     """Inside this block, tenants and helpers of this process hide relayed effects with the keystream of the masks."""
     with mock.patch("provider.relay.links.relay_key", mask_key), mock.patch("tenant.core.pads.relay_key", mask_key):
         yield
+
+
+def without_ml_kem() -> AbstractContextManager[object]:
+    """Inside this block, the second key of helpers' links follows from X25519's secret alone."""
+    combine = hybrid.combine
+    return mock.patch.object(hybrid, "combine", lambda _, *others: combine(b"", *others))
+
+
+def uncovered_effects() -> AbstractContextManager[object]:
+    """Inside this block, helpers of this process send effects as they are, and tenants take them so."""
+    return mock.patch.object(hybrid.Sealing, "cover", lambda _, nonce, payload: memoryview(bytes(payload)))
 
 
 def twin_helpers() -> AbstractContextManager[object]:

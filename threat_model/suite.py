@@ -146,7 +146,7 @@ def run_suite(
     """Record every scheme, run every attack on it, plant every fault, and run every lie."""
     started, began = time.monotonic(), datetime.now(UTC)
     schemes, workload = (QUICK_SCHEMES, QUICK) if quick else (SCHEMES, FULL)
-    total = len(schemes) * (1 + len(attacks)) + 9
+    total = len(schemes) * (1 + len(attacks)) + 11
     done = 0
 
     def step(what: str) -> None:

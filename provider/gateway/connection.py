@@ -31,9 +31,10 @@ from provider.relay.blocks import LIFETIME_S, PERMIT_S, without_blocks
 from provider.relay.links import make_block
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.certificates.reading import is_signed
-from symbiosis_priv.errors import ConnectionLostError
+from symbiosis_priv.errors import ConnectionLostError, ProtocolError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import statement
+from symbiosis_priv.network.hybrid import Sealing, answer_offer
 from symbiosis_priv.network.stream import FrameStream
 from symbiosis_priv.network.tls import TenantIdentity
 
@@ -63,6 +64,7 @@ class Connection(FrameLoop[wire.Request]):
         super().__init__(stream, party=tenant, state=state, slot=slot, refusal=refusal)
         self._tenant, self._executor = tenant, executor
         self._role: wire.Role | None = None
+        self._sealing: Sealing | None = None  # of a helper's connection
         self._sizes: dict[_Kind, Sizes] = {}  # of accepted kinds: model, layers and limits do not change
         self._repeated: dict[bytes, Repeated] = {}  # of answered requests, by their headers
         self._quotas = state.quotas.of  # in force when these were learned
@@ -148,12 +150,17 @@ class Connection(FrameLoop[wire.Request]):
         if isinstance(request, wire.Execute | wire.Effect):
             if isinstance(request, wire.Execute) and request.confirms:  # also if the request is refused
                 self._state.blocks.confirm(self._tenant, request.confirms)
-            self._answer_product(request, self._check(request))
+            sizes = self._check(request)
+            if isinstance(request, wire.Effect):
+                request = self._opened(request)
+            self._answer_product(request, sizes)
             return
         self._frames.expect_payload(0)
         match request:
             case wire.Hello():
                 self._answer_hello(request)
+            case wire.KeyShare():
+                self._answer_key_share(request)
             case wire.FetchHealth():
                 self._answer_health()
             case wire.PermitRequest():
@@ -276,6 +283,8 @@ class Connection(FrameLoop[wire.Request]):
                 product, relayed = wire.RING32.pack(without_blocks(product, parts, request)), True
         if request.ring_bits == wire.RING24.item_bits:
             product = wire.RING24.pack(np.frombuffer(product, dtype="<i4"))
+        if self._sealing is not None and not relayed:
+            product = self._sealing.cover(request.nonce, product)
         return product, relayed, len(product)
 
     def _bill(self, counts: UsageCounts) -> None:
@@ -318,6 +327,11 @@ class Connection(FrameLoop[wire.Request]):
         if hello.version not in wire.VERSIONS:
             spoken = " and ".join(map(str, wire.VERSIONS))
             refuse_bad(f"this provider speaks versions {spoken}, not {hello.version}; upgrade the older side")
+        if hello.role == "helper" and hello.version < wire.HYBRID_VERSION:
+            refuse_bad(
+                f"helpers take seeds under X25519 and ML-KEM-768 only, which is version {wire.HYBRID_VERSION}, not "
+                f"{hello.version}; upgrade the tenant"
+            )
         if hello.role not in self._state.config.roles:
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this provider does not serve as {hello.role}")
         if hello.model_digest != self._state.digest:
@@ -334,6 +348,23 @@ class Connection(FrameLoop[wire.Request]):
             max_payload=self._frames.max_payload,
         )
         self._frames.send(wire.encode(welcome))
+
+    def _answer_key_share(self, share: wire.KeyShare) -> None:
+        if self._role != "helper" or self._sealing is not None:
+            refuse_bad("keys are agreed on once, after the hello to a helper")
+        try:
+            answer, self._sealing = answer_offer(share, self._stream.tls)
+        except ProtocolError as error:
+            refuse_bad(str(error))
+        self._frames.send(wire.encode(answer))
+
+    def _opened(self, request: wire.Effect) -> wire.Effect:
+        if self._sealing is None:
+            refuse_bad("send the keys for seeds first")
+        try:
+            return self._sealing.opened(request)
+        except ProtocolError as error:
+            refuse_bad(str(error))
 
     def _answer_permit(self, request: wire.PermitRequest) -> None:
         if self._role != "executor":

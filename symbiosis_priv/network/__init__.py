@@ -4,6 +4,7 @@ wire             the messages, how they are framed, and how a payload stores a m
 block_statement  what a helper signs for a block of relayed effects
 tls              contexts that trust only pinned certificates
 stream           TLS with many records per system call, exact sizes and deadlines, for both sides
+hybrid           keys of X25519 and ML-KEM-768 together, for seeds and effects
 dial             the client: opens a connection to a provider, and asks
 addresses        `host:port`, and sockets that listen there
 """

@@ -2,7 +2,8 @@
 
 Sessions, probes, health, `verify`, registries' clients, links between providers and benchmarks all use it. `ask` makes
 one exchange, and repeats it while the provider is busy if it is told to; `expect` refuses other replies than the one
-that answers the request. Sessions use `send`, `receive` and `fill`, which give the payload its memory.
+that answers the request. Sessions use `send`, `receive` and `fill`, which give the payload its memory. After `agree`,
+seeds are sealed when they are sent, and `uncover` opens effects; a seed is never sent without.
 
 A `ClientConnection` is a TLS 1.3 connection with the provider's certificate pinned. Every wait ends at a deadline; a
 trickle of bytes does not extend the deadline. A wait runs in slices of two seconds, and the caller is told after each
@@ -28,6 +29,7 @@ from typing import Any, TypeVar
 import msgspec
 from torch import Tensor
 
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES
 from symbiosis_priv.certificates.reading import Pin
 from symbiosis_priv.errors import (
     ConnectionLostError,
@@ -36,7 +38,7 @@ from symbiosis_priv.errors import (
     ProviderError,
     SymbiosisError,
 )
-from symbiosis_priv.network import tls, wire
+from symbiosis_priv.network import hybrid, tls, wire
 from symbiosis_priv.network.addresses import Endpoints, is_internal, is_own
 from symbiosis_priv.network.stream import SLICE_S, FrameStream, Waiting, shut
 
@@ -77,6 +79,7 @@ class ClientConnection:
     traffic: Traffic = field(default_factory=Traffic)
     waiting: Waiting | None = None  # called after every slice of a wait
     stream: FrameStream | None = field(default=None, init=False)  # of the open connection
+    _sealing: hybrid.Sealing | None = field(default=None, init=False)  # of a connection with a helper
     _socket: socket.socket | None = field(default=None, init=False)
     _shut: bool = field(default=False, init=False)
     _received: bool = field(default=False, init=False)  # a refused certificate is reported at the first read, see `tls`
@@ -128,6 +131,19 @@ class ClientConnection:
                 raise tls.handshake_error(error, peer=self.name, pins=self.pins) from error
             undo.pop_all()
 
+    def agree(self, *, deadline: float) -> None:
+        """Agree with a helper, which has welcomed this tenant, on the key of seeds and effects. Raises as `expect`
+        does, and `ConfigError` where ML-KEM-768 is missing."""
+        offer = hybrid.KeyOffer()
+        answer, _ = self.expect(wire.KeyAnswer, offer.message, deadline=deadline)
+        assert self.tls is not None
+        self._sealing = offer.sealing(answer, self.tls)
+
+    def uncover(self, reply: wire.Reply, payload: bytearray | memoryview) -> None:
+        """Open the payload of an answer in place, if it is an effect."""
+        if self._sealing is not None and isinstance(reply, wire.Result):
+            self._sealing.uncover(reply.nonce, payload)
+
     def send(
         self, message: wire.Message, payload: Tensor | bytes | memoryview | None = None, *, deadline: float
     ) -> None:
@@ -137,6 +153,10 @@ class ClientConnection:
             body = message.encoding.pack(payload)
         else:
             body = memoryview(payload or b"")
+        if isinstance(message, wire.Effect) and len(message.seed) == SEED_BYTES:
+            if self._sealing is None:
+                raise ProtocolError(f"{self.name} has agreed on no key for seeds")
+            message = self._sealing.seal(message)
         head = wire.encode(message, payload_bytes=len(body))
         assert self.stream is not None
         self._guarded(partial(self.stream.send_frame, head, body, deadline=deadline))
@@ -177,6 +197,7 @@ class ClientConnection:
             header, size = self.receive_header(max_payload=max_payload, deadline=deadline)
             reply, body = decode(header), bytearray(size)
             self.fill(body, deadline=deadline)
+            self.uncover(reply, body)
             if not patient or not isinstance(reply, wire.Failure) or reply.code not in wire.RETRYABLE:
                 return reply, body
             if time.monotonic() + _BUSY_S > deadline:
@@ -219,7 +240,7 @@ class ClientConnection:
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.close()
-            self._socket = self.stream = None
+            self._socket = self.stream = self._sealing = None
 
     def _dial(self, deadline: float) -> socket.socket:
         """Like `socket.create_connection`, but `shut` can reach a socket that is still connecting."""

@@ -27,6 +27,10 @@ helper (`Effect.relay`). The helper sends the signed block to the executor (`Dep
 payload. `Execute.blocks` names the rows of blocks that the executor subtracts from its answer. The tenant fetches a
 block (`FetchBlock`) only to find out which provider caused a wrong answer. A tenant that relays says hello with
 `RELAY_VERSION`. Requests and answers without relay have the same bytes as before.
+
+Hybrid keys. A tenant says hello to a helper with `HYBRID_VERSION`, and sends a `KeyShare` next. Seeds in requests and
+effects in answers are then sealed under the key of both messages (`hybrid`). A helper serves no older version, because
+a recorded seed or effect must not depend on X25519 alone.
 """
 
 import functools
@@ -59,13 +63,17 @@ NARROW_VERSION = 4
 """Version 3 with narrow rings."""
 RELAY_VERSION = 5
 """Version 4 with relay of effects."""
-VERSIONS = (VERSION, NARROW_VERSION, RELAY_VERSION)
+HYBRID_VERSION = 6
+"""Version 5 with seeds and effects under X25519 and ML-KEM-768. The only version of the role helper."""
+VERSIONS = (VERSION, NARROW_VERSION, RELAY_VERSION, HYBRID_VERSION)
 MAGIC = b"SYM1"
 PREFIX = struct.Struct("<4sII")
 MAX_HEADER = 8192  # `MAX_EXPERTS` counts, of at most 5 bytes each
 MAX_GROUPS = 1 << 20
 NONCE_BYTES = 16
 TOKEN_BYTES = 32
+TAG_BYTES = 16
+"""By how much a sealed seed is longer than the seed."""
 MAX_BLOCKS = 32
 """Largest number of block ranges of a request. With `MAX_EXPERTS` counts they fit a header."""
 MAX_HELPERS = 16
@@ -182,8 +190,10 @@ def encoding_of(arithmetic: Arithmetic, ring_bits: RingBits = 32) -> Encoding:
     return RING32 if ring_bits == RING32.item_bits else RING24
 
 
-def version_of(ring_bits: RingBits, *, relay: bool = False) -> int:
+def version_of(ring_bits: RingBits, *, relay: bool = False, role: Role = "executor") -> int:
     """The version in a tenant's `Hello`: the lowest one with everything that the tenant uses."""
+    if role == "helper":
+        return HYBRID_VERSION
     if relay:
         return RELAY_VERSION
     return VERSION if ring_bits == RING32.item_bits else NARROW_VERSION
@@ -195,7 +205,10 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 """A finite number: neither infinite nor nan."""
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
-Seed = Annotated[keystream.Seed, msgspec.Meta(min_length=keystream.SEED_BYTES, max_length=keystream.SEED_BYTES)]
+Seed = Annotated[
+    keystream.Seed, msgspec.Meta(min_length=keystream.SEED_BYTES, max_length=keystream.SEED_BYTES + TAG_BYTES)
+]
+"""A seed; on a connection it is sealed (`hybrid.Sealing`)."""
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Fingerprint = Annotated[str, msgspec.Meta(pattern="^sha256:[0-9a-f]{64}$")]
 """`certificates.reading.fingerprint` of a provider's certificate."""
@@ -255,6 +268,18 @@ class Welcome(Message, frozen=True, tag="welcome"):
         return range(self.first_group, self.end_group)
 
 
+class KeyShare(Message, frozen=True, tag="key_share"):
+    """A tenant's public keys for one connection with a helper: ML-KEM-768 and then X25519."""
+
+    share: Annotated[bytes, msgspec.Meta(min_length=1216, max_length=1216)]
+
+
+class KeyAnswer(Message, frozen=True, tag="key_answer"):
+    """The helper's answer: an ML-KEM-768 ciphertext and then an X25519 public key."""
+
+    share: Annotated[bytes, msgspec.Meta(min_length=1120, max_length=1120)]
+
+
 class Binding(Message, frozen=True, kw_only=True, omit_defaults=True):
     """The fields that tie a reply to its request (rule 7). `counts` are the rows of every expert of a stack; None with
     the whole matrix of the group. `ring_bits` are the bits of an integer of the payloads, with ring arithmetic."""
@@ -311,6 +336,10 @@ class Effect(Binding, frozen=True, kw_only=True, tag="effect"):
     seed: Seed
     first_row: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     relay: RelayOrder | None = None
+
+    def __post_init__(self) -> None:
+        if keystream.SEED_BYTES < len(self.seed) < keystream.SEED_BYTES + TAG_BYTES:
+            raise ValueError("seed is neither bare nor sealed")
 
     def __repr__(self) -> str:
         """Leaves out the seed, so that a log line with a request does not reveal a pad."""
@@ -443,8 +472,8 @@ class Failure(Message, frozen=True, tag="failure", omit_defaults=True):
 
 
 Buffer = bytes | bytearray | memoryview
-Request = Hello | Execute | Effect | FetchHealth | PermitRequest | FetchBlock
-Reply = Welcome | Result | HealthReport | Failure | Permit | Block
+Request = Hello | KeyShare | Execute | Effect | FetchHealth | PermitRequest | FetchBlock
+Reply = Welcome | KeyAnswer | Result | HealthReport | Failure | Permit | Block
 LinkReply = Deposited | Failure
 """What an executor answers to a helper."""
 

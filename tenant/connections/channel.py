@@ -116,8 +116,8 @@ class Channel:
         buffers: memory for answers; each answer has its own memory if None.
         notices: logs what a request waits for.
         ring_bits: bits of the integers in requests, which decide the version that the channel speaks.
-        relay: True if effects may be relayed. The channel then speaks the newer version of the protocol, and an older
-            version with providers that refuse the newer one.
+        relay: True if effects may be relayed. A channel to an executor then speaks the newer version of the protocol,
+            and an older version with executors that refuse the newer one.
         permit: called with the provider and the rows before a request is sent; raises if the request must not be sent.
 
     Attributes:
@@ -143,9 +143,9 @@ class Channel:
         self.peer = peer
         self.traffic = Traffic()
         self.worker = Worker(f"{peer.role}-{peer.name}")
-        version = wire.version_of(ring_bits, relay=relay)
+        version = wire.version_of(ring_bits, relay=relay, role=peer.role)
         self._hello = wire.Hello(version=version, role=peer.role, model_digest=model_digest)
-        self._older_version = wire.version_of(ring_bits)
+        self._older_version = wire.version_of(ring_bits, role=peer.role)
         self._context = context
         self._deadline_s = deadline_s
         self._buffers = buffers or Buffers(limit=0)
@@ -416,6 +416,7 @@ class Channel:
             )
         if filled:
             connection.fill(space, deadline=deadline)
+            connection.uncover(reply, space)
             encoding.unpack_in_place(entries)
         answer = torch.from_numpy(entries)
         if self._wiretap:
@@ -463,12 +464,21 @@ class Channel:
         try:
             reply, _ = self._expect(wire.Welcome, self._hello, deadline)
         except ProviderError as error:
+            if error.code == wire.ErrorCode.BAD_REQUEST and self.peer.role == "helper":
+                raise ProviderError(
+                    code=error.code,
+                    provider=self.peer.name,
+                    detail="its release has no ML-KEM-768, and seeds for `pad` are sent under X25519 and ML-KEM-768 "
+                    "only: ask its operator to upgrade it",
+                ) from error
             if error.code != wire.ErrorCode.BAD_REQUEST or self._hello.version == self._older_version:
                 raise
             self._hello = msgspec.structs.replace(self._hello, version=self._older_version)
             reply, _ = self._expect(wire.Welcome, self._hello, deadline)
         if reply.model_digest != self._hello.model_digest:
             raise ProtocolError(f"{self._name} does not serve the pinned model")
+        if self.peer.role == "helper":
+            connection.agree(deadline=deadline)
         self._welcome = reply
         return reply
 

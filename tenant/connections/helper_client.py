@@ -103,7 +103,7 @@ class HelperClient:
         """Return the request to relay effects, for `submit`. None if the helper does not relay, the effect needs more
         than one block, or the executor would refuse the block."""
         welcome = self.provider.welcome
-        if welcome is None or welcome.version < wire.RELAY_VERSION:
+        if welcome is None:
             return None
         if wanted.rows > min(row_limit(wanted.facts.widest, limits) for limits in (welcome, target.welcome)):
             return None

@@ -258,10 +258,14 @@ class ProviderProbe:
 
     def _hello(self) -> wire.Welcome:
         digest = self._federation.model_digest
-        hello = wire.Hello(version=wire.VERSION, role=self.finding.peer.role, model_digest=digest)
+        role = self.finding.peer.role
+        hello = wire.Hello(version=wire.version_of(32, role=role), role=role, model_digest=digest)
         self._welcome, _ = self._expect(wire.Welcome, hello)
         if self._welcome.model_digest != digest:
             raise errors.ProtocolError(f"{self.name} does not serve the pinned model")
+        if role == "helper":
+            assert self._connection is not None
+            self._connection.agree(deadline=self._deadline)
         return self._welcome
 
     def _verify(self, finding: Finding, groups: range, preparation: Preparation) -> None:

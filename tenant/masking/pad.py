@@ -12,6 +12,7 @@ from functools import partial
 
 from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.network.block_statement import block_id
+from symbiosis_priv.network.hybrid import require_hybrid
 from tenant.connections.helper_client import MaskRows
 from tenant.core.pads import EffectSource, Pad, PadOrder, RelayedBlock, SessionSecret, Share
 from tenant.masking.scheme import Holders, Materials, SessionScheme
@@ -27,6 +28,7 @@ class OneTimePads(SessionScheme):
     assumption = "executor and helpers do not all collude"
 
     def effects(self, materials: Materials) -> EffectSource:
+        require_hybrid("masking = 'pad'")
         return PadSource(materials.facts, materials.secret, materials.holders)
 
 

@@ -13,10 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from provider.config.schema import ProviderConfig, to_json
-from symbiosis_priv.arithmetic.keystream import Seed
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
+from symbiosis_priv.network.hybrid import KeyOffer, Sealing
 from tests.warm import Popen
 
 TIMEOUT_S = 20.0
@@ -30,21 +31,33 @@ class Client:
         raw = socket.create_connection((host, port), timeout=TIMEOUT_S, source_address=(source, 0))
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = context.wrap_socket(raw, server_hostname=host)
+        self.sealing: Sealing | None = None  # with a helper, after the hello
 
     def send(self, message: wire.Message, payload: bytes | memoryview = b"", *, announced: int | None = None) -> None:
         size = len(payload) if announced is None else announced
+        if isinstance(message, wire.Effect) and self.sealing is not None and len(message.seed) == SEED_BYTES:
+            message = self.sealing.seal(message)
         self.socket.sendall(wire.encode(message, payload_bytes=size) + bytes(payload))
 
     def receive(self) -> tuple[wire.Reply, bytearray]:
         header, size = wire.decode_prefix(bytes(self._exactly(wire.PREFIX.size)), max_payload=wire.MAX_PAYLOAD)
-        return wire.decode_reply(bytes(self._exactly(header))), self._exactly(size)
+        reply, payload = wire.decode_reply(bytes(self._exactly(header))), self._exactly(size)
+        if self.sealing is not None and isinstance(reply, wire.Result):
+            self.sealing.uncover(reply.nonce, payload)
+        return reply, payload
 
     def ask(self, message: wire.Message, payload: bytes | memoryview = b"") -> wire.Reply:
         self.send(message, payload)
         return self.receive()[0]
 
     def hello(self, digest: str, role: wire.Role = "executor") -> wire.Reply:
-        return self.ask(wire.Hello(version=wire.VERSION, role=role, model_digest=digest))
+        reply = self.ask(wire.Hello(version=wire.version_of(32, role=role), role=role, model_digest=digest))
+        if role == "helper" and isinstance(reply, wire.Welcome):
+            offer = KeyOffer()
+            answer = self.ask(offer.message)
+            assert isinstance(answer, wire.KeyAnswer), answer
+            self.sealing = offer.sealing(answer, self.socket)
+        return reply
 
     def product(self, request: wire.Execute | wire.Effect, rows: Tensor | None = None) -> Tensor:
         """Request a product, and check that the answer is bound to the request."""

@@ -23,10 +23,12 @@ from symbiosis_priv.arithmetic.keystream import expand, relay_key
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction, quantise_rows
 from symbiosis_priv.certificates.reading import Identity, fingerprint, sign
 from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import ProtocolError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import block_id, statement
+from symbiosis_priv.network.hybrid import Sealing, answer_offer
 from symbiosis_priv.network.tls import server_context
 from tenant.preparation.prepared import Preparation
 from tenant.session.session import Session
@@ -36,7 +38,8 @@ TIMEOUT_S = 20.0
 
 @dataclass
 class Heard:
-    """A received request with its rows. (A helper's rows are expanded from the seed.)"""
+    """A received request with its rows. (A helper's rows are expanded from the seed, and its request and header are
+    those before the seed was sealed.)"""
 
     request: wire.Execute | wire.Effect
     header: bytes
@@ -203,10 +206,11 @@ class ScriptedProvider:
                 connection.settimeout(None)
                 with self._lock:
                     self._connections.append(connection)
-                while not self.closing.is_set() and self._answer(connection):
+                sealings: list[Sealing] = []  # of this connection, after its keys
+                while not self.closing.is_set() and self._answer(connection, sealings):
                     pass
 
-    def _answer(self, connection: ssl.SSLSocket) -> bool:
+    def _answer(self, connection: ssl.SSLSocket, sealings: list[Sealing]) -> bool:
         prefix = _exactly(connection, wire.PREFIX.size)
         header_size, payload_size = wire.decode_prefix(prefix, max_payload=self._max_payload)
         header = _exactly(connection, header_size)
@@ -226,6 +230,11 @@ class ScriptedProvider:
                 max_payload=self._max_payload,
             )
             connection.sendall(frame(welcome))
+            return True
+        if isinstance(request, wire.KeyShare):
+            answer_with_key, sealing = answer_offer(request, connection)
+            sealings.append(sealing)
+            connection.sendall(frame(answer_with_key))
             return True
         if isinstance(request, wire.FetchHealth):
             report = wire.HealthReport(
@@ -255,6 +264,10 @@ class ScriptedProvider:
         if isinstance(request, wire.FetchBlock):
             return self._hand_out(connection, request)
         assert isinstance(request, wire.Execute | wire.Effect)
+        if isinstance(request, wire.Effect):
+            canonical, request = prefix + header == wire.encode(request), sealings[0].opened(request)
+            header = wire.encode(request)[wire.PREFIX.size :] if canonical else header
+            prefix = wire.encode(request)[: wire.PREFIX.size] if canonical else prefix
         if request.group not in self._served:
             connection.sendall(frame(wire.Failure(code=wire.ErrorCode.NOT_SERVED, detail="not these layers")))
             return True
@@ -281,6 +294,8 @@ class ScriptedProvider:
         data = reply if isinstance(reply, bytes) else frame(*reply)
         if isinstance(request, wire.Effect) and to:
             data = self._deposit(to, request, data)
+        elif isinstance(request, wire.Effect):
+            data = _covered(sealings[0], data)
         connection.sendall(data)
         return True
 
@@ -331,6 +346,16 @@ class ScriptedProvider:
         block, body = stored
         connection.sendall(wire.encode(block, payload_bytes=len(body)) + body)
         return True
+
+
+def _covered(sealing: Sealing, data: bytes) -> bytes:
+    """An answer to a request for an effect, with its payload under the key of the connection."""
+    start = wire.PREFIX.size + wire.PREFIX.unpack(data[: wire.PREFIX.size])[1] if len(data) > wire.PREFIX.size else 0
+    with contextlib.suppress(ProtocolError):  # what is no answer is sent as it is
+        reply = wire.decode_reply(data[wire.PREFIX.size : start])
+        if isinstance(reply, wire.Result):
+            return data[:start] + sealing.cover(reply.nonce, memoryview(data[start:]))
+    return data
 
 
 _ONE_PRODUCT = threading.Lock()  # providers share the model

@@ -48,6 +48,10 @@ def planted(quick: Suite, fault: str) -> Outcome:
         ("relayed effects are bare, backward", 0.2),
         ("relayed effects are under the masks' keystream, forward", 0.2),  # in square matrices
         ("relayed effects are under the masks' keystream, backward", 0.2),
+        ("the second key leaves ML-KEM out, forward", 1.0),
+        ("the second key leaves ML-KEM out, backward", 1.0),
+        ("effects are under TLS alone, forward", 0.2),  # where a matrix determines the masks
+        ("effects are under TLS alone, backward", 0.2),
         ("executor and helper of one company, forward", 1.0),
         ("executor and helper of one company, backward", 1.0),
     ],

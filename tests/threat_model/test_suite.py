@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from symbiosis_priv import __version__
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from threat_model.attacks import ATTACKS, Outcome
 from threat_model.attacks.collusion import Coalition, Collusion
+from threat_model.attacks.recorded_links import Harvest
 from threat_model.attacks.reused_noise import CandidateSubtraction
 from threat_model.attacks.tokens import BlockLabels, HeadLabels, TokensFromRoutes
 from threat_model.conformance.properties import PROPERTIES
@@ -36,8 +38,9 @@ from threat_model.evidence.schemes import (
     paper_pool,
 )
 from threat_model.evidence.statistics import FALSE_ALARM
-from threat_model.evidence.views import CollusionView, HelperView
+from threat_model.evidence.views import CollusionView, HelperView, RecorderView
 from threat_model.lab import PLANTED, QUICK, Lab
+from threat_model.planted import score
 from threat_model.report import (
     BEGIN,
     END,
@@ -166,6 +169,27 @@ def test_any_single_honest_helper_is_enough(lab: Lab, recorded: Recorded, scheme
             assert read.trials > 1000
         assert outcome(Coalition(direction), helpers).success == 1.0
         assert outcome(Collusion(direction), helpers).success == 1.0
+
+
+@pytest.mark.parametrize("scheme", [PADS, PAD_RELAY, PAD_24], ids=lambda s: s.name)
+def test_a_recording_tells_rows_with_ml_kems_secrets_and_nothing_with_x25519s_alone(
+    lab: Lab, recorded: Recorded, scheme: AttackedScheme
+) -> None:
+    recording = recorded(scheme, SMALL)
+    harvested = recording.views.of("recorder")
+    assert isinstance(harvested, RecorderView)
+    assert len(harvested.links) >= scheme.helpers
+    assert all(link.kem is None for link in harvested.links)
+    assert all(len(request.seed) > SEED_BYTES for link in harvested.links for request, _ in link.effects)
+    assert scheme.relay or all(payload for link in harvested.links for _, payload in link.effects)
+    for direction in DIRECTIONS:
+        without = examine(Harvest(direction), recording, lab).outcome
+        assert without is not None
+        assert without.hits == 0
+        assert not without.broken
+        known = score(Harvest(direction), replace(harvested, links=recording.views.links), lab.public, recording)
+        assert known.success == 1.0
+        assert known.trials == without.trials > 1000
 
 
 @pytest.mark.parametrize("noise", [1.0, 256.0])

@@ -8,6 +8,7 @@ from threat_model.attacks.adapter_extraction import AdapterExtraction
 from threat_model.attacks.base import Attack, Outcome
 from threat_model.attacks.collusion import Coalition, Collusion, HelperAlone, PartialCollusion
 from threat_model.attacks.exchanges import RelayedAnswers
+from threat_model.attacks.recorded_links import Harvest
 from threat_model.attacks.reused_noise import BlindClustering, CandidateSubtraction, Differencing, RepeatedRows
 from threat_model.attacks.side_channels import ExecutorShapes, MixedBatches, NeighbourCounts, NetworkShapes
 from threat_model.attacks.statistics_of_masks import Distinguisher, SamplerGrid, SeedRecovery, Uniformity
@@ -36,6 +37,7 @@ ATTACKS: tuple[Attack[Any, Any], ...] = (
     *(PartialCollusion(direction) for direction in DIRECTIONS),
     *(Coalition(direction) for direction in DIRECTIONS),
     *(Collusion(direction) for direction in DIRECTIONS),
+    *(Harvest(direction) for direction in DIRECTIONS),
     ExecutorShapes(),
     NetworkShapes(),
     NeighbourCounts(),

@@ -99,6 +99,7 @@ class RawConnection:
             reply, size = self._connection.receive(max_payload=max_payload, deadline=deadline)
             body = bytearray(size)
             self._connection.fill(body, deadline=deadline)
+            self._connection.uncover(reply, body)
             return reply, body
 
     def ask(
@@ -110,8 +111,13 @@ class RawConnection:
             return self._connection.ask(message, payload, max_payload=max_payload, deadline=deadline, patient=True)
 
     def hello(self, role: wire.Role, digest: str) -> wire.Reply:
-        """Say hello. Returns the provider's reply, of any kind."""
-        return self.ask(wire.Hello(version=wire.VERSION, role=role, model_digest=digest))[0]
+        """Say hello, and agree with a helper on a key. Returns the provider's reply to the hello, of any kind."""
+        hello = wire.Hello(version=wire.version_of(32, role=role), role=role, model_digest=digest)
+        reply = self.ask(hello)[0]
+        if role == "helper" and isinstance(reply, wire.Welcome):
+            with self._exchange() as deadline:
+                self._connection.agree(deadline=deadline)
+        return reply
 
     @contextmanager
     def _exchange(self) -> Iterator[float]:

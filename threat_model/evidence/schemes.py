@@ -36,8 +36,10 @@ class AttackedScheme:
 
     @property
     def hides_from(self) -> frozenset[Party]:
-        """Parties that must learn nothing about rows. Outsiders are always among them."""
-        return OUTSIDERS | self.masking.hides_from
+        """Parties that must learn nothing about rows. Outsiders are always among them, except those that record links
+        and compute TLS's secrets later, from whom only masks hide rows."""
+        later: frozenset[Party] = frozenset({"recorder"} if "executor" in self.masking.hides_from else ())
+        return OUTSIDERS | later | self.masking.hides_from
 
 
 def variant(scheme: masking.Scheme, *, name: str | None = None, helpers: int = 1, **settings: Any) -> AttackedScheme:

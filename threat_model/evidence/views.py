@@ -10,25 +10,31 @@ knowledge is in `truth.Truth`, which only the scorer sees.
     all but a helper   the executor and every helper except one
     network            times, endpoints and sizes of frames (TLS adds a constant to each record)
     neighbour          another tenant of the same executor: its own rows and answers, and the health reports it gets
+    recorder           what TLS carried on all links, and the X25519 secrets of the second key of helpers' links
 """
 
+import ssl
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
+from unittest import mock
 
 import msgspec
 import torch
+from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.federation import Peer
-from symbiosis_priv.network import wire
+from symbiosis_priv.network import hybrid, wire
 from symbiosis_priv.network.block_statement import block_id
 
-Party = Literal["executor", "helper", "executor+helper", "all but a helper", "network", "neighbour"]
+Party = Literal["executor", "helper", "executor+helper", "all but a helper", "network", "neighbour", "recorder"]
 PARTIES: tuple[Party, ...] = get_args(Party)
 
 
@@ -134,6 +140,28 @@ class NeighbourView:
     own: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class RecordedLink:
+    """A connection with a helper: the exchange of its second key with the tenant's X25519 secret, and every request for
+    an effect with the payload of its answer, as TLS carried them. `kem`: the tenant's ML-KEM secret, if it is known."""
+
+    helper: str
+    offer: wire.KeyShare
+    answer: wire.KeyAnswer
+    finished: bytes
+    curve: X25519PrivateKey
+    kem: MLKEM768PrivateKey | None
+    effects: list[tuple[wire.Effect, bytes]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class RecorderView:
+    """All links were recorded, and X25519's secrets computed later. (Relayed blocks are in `executor`.)"""
+
+    executor: ExecutorView
+    links: tuple[RecordedLink, ...]
+
+
 NO_NEIGHBOUR = NeighbourView((), torch.zeros((0, 1)))
 """The view without a second tenant."""
 
@@ -144,15 +172,18 @@ class Views:
     helpers: tuple[HelperView, ...]
     network: NetworkView
     neighbour: NeighbourView
+    links: tuple[RecordedLink, ...]
+    """With ML-KEM's secrets, which `of` leaves out."""
 
-    def of(self, party: Party) -> ExecutorView | HelperView | CollusionView | NetworkView | NeighbourView:
-        views: dict[Party, ExecutorView | HelperView | CollusionView | NetworkView | NeighbourView] = {
+    def of(self, party: Party) -> object:
+        views: dict[Party, object] = {
             "executor": self.executor,
             "helper": self.helpers[0] if self.helpers else HelperView(()),
             "executor+helper": CollusionView(self.executor, self.helpers),
             "all but a helper": CollusionView(self.executor, self.helpers[1:]),
             "network": self.network,
             "neighbour": self.neighbour,
+            "recorder": RecorderView(self.executor, tuple(replace(link, kem=None) for link in self.links)),
         }
         return views[party]
 
@@ -168,6 +199,7 @@ class Recorder:
         self._effects: list[EffectExchange] = []
         self._packets: list[Packet] = []
         self._blocks: dict[bytes, Tensor] = {}
+        self._links: dict[hybrid.Sealing, RecordedLink] = {}
         self._count = 0
         self.last_executed = -1
         """Order of the latest request to an executor. `Witness` files the true rows under this number."""
@@ -180,6 +212,38 @@ class Recorder:
                 if isinstance(message, wire.Execute):
                     self.last_executed = self._count
                 self._count += 1
+
+    @contextmanager
+    def recording_links(self) -> Iterator[None]:
+        """Inside this block, record the links of this process's tenants with helpers, as TLS carries them."""
+        sealing, seal, uncover = hybrid.KeyOffer.sealing, hybrid.Sealing.seal, hybrid.Sealing.uncover
+
+        def agreed(offer: hybrid.KeyOffer, answer: wire.KeyAnswer, connection: ssl.SSLObject) -> hybrid.Sealing:
+            finished, made = connection.get_channel_binding("tls-unique") or b"", sealing(offer, answer, connection)
+            with self._lock:
+                name = f"link {len(self._links)}"
+                self._links[made] = RecordedLink(name, offer.message, answer, finished, offer._curve, offer._kem)
+            return made
+
+        def sealed(one: hybrid.Sealing, request: wire.Effect) -> wire.Effect:
+            sent = seal(one, request)
+            with self._lock:
+                self._links[one].effects.append((sent, b""))
+            return sent
+
+        def uncovered(one: hybrid.Sealing, nonce: bytes, payload: bytearray | memoryview) -> None:
+            with self._lock:
+                effects = self._links[one].effects
+                at = next(i for i, (request, _) in enumerate(effects) if request.nonce == nonce)
+                effects[at] = effects[at][0], bytes(payload)
+            uncover(one, nonce, payload)
+
+        with (
+            mock.patch.object(hybrid.KeyOffer, "sealing", agreed),
+            mock.patch.object(hybrid.Sealing, "seal", sealed),
+            mock.patch.object(hybrid.Sealing, "uncover", uncovered),
+        ):
+            yield
 
     def deposited(self, header: wire.Deposit, payload: wire.Buffer) -> None:
         """Record a block that the executor has received from a helper."""
@@ -226,4 +290,5 @@ class Recorder:
                 tuple(HelperView(tuple(e for e in effects if e.helper == name)) for name in names),
                 NetworkView(tuple(self._packets), executor.ring_bits),
                 neighbour,
+                tuple(self._links.values()),
             )

@@ -28,6 +28,7 @@ from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
+from symbiosis_priv.network.hybrid import KeyOffer
 from symbiosis_priv.network.tls import TenantIdentity
 from tests.provider.clients import Client, effect, execute, failure
 from tests.provider.conftest import Configure, Connect, Keys
@@ -217,6 +218,30 @@ def test_refused_requests_leave_the_connection_usable(connect: Connect, provider
     )
     assert failure(helper.ask(float_effect)) == code.BAD_REQUEST
     assert failure(connect(role=None).ask(execute(0, 0))) == code.BAD_REQUEST  # no hello
+
+
+def test_seeds_are_taken_under_a_key_of_ml_kem_only(connect: Connect, provider: Provider) -> None:
+    """A helper refuses older tenants, bare seeds, a second exchange, and an exchange in the other role."""
+    bad = wire.ErrorCode.BAD_REQUEST
+    for version in (wire.VERSION, wire.NARROW_VERSION, wire.RELAY_VERSION):
+        client = connect("carol", role=None)
+        older = wire.Hello(version=version, role="helper", model_digest=provider.model_digest)
+        reply = client.ask(older)
+        assert failure(reply) == bad
+        assert isinstance(reply, wire.Failure)
+        assert "ML-KEM-768" in reply.detail
+        assert "upgrade the tenant" in reply.detail
+    offer = KeyOffer().message
+    assert failure(client.ask(offer)) == bad  # before the hello
+    hello = wire.Hello(version=wire.HYBRID_VERSION, role="helper", model_digest=provider.model_digest)
+    assert isinstance(client.ask(hello), wire.Welcome)
+    assert failure(client.ask(effect(0, 1, seed=bytes(32)))) == bad  # before the keys
+    assert failure(client.ask(wire.KeyShare(share=bytes(1216)))) == bad  # no keys
+    assert isinstance(client.ask(offer), wire.KeyAnswer)
+    for seed in (bytes(32), bytes(48)):  # bare, and under another key
+        assert failure(client.ask(effect(0, 1, seed=seed))) == bad
+    assert failure(client.ask(offer)) == bad
+    assert failure(connect().ask(offer)) == bad
 
 
 @pytest.mark.parametrize("role", ["executor", "helper"])

@@ -50,10 +50,12 @@ requests: SearchStrategy[wire.Request] = (
     | st.builds(wire.FetchHealth)
     | st.builds(wire.PermitRequest, helpers=st.lists(fingerprints, min_size=1, max_size=3).map(tuple))
     | st.builds(wire.FetchBlock, block=nonces)
+    | st.builds(wire.KeyShare, share=st.binary(min_size=1216, max_size=1216))
 )
 deposits = st.builds(wire.Deposit, **bindings, permit=seeds, signature=signatures)
 replies: SearchStrategy[wire.Reply] = (
     st.builds(wire.Result, **bindings, relayed=st.booleans())
+    | st.builds(wire.KeyAnswer, share=st.binary(min_size=1120, max_size=1120))
     | st.builds(wire.Block, **bindings, helper=fingerprints, permit=seeds, signature=signatures)
     | st.builds(
         wire.Permit,
@@ -142,6 +144,9 @@ def test_the_version_of_a_hello_is_the_lowest_that_has_what_the_tenant_uses() ->
     assert wire.version_of(32) == wire.VERSION
     assert wire.version_of(24) == wire.NARROW_VERSION
     assert {wire.version_of(bits, relay=True) for bits in (24, 32)} == {wire.RELAY_VERSION}
+    assert {wire.version_of(bits, relay=relay, role="helper") for bits in (24, 32) for relay in (False, True)} == {
+        wire.HYBRID_VERSION
+    }
 
 
 @given(deposits, requests)
@@ -287,7 +292,7 @@ def test_the_layout_of_a_frame() -> None:
     ("document", "change"),
     [
         (EFFECT, change)
-        for change in ({"seed": bytes(31)}, {"seed": bytes(33)}, {"first_row": -1}, {"first_row": 1 << 62})
+        for change in (*({"seed": bytes(n)} for n in (31, 33, 47, 49)), {"first_row": -1}, {"first_row": 1 << 62})
     ]
     + [
         (EXECUTE, change)
@@ -359,6 +364,8 @@ def test_no_message_has_a_field_for_a_secret() -> None:
     fields = {m.__name__: set(m.__struct_fields__) for m in (*get_args(wire.Request), *get_args(wire.Reply))}
     assert fields == {
         "Hello": {"version", "role", "model_digest"},
+        "KeyShare": {"share"},  # public keys
+        "KeyAnswer": {"share"},  # a ciphertext and a public key
         "Execute": binding | {"blocks", "confirms"},
         "Effect": binding | {"seed", "first_row", "relay"},
         "FetchHealth": set(),

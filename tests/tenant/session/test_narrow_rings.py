@@ -128,7 +128,8 @@ def test_three_bytes_per_integer_travel(scripted: Scripted) -> None:
     heard = scripted.executor.executed[0]
     assert len(heard.payload) == 3 * 5 * facts.inputs(FORWARD)
     assert {h.request.ring_bits for h in scripted.executor.heard + scripted.helper.heard} == {24}
-    assert {hello.version for hello in scripted.executor.hellos + scripted.helper.hellos} == {wire.NARROW_VERSION}
+    assert {hello.version for hello in scripted.executor.hellos} == {wire.NARROW_VERSION}
+    assert {hello.version for hello in scripted.helper.hellos} == {wire.HYBRID_VERSION}
     ledger, size = session.ledger(), wire.RING24.size(5, facts.outputs(FORWARD))
     assert size < ledger.bytes_from_executors < size + 400
 
@@ -148,6 +149,17 @@ def test_an_older_provider_refuses_with_a_message(executor: ScriptedProvider, ne
     session = new_session("none", ring_bits=24)
     with pytest.raises(ProviderError, match="not 4"):
         session.product(QKV, FORWARD, torch.ones(1, 64, dtype=torch.int32))
+
+
+def test_a_helper_without_ml_kem_is_refused_by_name(scripted: Scripted) -> None:
+    """A helper of an older release, which knows versions up to 5."""
+    refusal = wire.Failure(code=wire.ErrorCode.BAD_REQUEST, detail="this provider speaks versions 3 and 4 and 5, not 6")
+    scripted.helper.refusal = lambda hello: refusal if hello.version > wire.RELAY_VERSION else None
+    session = scripted.new_session("pad")
+    with pytest.raises(ProviderError, match=r"ML-KEM-768 only: ask its operator to upgrade"):
+        session.product(QKV, FORWARD, torch.ones(1, 64, dtype=torch.int32))
+    assert not scripted.helper.effects
+    assert not scripted.executor.executed
 
 
 def test_integers_beyond_the_ring_are_refused(new_session: NewSession) -> None:

@@ -166,7 +166,11 @@ def _subjects(
     digest = None
     if path is not None:
         federation = load_federation(path)
-        executors, helpers, digest = federation.executors, federation.helpers, federation.model_digest
+        executors, helpers = (
+            tuple(one for peer in peers for one in peer.by_address)
+            for peers in (federation.executors, federation.helpers)
+        )
+        digest = federation.model_digest
         own = Identity(federation.tenant_certificate, federation.tenant_key)
         weight_bits, scope = federation.weight_bits, federation.scope
     else:

@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -24,7 +24,7 @@ from symbiosis_priv.certificates.reading import Pin, fingerprint, key_fingerprin
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.limits import Role
-from symbiosis_priv.network.addresses import Address, Endpoints, shown
+from symbiosis_priv.network.addresses import Address, shown
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]  # a name in a federation file
 
@@ -115,7 +115,7 @@ class Peer:
     next_certificate: Path | None = field(default=None, hash=False)  # pinned too, while the provider rotates
     layers: LayerRange | None = field(default=None, hash=False)  # that it must serve; None if the file does not say
     remote_only: bool = field(default=False, hash=False)
-    # further addresses, with the same certificate: connections spread over all, and fail over between them
+    # further addresses, with the same certificate: each may serve other layers
     others: tuple[Address, ...] = field(default=(), hash=False)
 
     @property
@@ -124,8 +124,10 @@ class Peer:
 
     @property
     def by_address(self) -> tuple[Self, ...]:
-        """This peer once for each of its addresses."""
-        return tuple(replace(self, host=host, port=port, others=()) for host, port in self.addresses)
+        """This peer once for each of its addresses. Only all of them together must serve `layers`."""
+        if not self.others:
+            return (self,)
+        return tuple(replace(self, host=host, port=port, others=(), layers=None) for host, port in self.addresses)
 
     @property
     def pins(self) -> tuple[Pin, ...]:
@@ -141,17 +143,13 @@ class Peer:
         """The addresses, for messages and tables."""
         return ", ".join(shown(*address) for address in self.addresses)
 
-    @cached_property
-    def _endpoints(self) -> Endpoints | None:
-        return Endpoints(f"{self.role} {self.name!r}", self.addresses) if self.others else None
-
     def connection(self, context: ssl.SSLContext, **options: Any) -> "ClientConnection":
-        """A connection to this peer, which is not open yet. `context` is a `tls.client_context` for `pins`; `options`
-        are `traffic` and `waiting` of `ClientConnection`."""
+        """A connection to this peer's first address, which is not open yet. `context` is a `tls.client_context` for
+        `pins`; `options` are `traffic` and `waiting` of `ClientConnection`."""
         from symbiosis_priv.network.dial import ClientConnection  # importing torch would delay --help
 
         options |= {"provider": self.name, "host": self.host, "port": self.port, "pins": self.pins}
-        options |= {"remote_only": self.remote_only, "context": context, "endpoints": self._endpoints}
+        options |= {"remote_only": self.remote_only, "context": context}
         return ClientConnection(self.label, **options)
 
     @property

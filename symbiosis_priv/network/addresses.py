@@ -3,21 +3,14 @@ headers."""
 
 import contextlib
 import ipaddress
-import itertools
-import logging
 import re
-import secrets
 import socket
-import time
 from collections.abc import Container, Sequence
 from typing import Any, Final
 
 from symbiosis_priv.errors import ConfigError
 
-log = logging.getLogger(__name__)
-
 Address = tuple[str, int]  # host and port
-_AWAY_S: Final = 60.0  # an address that has failed is tried last for this long
 _PORT_DIGITS: Final = 5
 _METADATA: Final = frozenset(
     map(
@@ -60,29 +53,6 @@ def local_address(listen: str) -> str:
         if found := loopback.get(str(ipaddress.ip_address(host))):
             return f"{found}:{port}"
     return listen
-
-
-class Endpoints:
-    """The addresses of one provider. Connections begin at each address in turn, and fail over to the others: first to
-    those that have not failed within the last minute. Thread-safe."""
-
-    def __init__(self, name: str, addresses: Sequence[Address]) -> None:
-        self._name, self._addresses = name, tuple(addresses)
-        self._turns = itertools.count(secrets.randbelow(len(addresses)))
-        self._failed_at: dict[Address, float] = {}
-
-    def in_turn(self) -> list[Address]:
-        """Return all addresses, in the order in which the next connection tries them."""
-        first = next(self._turns) % len(self._addresses)
-        recent = time.monotonic() - _AWAY_S
-        order = [*self._addresses[first:], *self._addresses[:first]]
-        return sorted(order, key=lambda address: self._failed_at.get(address, recent) > recent)
-
-    def failed(self, address: Address, why: object) -> None:
-        now = time.monotonic()
-        if now - self._failed_at.get(address, now - 2 * _AWAY_S) > _AWAY_S:
-            log.warning("%s cannot be used at %s, so its other addresses are: %s", self._name, shown(*address), why)
-        self._failed_at[address] = now
 
 
 def is_internal(address: str) -> bool:

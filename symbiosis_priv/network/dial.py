@@ -39,7 +39,7 @@ from symbiosis_priv.errors import (
     SymbiosisError,
 )
 from symbiosis_priv.network import hybrid, tls, wire
-from symbiosis_priv.network.addresses import Endpoints, is_internal, is_own
+from symbiosis_priv.network.addresses import is_internal, is_own
 from symbiosis_priv.network.stream import SLICE_S, FrameStream, Waiting, shut
 
 T = TypeVar("T")
@@ -75,7 +75,6 @@ class ClientConnection:
     context: ssl.SSLContext  # `tls.client_context` for the same pins
     provider: str = ""  # its name in a `ProviderError`
     remote_only: bool = False
-    endpoints: Endpoints | None = None  # further addresses; then `host` and `port` become those of the connection
     traffic: Traffic = field(default_factory=Traffic)
     waiting: Waiting | None = None  # called after every slice of a wait
     stream: FrameStream | None = field(default=None, init=False)  # of the open connection
@@ -91,22 +90,8 @@ class ClientConnection:
 
     def open(self, deadline: float) -> None:
         """Connect, complete the TLS handshake, and compare the certificate with the pins. Sends no frame, and leaves
-        nothing open after an error. Several addresses are tried until one works, each with an equal share of the time
-        that is left. Raises `CertificateError`: either side's certificate is not the right one; `TransportError`: the
-        address does not answer in time."""
-        addresses = [(self.host, self.port)] if self.endpoints is None else self.endpoints.in_turn()
-        for left, (self.host, self.port) in zip(range(len(addresses), 0, -1), addresses, strict=True):
-            now = time.monotonic()
-            try:
-                self._open(now + (deadline - now) / left)
-                break
-            except SymbiosisError as error:
-                if self.endpoints is not None and not self._shut:
-                    self.endpoints.failed((self.host, self.port), error)
-                if left == 1 or self._shut:
-                    raise
-
-    def _open(self, deadline: float) -> None:
+        nothing open after an error. Raises `CertificateError`: either side's certificate is not the right one;
+        `TransportError`: the address does not answer in time."""
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             try:

@@ -119,29 +119,37 @@ class Prober:
             raise self._missing()
 
     def _enough(self) -> bool:
-        answered = sum(provider.welcome is not None for provider in self._routes.helpers)
-        return answered >= self._routes.helpers_per_pad and not self._routes.uncovered(len(self._manifest.groups))
+        return not self._routes.uncovered(len(self._manifest.groups)) and not self._without_helpers()
+
+    def _without_helpers(self) -> list[int]:
+        """Return the layer groups for which too few helpers have answered."""
+        groups = map(GroupIndex, range(len(self._manifest.groups)))
+        return [index for index in groups if not self._routes.has_helpers(index)]
 
     def _missing(self) -> SymbiosisError:
         """Return the error to raise for the providers that failed."""
         routes = self._routes
         uncovered = routes.uncovered(len(self._manifest.groups))
-        needed = (routes.executors if len(routes.executors) == 1 else ()) if uncovered else routes.helpers
+        role, providers, needed = "executor", routes.executors, routes.executors
+        if uncovered and len({provider.peer.name for provider in providers}) > 1:
+            needed = ()
+        elif not uncovered:
+            role, providers, needed, uncovered = "helper", routes.helpers, routes.helpers, self._without_helpers()
         for provider in needed:
             if error := self._errors.get(provider):
                 return error
         layers = self._manifest.layers
         states = []
-        for provider in routes.executors:
+        for provider in providers:
             if provider.welcome is None:
                 states.append(f"{provider} has not answered ({self._errors.get(provider, 'it is quarantined')})")
             else:
                 served = [layer for group, layer in enumerate(layers) if provider.serves(GroupIndex(group))]
                 states.append(f"{provider} serves {_text(served)}")
         return UncoveredError(
-            f"no executor serves layers {_text([layers[group] for group in uncovered])} of this model: "
-            f"{'; '.join(states)}. Add an executor of them to the federation, or start it; `symbiosis-priv federation "
-            f"check` shows the layers of each executor."
+            f"no {role} serves layers {_text([layers[group] for group in uncovered])} of this model: "
+            f"{'; '.join(states)}. Add one of them to the federation, or start it; `symbiosis-priv federation "
+            f"check` shows the layers of each."
         )
 
     def _probe(self, provider: KnownProvider, probe: Probe) -> Future[None]:

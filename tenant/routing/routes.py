@@ -45,7 +45,9 @@ class Routes:
     helpers.
 
     Attributes:
-        executors: the executors of the federation in its order, then discovered ones; `version` changes with them.
+        executors: the executors of the federation in its order, then discovered ones; `version` changes with them. A
+            provider of the file is known once for each of its addresses, which may serve different layers: one that is
+            lost says nothing about the others, but all are quarantined together.
         quarantined: the providers that receive no more requests.
         all_up: True if every provider has answered, none has failed since, and none is quarantined. Then `to_probe` and
             `check` have nothing to do, and a session has connected to all of them.
@@ -60,8 +62,12 @@ class Routes:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._known = functools.partial(KnownProvider, tolerance=tolerance)
-        self.executors = tuple(map(self._known, federation.executors))
-        self.helpers = tuple(map(self._known, federation.helpers if with_helpers else ()))
+        self._listed = tuple(one for peer in federation.executors for one in peer.by_address)
+        self.executors = tuple(map(self._known, self._listed))
+        helpers = federation.helpers if with_helpers else ()
+        self.helpers = tuple(self._known(one) for peer in helpers for one in peer.by_address)
+        k = federation.pad_helpers
+        self.helpers_per_pad = len(helpers) if k is None else min(k, len(helpers))
         self.quarantined = Quarantine()
         self.version = 0
         self.all_up = False
@@ -72,13 +78,8 @@ class Routes:
         self._lock = threading.Lock()
 
     @property
-    def helpers_per_pad(self) -> int:
-        listed = len(self.helpers)
-        return listed if self._federation.pad_helpers is None else min(self._federation.pad_helpers, listed)
-
-    @property
     def has_spares(self) -> bool:
-        return self._federation.pad_helpers is not None and len(self.helpers) > self.helpers_per_pad
+        return len(self.helpers) > self.helpers_per_pad
 
     # Executors
 
@@ -91,7 +92,7 @@ class Routes:
         with self._lock:
             known = {provider.peer: provider for provider in self.executors}
             parties = [traits(peer) for peer in self._federation.peers]
-            taken = list(self._federation.executors)
+            taken = list(self._listed)
             for peer in joined:
                 own = traits(peer)
                 if shared := {what for party in parties for what in in_common(own, party)}:
@@ -245,17 +246,15 @@ class Routes:
     def holders(
         self, index: GroupIndex, executor: KnownProvider | None = None, *, without: Collection[Peer] = ()
     ) -> list[KnownProvider]:
-        """Choose the helpers that share the next pad of a group, each of another company; fewer than a pad needs if
-        there are not enough. `executor` will see the rows; None for any executor that serves the group, or if none has
-        answered yet.
+        """Choose the helpers that share the next pad of a group, each of another company if the file has `[pads]`;
+        fewer than a pad needs if there are not enough. `executor` will see the rows; None for any executor that serves
+        the group, or if none has answered yet.
 
         All of them are admissible with one executor: with the first in order of preference that has enough healthy
         helpers, else with the first that has enough. Helpers come first that have answered and whose breaker is closed;
         then those that are admissible with more executors, so that rows can move to another executor without a new pad;
         then those with a low cost. A helper without a measurement costs 0, so slow helpers are kept as spares.
         """
-        if self._federation.pad_helpers is None:
-            return [provider for provider in self.helpers if provider.peer not in without]
         able, present = self.able(index), self._present.get((index, True))
 
         def order(provider: KnownProvider) -> tuple[bool, bool, int, float]:
@@ -279,7 +278,7 @@ class Routes:
                 if (
                     len(taken) < self.helpers_per_pad
                     and (target is None or self._admits(target.peer, (provider.peer,)))
-                    and not any(self._federation.one_company(provider.peer, other.peer) for other in taken)
+                    and not any(self._share_one_part(provider.peer, other.peer) for other in taken)
                 ):
                     taken.append(provider)
             if len(taken) == self.helpers_per_pad and all(provider.is_open for provider in taken):
@@ -288,10 +287,18 @@ class Routes:
                 most = taken
         return most
 
+    def _share_one_part(self, one: Peer, other: Peer) -> bool:
+        """Returns True if only one of two helpers may have a part in a pad."""
+        if self._federation.pad_helpers is None:
+            return one.name == other.name
+        return self._federation.one_company(one, other)
+
+    def has_helpers(self, index: GroupIndex) -> bool:
+        """Returns True if enough helpers for a pad of this group have answered."""
+        return sum(provider.welcome is not None for provider in self.holders(index)) >= self.helpers_per_pad
+
     def can_replace(self, index: GroupIndex, holders: Collection[Peer]) -> bool:
         """Returns True if healthy helpers can make a pad without these helpers."""
-        if self._federation.pad_helpers is None:
-            return False
         others = self.holders(index, without=holders)
         return len(others) == self.helpers_per_pad and all(provider.is_open for provider in others)
 
@@ -300,7 +307,7 @@ class Routes:
     ) -> list[KnownProvider]:
         """Return the helpers that should replace `holders`, if these are away, or late after `waited_s`; else none. A
         helper that is replaced before it counts as late would be chosen again for the next product."""
-        if self._federation.pad_helpers is None:
+        if not self.has_spares:
             return []
         away = any(not provider.is_up for provider in self.helpers if provider.peer in holders)
         if not away and waited_s < self.patience_with_helpers_s(index, holders, size):

@@ -77,7 +77,7 @@ class Runtime:
     ) -> None:
         self.preparation, self.options, self.store = preparation, options, store
         self.routes, self.tally = routes, tally
-        self.gate = Gate(federation, [provider.peer for provider in routes.helpers], routes.quarantined)
+        self.gate = Gate(federation, federation.helpers if routes.helpers else (), routes.quarantined)
         self.buffers = Buffers(limit=_UNUSED_BYTES)
         self.notices = Notices()
         self.closing = threading.Event()

@@ -347,7 +347,8 @@ class Relays:
         with self._asking.setdefault(provider.peer, threading.Lock()):
             permit, welcome = self._permit(provider), provider.welcome
         permitted = [] if permit is None else [self.signer(helper) for helper in permit.helpers]
-        if permit is None or welcome is None or not set(holders) <= {found[0] for found in permitted if found}:
+        names = {found[0].name for found in permitted if found}
+        if permit is None or welcome is None or any(holder.name not in names for holder in holders):
             return None
         self._gate.check_relay(provider.peer, holders)
         return RelayInstruction(

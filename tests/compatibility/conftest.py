@@ -320,6 +320,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             (architecture, method)
             for architecture in ARCHITECTURES
             for method in METHODS
-            if every or method == "LoRA" or architecture in ("Llama", "GPT-2")
+            if every
+            or method == "LoRA"
+            or architecture == "Llama"
+            or (architecture == "GPT-2" and "target_modules" in METHODS[method])
         ]
         metafunc.parametrize("names", pairs, ids=" × ".join)

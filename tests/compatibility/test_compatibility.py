@@ -1,7 +1,7 @@
 """docs/compatibility/methods.csv equals the result of a run.
 
-By default: every method on a Llama (`nn.Linear`) and on a GPT-2 (`Conv1D`), and LoRA on every architecture. `make
-compatibility` tries every pair, which takes some minutes, and writes the table.
+By default: every method on a Llama (`nn.Linear`), those that adapt linears on a GPT-2 (`Conv1D`), and LoRA everywhere.
+`make compatibility` tries every pair, which takes some minutes, and writes the table.
 """
 
 from collections.abc import Callable, Iterator

@@ -26,7 +26,17 @@ from tenant.connections.executor_client import MOST_CHANNELS
 from tenant.routing.known_provider import State, Tolerance
 from tenant.session.session import Session
 from tests.tenant.conftest import Identities, NewProvider, NewSession, Scripted
-from tests.tenant.scripted import TIMEOUT_S, Behaviour, Heard, ScriptedProvider, frame, honest, is_right, together
+from tests.tenant.scripted import (
+    TIMEOUT_S,
+    Behaviour,
+    Heard,
+    ScriptedProvider,
+    frame,
+    honest,
+    is_right,
+    spoil,
+    together,
+)
 from tests.waiting import until
 
 QKV, OUT, MLP, DOWN = map(GroupIndex, range(4))
@@ -47,42 +57,89 @@ RESENTFUL = Tolerance(first_pause_s=600.0, last_pause_s=600.0, least_patience_s=
 # Addresses of one provider
 
 
-def together_at(*places: ScriptedProvider) -> Peer:
-    """One executor, whose addresses are those of several scripted providers with its certificate."""
-    first, *others = (place.peer("executor", name="alpha") for place in places)
+def together_at(*places: ScriptedProvider, role: wire.Role = "executor") -> Peer:
+    """One provider, whose addresses are those of several scripted providers with its certificate."""
+    first, *others = (place.peer(role, name=f"the {role}") for place in places)
     return dataclasses.replace(first, others=tuple((other.host, other.port) for other in others))
 
 
-def test_connections_spread_over_the_addresses_of_a_provider_and_fail_over(
-    scripted: Scripted, identities: Identities, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("pad_helpers", [None, 1])
+def test_each_address_of_a_provider_is_asked_for_the_layers_that_it_serves(
+    scripted: Scripted, identities: Identities, pad_helpers: int | None
 ) -> None:
-    """An address that refuses connections, takes them and says nothing, or shows another certificate, costs a warning:
-    products go on at the other address, with the bits that they had before."""
+    """As with one process per card, of an executor and of a helper. A lie at one address is the provider's."""
+    cards = [[scripted.new_provider(identity=identities.provider(n), layers=layers) for layers in "01"] for n in (0, 1)]
+    executor, helper = together_at(*cards[0]), together_at(*cards[1], role="helper")
+    session = scripted.new_session("pad", [executor], [helper], pad_helpers=pad_helpers, deadline_s=10.0)
+    assert all_right(session)
+    assert {len({heard.request.group for heard in card.heard}) for card in itertools.chain(*cards)} == {4, 5}
+    connection = executor.connection(scripted.new_federation([executor]).tls_context(executor))
+    with contextlib.closing(connection):
+        connection.open(time.monotonic() + 20)
+        assert connection.stream is not None
+        assert connection.stream.raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)  # NATs forget idle ones
+    one_card = scripted.new_session("pad", [executor], [cards[1][0].peer("helper")], pad_helpers=pad_helpers)
+    with pytest.raises(errors.UncoveredError, match="no helper serves layers 1 of"):
+        all_right(one_card)
+    cards[0][1].behaviour = spoil
+    with pytest.raises(errors.VerificationError):
+        is_right(session, GroupIndex(8), FORWARD, 3)
+    with pytest.raises(errors.QuarantinedError):
+        is_right(session, QKV, FORWARD, 3)
+
+
+def test_an_address_that_is_away_is_waited_for_and_the_others_are_not(
+    scripted: Scripted, identities: Identities
+) -> None:
+    """A card's process that ends and starts again delays the products of its own layers only."""
+    cards = [scripted.new_provider(identity=identities.provider(0), layers=layers) for layers in "01"]
+    session = scripted.new_session("local", [together_at(*cards)], deadline_s=TIMEOUT_S)
+    assert all_right(session)
+    cards[1].refuse_connections = True
+    cards[1].hang_up()
+    with ThreadPoolExecutor(1) as other:
+        waits = other.submit(is_right, session, GroupIndex(8), FORWARD, 3)
+        until(lambda: session.routes.executors[1].health.failures)
+        assert is_right(session, QKV, FORWARD, 3)
+        assert not waits.done()
+        cards[1].refuse_connections = False
+        assert waits.result(TIMEOUT_S)
+    assert all_right(session)
+    assert session.routes.executors[0].health.failures == 0
+
+
+@pytest.mark.parametrize("role", ["executor", "helper"])
+def test_addresses_with_the_same_layers_take_over_from_each_other(
+    scripted: Scripted, identities: Identities, role: wire.Role
+) -> None:
+    """An address that refuses connections, takes them and says nothing, or shows another certificate: products go on at
+    the other address, with the bits that they had before."""
     places = [scripted.new_provider(identity=identities.provider(0)) for _ in range(2)]
-    alpha = together_at(*places)
-    with contextlib.ExitStack() as connections:
-        for _ in range(4):
-            connection = alpha.connection(scripted.new_federation([alpha]).tls_context(alpha))
-            connections.callback(connection.close)
-            connection.open(time.monotonic() + 20)
-            assert connection.stream is not None
-            assert connection.stream.raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)  # NATs forget idle ones
-        until(lambda: all(len(place._connections) == 2 for place in places), within_s=20)
+
+    def session_with(alpha: Peer, deadline_s: float) -> Session:
+        executors, helpers = ([alpha], [scripted.helper]) if role == "executor" else ([scripted.executor], [alpha])
+        return scripted.new_session("pad", executors, helpers, deadline_s=deadline_s)
+
     with socket.create_server(("127.0.0.1", 0)) as silent:
         for fault in ("refuses", "is silent", "shows another certificate"):
-            caplog.clear()
+            alpha = together_at(*places, role=role)
             if fault == "is silent":
-                alpha = dataclasses.replace(together_at(places[0]), others=(silent.getsockname(),))
+                alpha = dataclasses.replace(alpha, others=(silent.getsockname(),))
             else:
-                alpha = together_at(*places)
                 places[1].refuse_connections = fault == "refuses"
                 places[1].show(identities.provider(fault != "refuses"))
-            session, heard = scripted.new_session("local", [alpha], deadline_s=3.0), len(places[1].heard)
+            session, heard = session_with(alpha, 5.0), len(places[1].heard)
             for _ in range(3):
                 assert all_right(session)
                 places[0].hang_up()
             assert len(places[1].heard) == heard
-            assert caplog.text.count("executor 'alpha' cannot be used at 127.0.0.1:") == 1, fault
+    places[1].show(identities.provider(0))
+    session = session_with(together_at(*places, role=role), TIMEOUT_S)
+    for lost in (0, 1):
+        assert all_right(session)
+        places[lost].refuse_connections, places[not lost].refuse_connections = True, False
+        places[lost].hang_up()
+        assert all_right(session)
 
 
 # What lies between

@@ -14,6 +14,7 @@ from symbiosis_priv.errors import ConfigError
 from tenant.cli import check
 from tenant.training.corpus import read, to_blocks
 from tenant.training.examples import NOT_LEARNED, Example, columns, learned_parts, make_examples, rows_of
+from tests.cases import cases
 from tests.tenant.training.conftest import TEMPLATE, Write
 from tests.tenant.training.test_corpus import CALL, reply, user
 
@@ -169,71 +170,14 @@ def test_without_marks_a_message_is_found_by_what_precedes_it(
     assert learned(example, tokenizer) == expected
 
 
-FORGETS = TEMPLATE.replace("{{ message.content }}", "{{ message.content if loop.last else message.content[:1] }}")
-LEFT_OUT: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a message that is rendered in another way later": (
-        FORGETS,
-        {"messages": turns(1)},
-        r"messages\[1\] in another way",
-    ),
-    "tools": (TEMPLATE, {"messages": turns(1), "tools": TOOLS}, "leaves out tools"),
-    "a call": (TEMPLATE, {"messages": [user("a"), reply("", tool_calls=[CALL])]}, r"messages\[1\]\.tool_calls"),
-    "a second call": (
-        CALLS.replace("or [])", "or [])[:1]"),
-        {"messages": [user("a"), reply("", tool_calls=[CALL, CALL])]},
-        r"messages\[1\]\.tool_calls",
-    ),
-    "a thought": (TEMPLATE, {"messages": turns(1, reasoning_content="b")}, r"messages\[1\]\.reasoning_content"),
-    "a name": (TEMPLATE, {"messages": [{**user("a"), "name": "b"}, reply("c")]}, r"messages\[0\]\.name"),
-    "a thought in a completion": (
-        TEMPLATE,
-        {"prompt": [user("a")], "completion": [reply("c", reasoning_content="b")]},
-        r"messages\[1\]\.reasoning_content",
-    ),
-    "a content beside a call": (
-        CALLS.replace("{{ message.content }}", "{{ message.content if not message.tool_calls }}"),
-        {"messages": [user("a"), reply("b", tool_calls=[CALL])]},
-        r"messages\[1\]\.content",
-    ),
-    "a message of a tool": (
-        TEMPLATE.replace("in messages %}", "in messages if message.role != 'tool' %}"),
-        {"messages": [user("a"), {"role": "tool", "content": "b"}, reply("c")]},
-        r"messages\[1\]\.content",
-    ),
-    "a weight of a user": (TEMPLATE, {"messages": [{**user("a"), "weight": 0}, reply("b")]}, r"messages\[0\]\.weight"),
-    "a weight of a completion": (
-        TEMPLATE,
-        {"prompt": [user("a")], "completion": [reply("b", weight=1)]},
-        r"messages\[1\]\.weight",
-    ),
-    "an option": (TEMPLATE, {"messages": turns(1), "chat_template_kwargs": {"thinking": True}}, "kwargs.thinking"),
-    "an option that is another field": (
-        TEMPLATE,
-        {"messages": turns(1), "chat_template_kwargs": {"add_generation_prompt": True}},
-        "kwargs.add_generation_prompt",
-    ),
-    "weights that the marks do not tell apart": (
-        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
-        {"messages": [user("a"), reply("b", weight=0), reply("c")]},
-        "no weight can be 0",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LEFT_OUT)
-def test_what_a_template_leaves_out_is_refused_by_name(name: str, write: Write, tokenizer: Any) -> None:
-    template, row, message = LEFT_OUT[name]
-    tokenizer.chat_template = template
-    with pytest.raises(ConfigError, match=f"line 2: .*{message}"):
-        encoded(
-            write(
-                {"messages": turns(0)[2:]}
-                if "messages" in row
-                else {"prompt": turns(0)[2:3], "completion": [reply("x")]},
-                row,
-            ),
-            tokenizer,
-        )
+@cases(__file__, "left_out")
+def test_what_a_template_leaves_out_is_refused_by_name(
+    content: str | None, template: str | None, row: str, says: str, write: Write, tokenizer: Any
+) -> None:
+    tokenizer.chat_template = template or TEMPLATE.replace("{{ message.content }}", content or "{{ message.content }}")
+    before = {"messages": [reply("x")]} if "messages" in row else {"prompt": [user("x")], "completion": [reply("x")]}
+    with pytest.raises(ConfigError, match=f"line 2: .*{says}"):
+        encoded(write(before, row), tokenizer)
 
 
 def test_a_field_that_the_first_chat_leaves_empty_is_looked_at_later(write: Write, tokenizer: Any) -> None:

@@ -103,8 +103,9 @@ def test_a_second_run_in_one_folder_is_refused(run: Run, tmp_path: Path) -> None
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("step", [1, 3])
-@pytest.mark.parametrize(("event", "kind"), [(lose, LostError), (interrupt, SystemExit)])
+@pytest.mark.parametrize(
+    ("step", "event", "kind"), [(1, interrupt, SystemExit), (3, lose, LostError)], ids=["a signal", "an error"]
+)
 def test_a_resumed_run_gives_the_same_bits(
     step: int, event: Callable[[], None], kind: type[BaseException], run: Run, whole: Path, tmp_path: Path
 ) -> None:

@@ -30,26 +30,6 @@ EXECUTOR = ProviderFigures(
     bytes_received=50,
 )
 
-READ = r"""
-import { events } from "./events.js";
-
-async function values(...parts) {
-  const found = [];
-  const body = new ReadableStream({ start(c) { parts.forEach((part) => c.enqueue(part)); c.close(); } });
-  for await (const one of events(body)) found.push(one.a);
-  return found.join();
-}
-
-const text = ': ping\r\n\r\ndata: {"a": "é"}\r\n\r\ndata: {"a": 2}\n\ndata: [DONE]\n\n';
-const bytes = new TextEncoder().encode(text);
-for (let cut = 0; cut <= bytes.length; cut++) {
-  const found = await values(bytes.slice(0, cut), bytes.slice(cut));
-  if (found !== "é,2") throw new Error(`cut at ${cut}: ${found}`);
-}
-const end = await values(bytes.slice(0, 40)).catch((error) => error.message);
-if (!end.includes("cut off")) throw new Error(`no error at an early end: ${end}`);
-"""
-
 
 @pytest.fixture(scope="module")
 def client() -> TestClient:
@@ -130,7 +110,7 @@ def test_events_are_read_across_chunks() -> None:
     node = shutil.which("node")
     if node is None:
         pytest.skip("install Node.js to test the page's parser of event streams")
-    done = subprocess.run(
-        [node, "--input-type=module", "--eval", READ], cwd=FILES, capture_output=True, text=True, timeout=60
-    )
+    program = Path(__file__).with_name("read_events.js").read_text(encoding="utf-8")
+    command = [node, "--input-type=module", "--eval", program]
+    done = subprocess.run(command, cwd=FILES, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

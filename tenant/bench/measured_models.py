@@ -217,9 +217,9 @@ class Cost:
 
 
 class _Tenant:
-    def __init__(self, model: Path, remote: RemoteConfig | None) -> None:
+    def __init__(self, model: Path, remote: RemoteConfig | None, dtype: torch.dtype | str) -> None:
         torch.manual_seed(0)
-        base = load_model(model, remote=remote, dtype=torch.float32)
+        base = load_model(model, remote=remote, dtype=dtype)
         self._backend = None if remote is None else backend_of(base)
         lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=8)
         self._model: Any = get_peft_model(base, lora)
@@ -284,10 +284,12 @@ class _Tenant:
 
 
 @contextmanager
-def serve_tenant(model: Path, remote: RemoteConfig | None, threads: int) -> Iterator[Callable[[Work], list[Cost]]]:
+def serve_tenant(
+    model: Path, remote: RemoteConfig | None, threads: int, dtype: torch.dtype | str = torch.float32
+) -> Iterator[Callable[[Work], list[Cost]]]:
     """The work of a `Child`: the handler runs a task and returns the cost of each of its steps or tokens. `remote` says
-    how to split the model; with None, this process holds the whole model in float32."""
+    how to split the model; with None, this process holds the whole model."""
     quiet()
     torch.set_num_threads(threads)
-    with contextlib.closing(_Tenant(model, remote)) as tenant:
+    with contextlib.closing(_Tenant(model, remote, dtype)) as tenant:
         yield tenant.do

@@ -1,0 +1,166 @@
+"""`bench size`: a model of real size on this machine, end to end.
+
+The weights are random numbers from a seed, written layer by layer, so no process ever holds the model. Executor and
+helper map the same packed file. A row is a part of the work: its time, and the memory that each process has had at
+most until its end.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+from symbiosis_priv.checkpoints.discovery.skeleton import build
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import ConfigError
+from tenant.bench import measured_models as models
+from tenant.bench.options import Progress, benchmark
+from tenant.bench.processes import Child, check_supported, cpu_seconds, peak_mib
+from tenant.bench.report import Goal, Row, by, figure
+from tenant.cli.options import quiet
+from tenant.core.blame import DEFAULT_COLUMNS
+from tenant.preparation.keys import prepare
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-2-7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000},
+    "llama-3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+}
+_PROCESSES = ("preparation", "tenant", "executor", "helper")
+_LAYERS, _WEIGHT_BITS = 32, 8
+_PREPARE_S = 7200.0
+_MIB = 1 << 20
+_SPARE_PROVIDER_MIB, _SPARE_TENANT_MIB = 1536, 2560
+
+
+def write_checkpoint(config: LlamaConfig, folder: Path) -> None:
+    """Write a checkpoint with random weights in bfloat16, a file per layer, and always the same."""
+    folder.mkdir()
+    config.save_pretrained(folder)
+    files: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, parameter in build(config).named_parameters():
+        parts = name.split(".")
+        files.setdefault(f"layer-{parts[2]}" if "layers" in parts else "rest", {})[name] = tuple(parameter.shape)
+    index: dict[str, str] = {}
+    for number, (file, shapes) in enumerate(files.items()):
+        drawn = torch.Generator().manual_seed(number)
+        tensors = {
+            name: torch.ones(shape, dtype=torch.bfloat16)
+            if len(shape) == 1
+            else torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02, generator=drawn)
+            for name, shape in shapes.items()
+        }
+        save_file(tensors, folder / f"{file}.safetensors", metadata={"format": "pt"})
+        index |= dict.fromkeys(tensors, f"{file}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+@contextmanager
+def serve_preparation(model: Path, cache: Path, weight_bits: int) -> Iterator[Callable[[str], None]]:
+    """The work of a `Child`: computes the manifest, which also packs the weights, then a tenant's keys."""
+    quiet()
+    store = WeightStore(model, weight_bits=weight_bits, cache=cache)
+
+    def do(what: str) -> None:
+        digest = store.manifest().digest
+        if what == "keys":
+            prepare(store, digest=digest, columns=DEFAULT_COLUMNS, weight_bits=weight_bits, cache=cache)
+
+    yield do
+
+
+def size_goals(rows: Sequence[Row]) -> Iterator[Goal]:
+    parts = by(rows, "part")
+    token = parts["a token"]
+    for name, spare in (("executor", _SPARE_PROVIDER_MIB), ("helper", _SPARE_PROVIDER_MIB)):
+        peak = figure(token, f"{name}_peak_mib") - figure(token, "weights_mib")
+        yield Goal(f"{name}'s peak memory beyond its weights, MiB", peak, at_most=spare)
+    step = parts["a LoRA step"]
+    tenant = figure(step, "tenant_peak_mib") - figure(step, "embedding_mib")
+    yield Goal("tenant's peak memory beyond the embedding, MiB", tenant, at_most=_SPARE_TENANT_MIB)
+    busy = max(figure(token, "executor_cpu_s"), figure(token, "helper_cpu_s"))
+    yield Goal("a token's wall time over its products", figure(token, "wall_s") / busy, at_most=1.15)
+
+
+@benchmark("size", goals=size_goals)
+def size(
+    folder: Path,
+    progress: Progress,
+    *,
+    shape: Annotated[str, typer.Option(help="llama-2-7b or llama-3-8b.")] = "llama-2-7b",
+    layers: Annotated[int, typer.Option(min=1, max=_LAYERS, help="Only the first layers.")] = _LAYERS,
+    tokens: Annotated[int, typer.Option(min=1, help="Generated tokens.")] = 10,
+) -> Iterator[Row]:
+    """Prepare and use a model of real size: time, processor time, bytes and peak memory of each process, by part.
+
+    Takes 20 GB of disk (TMPDIR) and as much memory as the packed weights need. Example: symbiosis-priv bench size
+    """
+    check_supported()
+    if shape not in SHAPES:
+        raise ConfigError(f"--shape {shape!r} is not one of {', '.join(SHAPES)}")
+    config = LlamaConfig(num_hidden_layers=layers, tie_word_embeddings=False, **SHAPES[shape])
+    model, cache = folder / "model", folder / "cache"
+    shared: Row = {"shape": shape, "layers": layers}
+    pids: dict[str, int] = {}
+    effort = models.Effort()
+
+    def part(name: str, work: Callable[[], object], *, count: int = 1) -> Row:
+        progress(name)
+        before = {who: cpu_seconds([pid]) for who, pid in pids.items()}
+        start = time.perf_counter()
+        done = work()
+        wall = time.perf_counter() - start
+        costs: list[models.Cost] = done if isinstance(done, list) else []
+        moved = sum(n for cost in costs for key, n in cost.counted.items() if key.startswith("bytes_"))
+        spent = {who: cpu_seconds([pid]) - before.get(who, 0.0) for who, pid in pids.items()}
+        seconds = sum(cost.seconds for cost in costs) or wall
+        return {
+            **shared,
+            "part": name,
+            "wall_s": seconds / count,
+            **{f"{who}_cpu_s": spent[who] / count if who in spent else None for who in _PROCESSES},
+            **{f"{who}_peak_mib": peak_mib([pids[who]]) if who in pids else None for who in _PROCESSES},
+            "moved_mib": moved / count / _MIB if costs else None,
+        }
+
+    yield part("write the checkpoint", partial(write_checkpoint, config, model))
+    with Child("preparation", serve_preparation, model, cache, _WEIGHT_BITS) as preparation:
+        pids["preparation"] = preparation.wait_ready().pid
+        yield part("quantise and pack", partial(preparation.ask, "manifest", timeout_s=_PREPARE_S))
+        yield part("make the tenant's keys", partial(preparation.ask, "keys", timeout_s=_PREPARE_S))
+    del pids["preparation"]
+    shared["weights_mib"] = sum(file.stat().st_size for file in (cache / "weights").glob("*.safetensors")) / _MIB
+    shared["embedding_mib"] = 2 * config.vocab_size * config.hidden_size / _MIB
+    local = models.provide(model, folder, threads=effort.threads, weight_bits=_WEIGHT_BITS, cache=cache)
+
+    def start() -> None:
+        local.start()
+        pids.update({name: local.pid(name) or 0 for name in ("executor", "helper")})
+
+    with contextlib.ExitStack() as running:
+        running.callback(local.stop)
+        yield part("start the providers", start)
+        remote = models.remote_config(local, models.MaskingVariant.parse("pad"), effort)
+        tenant = running.enter_context(Child("tenant", models.serve_tenant, model, remote, effort.threads, "auto"))
+        pids["tenant"] = tenant.pid
+        yield part("load the tenant", tenant.wait_ready)
+        work: list[tuple[str, models.Work, int]] = [
+            ("a token", models.Generate(prompt=16, tokens=tokens), tokens),
+            ("a LoRA step", models.Step(batch=1, tokens=128), 1),
+        ]
+        for name, task, count in work:
+            yield part(name, partial(tenant.ask, task, timeout_s=_PREPARE_S), count=count)

@@ -16,6 +16,7 @@ link, network     `bench network` (over an emulated link) and `bench bytes`
 many_tenants      `bench provider`, with the tenants of request_load
 many_tasks        `bench tasks`
 many_requests     `bench endpoint`
+real_size         `bench size`
 kernels           `bench kernels`
 """
 

@@ -135,6 +135,8 @@ class ChatDelta(BaseModel):
     delta: ChatPiece
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: str | None = Absent
+    """The stop text that ended the answer (vLLM's field)."""
 
 
 class ChatChunk(Chunk):
@@ -230,6 +232,52 @@ class ResponseEvent(BaseModel):
     text: str | None = Absent
     arguments: str | None = Absent
     logprobs: list[None] | None = Absent
+
+
+class TextBlock(BaseModel):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class ToolUseBlock(BaseModel):
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageUsage(BaseModel):
+    """Numbers of tokens, without those from the cache, and the ledger (not one of Anthropic's fields)."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+    ledger: RequestLedger | None = Absent
+
+
+class AnthropicMessage(BaseModel):
+    """The answer of `/v1/messages`."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[TextBlock | ToolUseBlock] = []
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage
+
+
+class MessageEvent(BaseModel):
+    """An event of the stream of `/v1/messages`. Its type determines which fields it has."""
+
+    type: str
+    message: AnthropicMessage | None = Absent
+    index: int | None = Absent
+    content_block: TextBlock | ToolUseBlock | None = Absent
+    delta: dict[str, Any] | None = Absent
+    usage: MessageUsage | None = Absent
 
 
 class Embedding(BaseModel):

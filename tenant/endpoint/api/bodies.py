@@ -444,6 +444,126 @@ class ResponsesRequest(Generating):
     truncation: Literal["disabled"] | None = None
 
 
+class MessageBlock(Strict):
+    """A block of a message's content. `cache_control` has no effect: prompts are cached by their beginnings."""
+
+    cache_control: dict[str, Any] | None = None
+
+
+class TextBlock(MessageBlock):
+    type: Literal["text"]
+    text: str
+    citations: list[Any] | None = None
+
+
+class Base64Source(Strict):
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class ImageBlock(MessageBlock):
+    type: Literal["image"]
+    source: Base64Source
+
+
+class ToolUseBlock(MessageBlock):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")],
+    _chosen(_type, "a block of the type text or image"),
+]
+
+
+class ToolResultBlock(MessageBlock):
+    """The result of a tool. `is_error` has no effect: the text says it."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: (
+        Annotated[Annotated[str, Tag("<text>")] | Annotated[list[ResultBlock], FAIL_FAST, Tag("<list>")], _TEXT_OR_LIST]
+        | None
+    ) = None
+    is_error: bool | None = None
+
+
+class ThinkingBlock(MessageBlock):
+    """The reasoning of an earlier answer, which has no effect."""
+
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: str | None = None
+    signature: str | None = None
+    data: str | None = None
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[ThinkingBlock, Tag("<redacted_thinking>")],
+    _chosen(_type, "a block of the type text, image, tool_use, tool_result or thinking"),
+]
+
+
+class AnthropicMessage(Strict):
+    role: Literal["user", "assistant"]
+    content: Annotated[
+        Annotated[str, Tag("<text>")] | Annotated[list[Block], FAIL_FAST, Tag("<list>")],
+        _TEXT_OR_LIST,
+    ]
+
+
+class AnthropicTool(MessageBlock):
+    """A tool that the client runs. Tools of Anthropic's servers have other types, and are refused."""
+
+    name: str
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class AnthropicChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class MessagesRequest(Strict):
+    """`POST /v1/messages`, Anthropic's form. `thinking` has no effect: the model's template decides."""
+
+    model: Annotated[str, Field(max_length=1024)]
+    max_tokens: Annotated[int, Field(ge=1), INTEGER]
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=4096), FAIL_FAST, _FEW_PARTS]
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    stop_sequences: Annotated[list[StopText], Field(max_length=16), FAIL_FAST] | None = None
+    stream: bool | None = None
+    system: (
+        Annotated[Annotated[str, Tag("<text>")] | Annotated[list[TextBlock], FAIL_FAST, Tag("<list>")], _TEXT_OR_LIST]
+        | None
+    ) = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    thinking: Annotated[dict[str, Any], BOUNDED] | None = None
+    tool_choice: AnthropicChoice | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=128), FAIL_FAST] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31), INTEGER] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+
+
+class CountTokensRequest(MessagesRequest):
+    """`POST /v1/messages/count_tokens`."""
+
+    max_tokens: Annotated[int, Field(ge=1), INTEGER] = 1
+
+
 class EmbeddingRequest(Strict):
     """`POST /v1/embeddings`."""
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -26,8 +26,9 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """The body of every answer with a status of 400 or more."""
+    """The body of every answer with a status of 400 or more. `type` is of Anthropic's form, `error` of both."""
 
+    type: Literal["error"] = "error"
     error: ErrorDetail
 
 
@@ -46,7 +47,7 @@ class ApiError(HTTPException):
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {"type": "error", "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         headers = {}

@@ -180,8 +180,9 @@ class Prepared(Protocol):
         """Return the answer as one object: its chunks put together."""
 
 
-async def respond(prepared: Prepared, http: HttpRequest, *, streamed: bool | None) -> Any:
-    """Run the requests, and return their answer: whole; or as a stream, which ends with `[DONE]` or with an error."""
+async def respond(prepared: Prepared, http: HttpRequest, *, streamed: bool | None, named_events: bool = False) -> Any:
+    """Run the requests, and return their answer: whole; or as a stream, which ends with `[DONE]` or with an error.
+    `named_events`: as Anthropic's streams end: with the last event, or with an event `error`."""
     endpoint = endpoint_of(http)
     if prepared.requests[0].shows_row:
         ends = (http.client.host if http.client else "", http.url.hostname or "")
@@ -196,9 +197,10 @@ async def respond(prepared: Prepared, http: HttpRequest, *, streamed: bool | Non
                 # ASCII, because many clients divide lines as Python does, also at U+2028
                 data = chunk.model_dump_json(by_alias=True, ensure_ascii=True)
                 yield ServerSentEvent(data, event=getattr(chunk, "type", None))
-            yield ServerSentEvent("[DONE]")
+            if not named_events:
+                yield ServerSentEvent("[DONE]")
         except ApiError as error:
-            yield ServerSentEvent(json.dumps(error.body()))
+            yield ServerSentEvent(json.dumps(error.body()), event="error" if named_events else None)
         finally:
             running.cancel()
 

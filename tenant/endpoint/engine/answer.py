@@ -70,7 +70,7 @@ class GeneratedAnswer:
             else:
                 place = self._text.place
                 self._sink(Token(id=token, text=self._text.add(token), logprob=logprob, place=place))
-                if self._text.stopped or self._sampler.finished:
+                if self._text.stopped is not None or self._sampler.finished:
                     self._end = "stop"
                 elif self.new_tokens >= self.request.max_tokens:
                     self._end = "length"
@@ -89,6 +89,7 @@ class GeneratedAnswer:
         self._sink(
             Done(
                 finish=self.finish,
+                stop=self._text.stopped,
                 text=self._text.end(),
                 prompt_tokens=len(self.request.prompt),
                 new_tokens=self.new_tokens,
@@ -241,7 +242,7 @@ class TextStream:
         self._stop = [text for text in stop if text]
         self._held: list[tuple[str, bool]] = []  # texts, and whether they are part of the answer
         self._certain = self.place = 0
-        self.stopped = False
+        self.stopped: str | None = None  # the stop text that was found
 
     def add(self, token: int) -> str:
         """Add a token. Returns the text that has become certain: complete characters that do not begin a stop text."""
@@ -253,7 +254,7 @@ class TextStream:
 
     def end(self) -> str:
         """Return the rest of the text: incomplete characters, and the beginning of a stop text. Empty after a stop."""
-        return "" if self.stopped else self._passed(self._new(last=True), last=True)
+        return "" if self.stopped is not None else self._passed(self._new(last=True), last=True)
 
     def _new(self, *, last: bool = False) -> str:
         text = self._decoded(self._before + self._pending)
@@ -274,16 +275,16 @@ class TextStream:
         """Add text and a special token's. Returns the text of the answer that is certain now."""
         self._held += [(text, True), (special, False)]
         searched = "".join(held for held, _ in self._held)
-        found = [at for stop in self._stop if (at := searched.find(stop)) >= 0]
-        self.stopped = bool(found)
+        found = [(at, stop) for stop in self._stop if (at := searched.find(stop)) >= 0]
+        self.stopped = min(found)[1] if found else None
         overlap = 0 if last else max((overlap_length(searched, stop) for stop in self._stop), default=0)
-        certain = min(found, default=len(searched) - overlap)
+        certain = min(found)[0] if found else len(searched) - overlap
         passed, rest = "", []
         for held, shown in self._held:
             passed += held[:certain] if shown else ""
             rest.append((held[certain:], shown))
             certain = max(certain - len(held), 0)
-        self._held = [one for one in rest if one[0] and not self.stopped]
+        self._held = [one for one in rest if one[0] and self.stopped is None]
         return passed
 
 

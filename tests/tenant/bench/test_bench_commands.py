@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from symbiosis_priv.cli import app
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
-from tenant.bench import steps_and_tokens
+from tenant.bench import real_size, steps_and_tokens
 from tenant.bench.measured_models import Effort, Generate, Llama, MaskingVariant
 from tenant.bench.report import Row, number, read
 from tenant.bench.steps_and_tokens import Comparison, comparison
@@ -211,3 +211,18 @@ def test_wrong_options_are_explained(arguments: list[str]) -> None:
 def test_an_absent_device_is_refused(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match="there are cpu"):
         bench(*arguments)
+
+
+def test_size_writes_packs_and_uses_a_model_layer_by_layer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny = {"hidden_size": 64, "intermediate_size": 112, "num_attention_heads": 2, "vocab_size": 512}
+    monkeypatch.setitem(real_size.SHAPES, "tiny", tiny)
+    bench("size", "--shape", "tiny", "--layers", "2", "--tokens", "2", "--json", str(tmp_path / "size.json"))
+    report = read(tmp_path / "size.json")
+    assert [row["part"] for row in report.rows][-2:] == ["a token", "a LoRA step"]
+    token, step = report.rows[-2:]
+    for who in ("tenant", "executor", "helper"):
+        assert number(step[f"{who}_peak_mib"]) >= number(token[f"{who}_peak_mib"]) > 0
+    assert number(step["moved_mib"]) > number(token["moved_mib"]) > 0
+    assert len(report.goals) == 4
+    with pytest.raises(ConfigError, match=r"--shape 'gpt-9' is not one of llama-2-7b"):
+        bench("size", "--shape", "gpt-9")

@@ -94,9 +94,9 @@ class PreparedChat:
         unused: dict[str, Any] = {"usage": None} if options.include_usage else {}
 
         def chunk(index: int, finish_reason: answers.FinishReason | None = None, **piece: Any) -> answers.ChatChunk:
-            logprobs = piece.pop("logprobs", None)
+            ends = {name: piece.pop(name, None) for name in ("logprobs", "stop_reason")}
             delta = answers.ChatDelta(
-                index=index, delta=answers.ChatPiece(**piece), logprobs=logprobs, finish_reason=finish_reason
+                index=index, delta=answers.ChatPiece(**piece), finish_reason=finish_reason, **ends
             )
             ledger = running.ledger() if options.include_ledger else None
             return answers.ChatChunk(**self._head, **unused, choices=[delta], ledger=ledger)
@@ -118,7 +118,7 @@ class PreparedChat:
                 if calls:
                     numbered = [call.model_copy(update={"index": place}) for place, call in enumerate(calls)]
                     yield chunk(index, tool_calls=numbered)
-                yield chunk(index, "tool_calls" if calls else finish_reason(event))
+                yield chunk(index, "tool_calls" if calls else finish_reason(event), stop_reason=event.stop)
         if options.include_usage or not body.stream:
             costs = running.ledger()
             ledger = costs if options.include_ledger else None

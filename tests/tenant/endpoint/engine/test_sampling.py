@@ -143,7 +143,7 @@ def test_log_probabilities_are_those_of_softmax(values: list[float], top: int) -
 def pieces(stream: TextStream, tokens: list[int]) -> list[str]:
     found = []
     for token in tokens:
-        if not stream.stopped:
+        if stream.stopped is None:
             found.append(stream.add(token))
     return [*found, stream.end()]
 
@@ -176,7 +176,7 @@ def test_a_stop_text_ends_the_answer_wherever_tokens_end(tokenizer: Any, text: s
     stream = TextStream(tokenizer, stop=stop)
     found = "".join(pieces(stream, tokenizer.encode(text, add_special_tokens=False)))
     places = [text.find(one) for one in stop if one and one in text]
-    assert stream.stopped == bool(places)
+    assert (stream.stopped is not None) == bool(places)
     if not places:
         assert found == text
     else:
@@ -200,7 +200,7 @@ def test_a_stop_text_may_have_special_tokens(tokenizer: Any, parts: list[str], d
     stop = written[begin:end] or "never"
     stream = TextStream(tokenizer, stop=[stop])
     found = "".join(pieces(stream, tokenizer.encode(written, add_special_tokens=False)))
-    assert stream.stopped == (stop in written)
+    assert stream.stopped == (stop if stop in written else None)
     assert found == shown[: len(written.partition(stop)[0])].replace("-", "")
 
 

@@ -1,0 +1,158 @@
+"""`POST /v1/messages`: a chat in Anthropic's form, which coding agents speak."""
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import ValidationError
+
+from tenant.endpoint.api import answers, bodies
+from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.api.routes.chat import PreparedChat
+from tenant.endpoint.api.running import DOCUMENTED, Running, respond, while_connected
+from tenant.endpoint.api.service import endpoint_of
+
+router = APIRouter(route_class=bodies.JsonRoute)
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_REASONS: dict[answers.FinishReason, Any] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_PARAMS = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice"}
+"""The field of `MessagesRequest` for each field of a chat request that has another name."""
+
+
+@router.post("/v1/messages", response_model=answers.AnthropicMessage, responses=DOCUMENTED)
+async def messages(body: bodies.MessagesRequest, http: Request) -> Any:
+    """Answer a conversation."""
+    endpoint = endpoint_of(http)
+    try:
+        chat = await while_connected(http, PreparedChat.of(_chat(body), endpoint.service, endpoint.client(http)))
+    except ApiError as error:
+        error.param = _PARAMS.get((error.param or "").partition(".")[0], error.param)
+        raise
+    return await respond(_Prepared(body, chat), http, streamed=body.stream, named_events=True)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: bodies.CountTokensRequest, http: Request) -> dict[str, int]:
+    """Count the tokens of a conversation."""
+    endpoint = endpoint_of(http)
+    chat = await while_connected(http, PreparedChat.of(_chat(body), endpoint.service, endpoint.client(http)))
+    return {"input_tokens": len(chat.requests[0].prompt)}
+
+
+def _chat(body: bodies.MessagesRequest) -> bodies.ChatRequest:
+    """Convert the request to a chat request."""
+    if body.messages[-1].role == "assistant":
+        raise ApiError(400, "the last message is the assistant's; end with one of the user", param="messages")
+    found: list[dict[str, Any]] = []
+    if body.system is not None:
+        system = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
+        found.append({"role": "system", "content": system})
+    for message in body.messages:
+        text = message.content
+        found += _messages(message.role, [bodies.TextBlock(type="text", text=text)] if isinstance(text, str) else text)
+    same = ("model", "max_tokens", "temperature", "top_k", "top_p", "stream")
+    given: dict[str, Any] = {name: getattr(body, name) for name in same}
+    given |= {"messages": found, "stop": body.stop_sequences}
+    given["stream_options"] = {"include_usage": True} if body.stream else None
+    if body.tools:
+        tools = [tool.model_dump(include={"name", "description", "strict"}) for tool in body.tools]
+        schemas = [tool.input_schema for tool in body.tools]
+        functions = [tool | {"parameters": schema} for tool, schema in zip(tools, schemas, strict=True)]
+        given["tools"] = [{"type": "function", "function": function} for function in functions]
+    if (choice := body.tool_choice) is not None:
+        given["tool_choice"] = _CHOICES.get(choice.type) or {"type": "function", "function": {"name": choice.name}}
+        given["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
+    try:
+        return bodies.ChatRequest.model_validate(given)
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"]))
+        raise ApiError(400, f"{where}: {error.errors()[0]['msg']}"[:500], param=where[:200]) from error
+
+
+def _messages(role: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
+    """Convert a message to messages of a chat: the results of tools first, as the messages that they are there."""
+    results: list[dict[str, Any]] = []
+    content: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    for block in blocks:
+        if isinstance(block, bodies.ToolResultBlock):
+            said = block.content if isinstance(block.content, str) else [_part(one) for one in block.content or ()]
+            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": said or ""})
+        elif isinstance(block, bodies.ToolUseBlock):
+            function = {"name": block.name, "arguments": json.dumps(block.input)}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif not isinstance(block, bodies.ThinkingBlock):
+            content.append(_part(block))
+    if content or calls or not results:
+        results.append({"role": role, "content": content or None, "tool_calls": calls or None})
+    return results
+
+
+def _part(block: bodies.TextBlock | bodies.ImageBlock) -> dict[str, Any]:
+    """Convert a block to a part of a chat's message."""
+    if isinstance(block, bodies.TextBlock):
+        return {"type": "text", "text": block.text}
+    return {"type": "image_url", "image_url": {"url": f"data:{block.source.media_type};base64,{block.source.data}"}}
+
+
+class _Prepared:
+    """A conversation whose fields have been checked, and its answer."""
+
+    def __init__(self, body: bodies.MessagesRequest, chat: PreparedChat) -> None:
+        self.requests = chat.requests
+        self._chat = chat
+        nothing = answers.MessageUsage(input_tokens=len(chat.requests[0].prompt), output_tokens=0)
+        self._begun = answers.AnthropicMessage(id=answers.new_id("msg"), model=body.model, usage=nothing)
+
+    async def whole(self, running: Running) -> answers.AnthropicMessage:
+        """Return the answer as one object: its events put together."""
+        message, content = self._begun, list[Any]()
+        async for event in self.chunks(running):
+            if event.content_block is not None:
+                content.append(event.content_block)
+            elif event.type == "message_delta":
+                message = message.model_copy(update={**(event.delta or {}), "usage": event.usage})
+            elif event.delta is not None and event.delta["type"] == "text_delta":
+                content[-1] = answers.TextBlock(text=content[-1].text + event.delta["text"])
+            elif event.delta is not None:
+                content[-1] = content[-1].model_copy(update={"input": json.loads(event.delta["partial_json"])})
+        return message.model_copy(update={"content": content})
+
+    async def chunks(self, running: Running) -> AsyncIterator[answers.MessageEvent]:
+        """Yield the events of a stream."""
+        event = answers.MessageEvent
+        yield event(type="message_start", message=self._begun)
+        reason, stopped, used, count = None, None, None, 0
+        calls = list[answers.CalledTool]()
+        async for chunk in self._chat.chunks(running):
+            used = chunk.usage or used
+            for choice in chunk.choices:
+                reason, stopped = choice.finish_reason or reason, choice.stop_reason or stopped
+                calls += choice.delta.tool_calls or ()
+                if choice.delta.content:
+                    if not count:
+                        count = 1
+                        yield event(type="content_block_start", index=0, content_block=answers.TextBlock(text=""))
+                    delta = {"type": "text_delta", "text": choice.delta.content}
+                    yield event(type="content_block_delta", index=0, delta=delta)
+        if count:
+            yield event(type="content_block_stop", index=0)
+        for index, call in enumerate(calls, start=count):
+            block = answers.ToolUseBlock(id=call.id, name=call.function.name, input={})
+            yield event(type="content_block_start", index=index, content_block=block)
+            delta = {"type": "input_json_delta", "partial_json": call.function.arguments}
+            yield event(type="content_block_delta", index=index, delta=delta)
+            yield event(type="content_block_stop", index=index)
+        assert used is not None  # the last chunk has the usage
+        assert reason is not None
+        cached = used.prompt_tokens_details.cached_tokens
+        usage = answers.MessageUsage(
+            input_tokens=used.prompt_tokens - cached,
+            output_tokens=used.completion_tokens,
+            cache_read_input_tokens=cached,
+            ledger=used.ledger,
+        )
+        ended = {"stop_reason": "stop_sequence" if stopped else _REASONS[reason], "stop_sequence": stopped}
+        yield event(type="message_delta", delta=ended, usage=usage)
+        yield event(type="message_stop")

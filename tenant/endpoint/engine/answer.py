@@ -89,7 +89,7 @@ class GeneratedAnswer:
         self._sink(
             Done(
                 finish=self.finish,
-                stop=self._text.stopped,
+                stop_text=self._text.stopped,
                 text=self._text.end(),
                 prompt_tokens=len(self.request.prompt),
                 new_tokens=self.new_tokens,

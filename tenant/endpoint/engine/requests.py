@@ -176,7 +176,7 @@ class Done:
 
     Args:
         finish: "stop" at a stop token or text or at the end of a grammar, "length" at `max_tokens`.
-        stop: the stop text that ended it.
+        stop_text: the stop text that ended it.
         text: the rest of the text.
         prompt_tokens, new_tokens: numbers of tokens; the stop token counts as new.
         row: a row of the last token, if requested and computed without other requests.
@@ -184,7 +184,7 @@ class Done:
     """
 
     finish: Finish
-    stop: str | None = None
+    stop_text: str | None = None
     text: str = ""
     prompt_tokens: int = 0
     new_tokens: int = 0

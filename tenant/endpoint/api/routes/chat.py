@@ -118,7 +118,7 @@ class PreparedChat:
                 if calls:
                     numbered = [call.model_copy(update={"index": place}) for place, call in enumerate(calls)]
                     yield chunk(index, tool_calls=numbered)
-                yield chunk(index, "tool_calls" if calls else finish_reason(event), stop_reason=event.stop)
+                yield chunk(index, "tool_calls" if calls else finish_reason(event), stop_reason=event.stop_text)
         if options.include_usage or not body.stream:
             costs = running.ledger()
             ledger = costs if options.include_ledger else None

@@ -27,7 +27,6 @@ from tenant.bench.options import Progress, benchmark
 from tenant.bench.processes import Child, check_supported, cpu_seconds, peak_mib
 from tenant.bench.report import Goal, Row, by, figure
 from tenant.cli.options import quiet
-from tenant.core.blame import DEFAULT_COLUMNS
 from tenant.preparation.keys import prepare
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -78,7 +77,7 @@ def serve_preparation(model: Path, cache: Path, weight_bits: int) -> Iterator[Ca
     def do(what: str) -> None:
         digest = store.manifest().digest
         if what == "keys":
-            prepare(store, digest=digest, columns=DEFAULT_COLUMNS, weight_bits=weight_bits, cache=cache)
+            prepare(store, digest=digest, weight_bits=weight_bits, cache=cache)
 
     yield do
 

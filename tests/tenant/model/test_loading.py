@@ -57,6 +57,7 @@ from tenant.model.adapter_limits import MemoryLimit
 from tenant.model.connect import open_backend
 from tenant.model.loading import load_adapter, load_model, load_tokenizer
 from tenant.tasks import Tasks
+from tests.cases import cases
 from tests.compatibility.families import build
 from tests.tenant.scripted import ScriptedProvider
 
@@ -462,30 +463,13 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-_WRAPPED: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
-
-
-@pytest.mark.parametrize(
-    ("key", "config"),
-    [
-        ("model.embed_tokens.weight", {"target_modules": ["q_proj"]}),
-        ("model.layers.0.input_layernorm.weight", {"target_modules": ["q_proj"]}),
-        ("model.layers.0.self_attn.q_proj.base_layer.bias", {"target_modules": ["q_proj"]}),
-        ("model.layers.0.self_attn.k_proj.bias", {"target_modules": ["q_proj"]}),
-        ("model.embed_tokens.original_module.weight", _WRAPPED),
-        ("model.embed_tokens.original_module.weight", _WRAPPED | {"init_lora_weights": "pissa_niter_4"}),
-        (
-            "model.embed_tokens.token_adapter.base_layer.weight",
-            {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
-        ),
-    ],
-)
+@cases(__file__, "replaces")
 def test_an_adapter_replaces_no_tensor_of_the_base_model(
     key: str, config: dict[str, Any], biased: Path, tmp_path: Path
 ) -> None:
     """PEFT would load it into the base model, where it outlives the adapter. A copy of the tensor is harmless."""
-    own = peft.LoraConfig(r=2, **config)
-    adapted: Any = peft.get_peft_model(load_model(biased), own)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], **config)
+    adapted: Any = peft.get_peft_model(load_model(biased), lora)
     adapted.save_pretrained(str(tmp_path))
     stored = dict(adapted.named_parameters(remove_duplicate=False))[f"base_model.model.{key}"].detach()
     file = tmp_path / "adapter_model.safetensors"
@@ -547,22 +531,7 @@ def test_a_damaged_sparse_adapter_is_refused(name: str, llama: Path, tmp_path: P
         use()
 
 
-SLOW = r"([\w.]+)+!"
-
-
-@pytest.mark.parametrize(
-    "entries",
-    [
-        {"init_lora_weights": "pissa_niter_1000000000"},
-        {"target_modules": SLOW},
-        {"exclude_modules": SLOW},
-        {"target_modules": "("},
-        {"rank_pattern": {SLOW: 4}},
-        {"alpha_pattern": {"(|)" * 40: 4}},
-        {"modules_to_save": [SLOW]},
-        {"layers_pattern": [".*" * 8], "layers_to_transform": [0]},
-    ],
-)
+@cases(__file__, "slow")
 def test_an_entry_of_an_adapter_does_not_hang_the_load(
     entries: dict[str, Any], adapter: Hostile, llama: Path, monkeypatch: Patch
 ) -> None:
@@ -575,15 +544,7 @@ def test_an_entry_of_an_adapter_does_not_hang_the_load(
     assert time.monotonic() - start < 20
 
 
-@pytest.mark.parametrize(
-    "entries",
-    [
-        {"target_modules": r"model\.layers\.\d+\.self_attn\.(q|v)_proj"},
-        {"target_modules": r"^(?!.*visual).*(?:q_proj|v_proj).*"},
-        {"exclude_modules": r".*mlp.*"},
-        {"rank_pattern": {r"^model.layers.*.q_proj": 4, "v_proj": 4}},
-    ],
-)
+@cases(__file__, "honest")
 def test_an_honest_pattern_gives_the_same_adapter(entries: dict[str, Any], adapter: Hostile, llama: Path) -> None:
     path = adapter(**entries)
     model: Any = peft.PeftModel.from_pretrained(load_model(llama), str(path)).eval()
@@ -608,23 +569,12 @@ def test_an_adapter_does_not_repeat_layers_without_a_limit(adapter: Hostile, lla
 # Missing tensors
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"target_modules": [*T, "down_proj"]},
-        {"lora_bias": True},
-        {"target_modules": [*T, "embed_tokens"]},
-        {"modules_to_save": ["embed_tokens"]},
-        {"trainable_token_indices": [1, 2]},
-        {"use_dora": True},
-        {"init_lora_weights": "pissa", "target_modules": [*T, "down_proj"]},
-    ],
-)
+@cases(__file__, "incomplete")
 def test_an_adapter_that_lacks_tensors_is_refused_and_not_made_up(
-    change: dict[str, Any], adapter: Hostile, llama: Path
+    entries: dict[str, Any], adapter: Hostile, llama: Path
 ) -> None:
     """PEFT only warns, and leaves the tensors without values: memory that was never written would enter the rows."""
-    folder = adapter(**change)
+    folder = adapter(**entries)
     model = load_model(llama, remote=SIMULATE)
     with pytest.raises(CheckpointError, match=r"it lacks|is not complete: .* lacks"):
         load_adapter(model, folder)

@@ -370,3 +370,23 @@ def test_ten_thousand_registered_tasks_load_no_adapter(tasks: Tasks, folders: Pa
     assert tasks.bytes == 0
     assert logits(tasks, "task-9999").shape[0] == 1
     assert [info.id.name for info in tasks.infos() if info.bytes] == ["task-9999"]
+
+
+def test_a_task_is_swapped_beside_one_whose_name_begins_with_its_name(tasks: Tasks, folders: Path) -> None:
+    """`a` and `ab`, `lora` and `lora_A`: PEFT's own hot swap finds tensors by parts of names, and clears those of
+    `ab`."""
+    for name, longer in (("a", "ab"), ("lora", "lora_A")):
+        tasks.register(name, folders / "lora")
+        tasks.register(longer, folders / "lora-b")
+        for each in (name, longer):
+            tasks.load(each)
+        before, kept = logits(tasks, name), logits(tasks, longer)
+        tasks.unregister(name)
+        assert torch.equal(logits(tasks, longer), kept)
+        tasks.register(name, folders / "lora-r8")
+        swapped = logits(tasks, name)
+        assert not torch.equal(swapped, before)
+        assert torch.equal(logits(tasks, longer), kept)
+        with torch.no_grad(), tasks.batch([longer, name]):
+            both = tasks.model(input_ids=IDS.expand(2, -1)).logits
+        assert torch.allclose(both, torch.cat([kept, swapped]), atol=1e-5)

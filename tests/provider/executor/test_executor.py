@@ -19,14 +19,13 @@ from provider.config.schema import PolicyName, SchedulerConfig
 from provider.executor.executor import Executor
 from provider.executor.queues import ExecutorReport, LocalInbox, ProductRequest, ReportRequest, RequestChannel
 from provider.products.model import ServedModel
-from provider.scheduler.jobs import Stage
-from provider.scheduler.scheduler import Discipline, Scheduler
+from provider.scheduler.jobs import Job, Piece, Stage
+from provider.scheduler.scheduler import Discipline, Scheduler, fill
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import DeviceLostError, RankLostError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from tests.provider.clients import execute
-from tests.provider.scheduler.rehearsal import Lockstep
 from tests.waiting import until
 
 TIMEOUT_S = 20.0
@@ -176,9 +175,35 @@ def test_requests_during_a_product_share_the_next_product(store: WeightStore) ->
         assert model.taken[before][0] not in (threading.current_thread(), model.taken[before - 1][0])
 
 
+class Waiting(Discipline[Any]):
+    """Waits a moment for each tenant that was served, and multiplies all requests at once."""
+
+    wait_s = 0.1
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._awaited: dict[object, float] = {}
+
+    def arrived(self, job: Job) -> None:
+        self._awaited.pop(job.tenant, None)
+
+    def departed(self, job: Job, now: float) -> None:
+        self._awaited[job.tenant] = now + self.wait_s
+
+    def next_leader(self, now: float) -> tuple[Any, float | None]:
+        leader = next((self._waiting.of_key(key)[0] for key in iter(self._waiting.keys())), None)
+        awaited = max((until for until in self._awaited.values() if until > now), default=None)
+        return (None, awaited) if leader is None or (awaited and not leader.taken) else (leader, None)
+
+    def batch(self, leader: Any, room: int) -> list[Piece[Any]]:
+        first = Piece.next_of(leader, room)
+        others = [job for job in self._waiting.of_key(leader.key) if job is not leader]
+        return [first, *fill(others, room - first.rows)]
+
+
 def test_a_request_that_waits_to_be_batched_is_left_to_the_executors_thread(store: WeightStore) -> None:
     model = Watched(store)
-    with running(model, discipline=Lockstep) as (inbox, _):
+    with running(model, discipline=Waiting) as (inbox, _):
         alice, bob = (Asker(inbox, store, name) for name in ("alice", "bob"))
         for _ in range(3):
             find_it_at_rest(alice, model)
@@ -187,7 +212,7 @@ def test_a_request_that_waits_to_be_batched_is_left_to_the_executors_thread(stor
             assert model.taken[-1][0] is not threading.current_thread()
 
 
-class Patient(Lockstep[Any]):
+class Patient(Waiting):
     wait_s = TIMEOUT_S / 2
 
 

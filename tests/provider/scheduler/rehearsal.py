@@ -2,9 +2,8 @@
 
 A product takes as long as on a model of width 4096 on one core, with compiled kernels that prefetch: the time to read
 the weights or the time of all rows, whichever is longer. Tenants go through a model's layer groups forward, and
-training tenants back again. `Lockstep` is a policy for this comparison only. `play` runs any number of executors
-(`swarm`); `rehearse` runs one, whose tenants compute between two requests on one core that all of them share, and may
-be delayed. `symbiosis-priv bench provider` measures
+training tenants back again. `play` runs any number of executors (`swarm`); `rehearse` runs one, whose tenants compute
+between two requests on one core that all of them share, and may be delayed. `symbiosis-priv bench provider` measures
 real providers.
 """
 
@@ -12,13 +11,13 @@ import heapq
 import itertools
 import random
 import statistics
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from provider.config.schema import SchedulerConfig
-from provider.scheduler.jobs import J, Job, Key, Piece
-from provider.scheduler.scheduler import Discipline, Scheduler, fill
+from provider.scheduler.jobs import Job, Key
+from provider.scheduler.scheduler import Scheduler
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 
 HIDDEN = 4096
@@ -28,47 +27,6 @@ NETWORK = 0.3e-3
 HOLD_UP = 6e-3
 FEW_ROWS = 16
 WARM_UP = 2.0
-
-
-class Lockstep(Discipline[J]):
-    """All tenants go through the model in step. The scheduler waits until every tenant that was active within `wait_s`
-    has a request here, and multiplies all requests for one layer group. Layer groups follow in the order of a training
-    step and start again at the first one, so a tenant that is ahead waits for the tenants behind."""
-
-    wait_s = 0.1
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._awaited: dict[Hashable, float] = {}  # absent tenants, and how long to wait for each
-        self._at = _place(Key(0, FORWARD, "ring"))  # place of the last product in the step
-
-    def arrived(self, job: J) -> None:
-        self._awaited.pop(job.tenant, None)
-
-    def departed(self, job: J, now: float) -> None:
-        self._awaited[job.tenant] = now + self.wait_s
-
-    def next_leader(self, now: float) -> tuple[J | None, float | None]:
-        self._awaited = {tenant: until for tenant, until in self._awaited.items() if until > now}
-        keys = sorted(self._waiting.keys(), key=lambda key: (_place(key) < self._at, _place(key)))
-        if not keys:
-            return None, None
-        leader = self._waiting.of_key(keys[0])[0]
-        if self._awaited and not leader.taken:
-            return None, max(self._awaited.values())
-        return leader, None
-
-    def batch(self, leader: J, room: int) -> list[Piece[J]]:
-        self._at = _place(leader.key)
-        first = Piece.next_of(leader, room)
-        others = [job for job in self._waiting.of_key(leader.key) if job is not leader]
-        return [first, *fill(others, room - first.rows)]
-
-
-def _place(key: Key) -> tuple[bool, int]:
-    """Position of a layer group in a training step: forward from the first group, then backward from the last."""
-    forward = key.direction == FORWARD
-    return not forward, key.group if forward else -key.group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,14 +192,13 @@ def rehearse(
     config: SchedulerConfig,
     tenants: Sequence[Tenant],
     *,
-    discipline: type[Discipline[Job]] | None = None,
     seconds: float = 12.0,
     seed: int = 0,
     held_up: float = 0.0,
 ) -> Outcome:
-    """Let the tenants of one executor send requests. `discipline`: see `Scheduler`. `held_up`: share of requests before
+    """Let the tenants of one executor send requests. `held_up`: share of requests before
     which a tenant is delayed, for `HOLD_UP` on average."""
-    chance, executor = random.Random(seed), Executor(ONE_CORE, Scheduler(config, discipline))
+    chance, executor = random.Random(seed), Executor(ONE_CORE, Scheduler(config))
     core = 0.0  # the time at which the tenants' core is free
 
     def think(tenant: Tenant, now: float) -> float:

@@ -11,10 +11,10 @@ from hypothesis import given, settings, strategies as st
 
 from provider.config.schema import PolicyName, SchedulerConfig
 from provider.scheduler.jobs import Job, Key, Piece, Stage
-from provider.scheduler.scheduler import Discipline, Opportunistic, Scheduler
+from provider.scheduler.scheduler import Scheduler
 from tests.provider.scheduler import swarm
 from tests.provider.scheduler.playing import POLICIES, POLICY, RATE, ROW_WORK, SLICE_ROWS, job, jobs, run, scheduler
-from tests.provider.scheduler.rehearsal import ONE_CORE, Executor, Hardware, Lockstep, Outcome, Tenant, play, rehearse
+from tests.provider.scheduler.rehearsal import ONE_CORE, Executor, Hardware, Outcome, Tenant, play, rehearse
 
 
 @given(jobs(), st.sampled_from(POLICIES))
@@ -119,36 +119,20 @@ def all_of(generating: Sequence[int], training: Sequence[int]) -> list[Tenant]:
     return tenants + [Tenant(f"training-{i}", rows, trains=True) for i, rows in enumerate(training)]
 
 
-def test_in_lockstep_no_tenant_starts_a_second_pass_before_the_others_have_finished_their_first() -> None:
-    """A generating tenant waits for the backward half of the others' step; otherwise that half would never be
-    computed."""
-    subject: Scheduler[Job] = Scheduler(POLICY, Lockstep)
-    subject.put(job("trainer", group=1))
-    subject.put(job("chat", group=1))
-    assert {p.job.tenant for p in subject.take(0.0)} == {"trainer", "chat"}
-    subject.put(job("chat", group=0))
-    subject.put(job("trainer", group=1, direction="backward"))
-    assert subject.take(0.0)[0].job.tenant == "trainer"
-    subject.put(job("trainer", group=0, direction="backward"))
-    assert [subject.take(0.0)[0].job.tenant for _ in range(2)] == ["trainer", "chat"]
-
-
 @pytest.mark.parametrize(
     ("generating", "training"),
     [(ONE_ROW, TRAINING), (BATCHES, TRAINING), (BATCHES, ()), ((2, 16, 64, 256, 2, 16), (2, 16))],
 )
 def test_batching_increases_throughput_and_reduces_latency(generating: Sequence[int], training: Sequence[int]) -> None:
     """Tenants have one row each or batches of 2 to 256, and some may train."""
-    disciplines: tuple[type[Discipline[Job]], ...] = (Opportunistic, Discipline, Lockstep)
     found: list[Outcome] = []
-    for discipline in disciplines:
+    for name in ("opportunistic", "none"):
         tenants = all_of(generating, training)
-        found.append(rehearse(SchedulerConfig(), tenants, discipline=discipline, seconds=40))
+        found.append(rehearse(SchedulerConfig(policy=name), tenants, seconds=40))
         assert all(tenant.turns for tenant in tenants), "somebody starves"
-    batched, *others = found
-    for other in others:
-        assert batched.latency < other.latency
-        assert batched.tokens_per_s > other.tokens_per_s
+    batched, single = found
+    assert batched.latency < single.latency
+    assert batched.tokens_per_s > single.tokens_per_s
 
 
 def test_training_tenants_hardly_delay_generating_ones() -> None:

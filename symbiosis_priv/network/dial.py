@@ -142,7 +142,10 @@ class ClientConnection:
             if self._sealing is None:
                 raise ProtocolError(f"{self.name} has agreed on no key for seeds")
             message = self._sealing.seal(message)
-        head = wire.encode(message, payload_bytes=len(body))
+        self.send_bytes(wire.encode(message, payload_bytes=len(body)), body, deadline=deadline)
+
+    def send_bytes(self, head: bytes, body: memoryview, *, deadline: float) -> None:
+        """Send the bytes of a frame. Raises as `send` does."""
         assert self.stream is not None
         self._guarded(partial(self.stream.send_frame, head, body, deadline=deadline))
         self.traffic.bytes_sent += len(head) + len(body)

@@ -560,6 +560,20 @@ def test_bad_requests_that_are_answered(judge: Judge, monkeypatch: pytest.Monkey
     assert "a group that does not exist" in violation_of(outcomes["refusals"]).what
 
 
+def test_a_malformed_frame_that_is_answered(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A provider that ignores fields that it does not know."""
+    decode = wire.decode_request
+
+    def lenient(header: wire.Buffer) -> wire.Request:
+        fields = msgspec.msgpack.decode(header)
+        return wire.FetchHealth() if "scale" in fields else decode(header)
+
+    monkeypatch.setattr(wire, "decode_request", lenient)
+    outcomes = judge("refusals", "ring-exact")
+    assert broken(outcomes) == {"refusals"}
+    assert "a malformed frame (execute: {'scale': 0.5})" in violation_of(outcomes["refusals"]).what
+
+
 def test_effects_of_other_masks(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """A helper that restarts its keystream for every request."""
     honest = model.ServedModel.mask_rows

@@ -1,7 +1,8 @@
-"""Checks that use connections of their own: concurrent requests, whose answers batching must not change, and bad
-requests, which the provider must refuse with a reason, and the connection must stay usable.
+"""Checks that use connections of their own: concurrent requests, whose answers batching must not change; bad requests,
+which the provider must refuse with a reason, and the connection must stay usable; and malformed frames.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -14,8 +15,9 @@ from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError
 from symbiosis_priv.network import wire
+from threat_model.conformance.frames import malformed_frames
 from threat_model.conformance.oracle import CheckpointOracle
-from threat_model.conformance.subject import Case, NotTested, RawConnection, Subject, describe, effect_case
+from threat_model.conformance.subject import Case, NotTested, RawConnection, Subject, Violation, describe, effect_case
 from threat_model.conformance.trials import Run, batches, claim, requests
 
 _CONNECTIONS = 4
@@ -113,9 +115,10 @@ def bad_requests(subject: Subject, case: Case) -> list[tuple[str, wire.Message, 
     ]
 
 
-@claim("refusals", "A bad request is refused, and the connection stays usable.")
+@claim("refusals", "A bad request is refused, and the connection stays usable; a malformed frame is not answered.")
 def check_refusals(subject: Subject, run: Run) -> None:
-    """Sends bad requests in random order, then a good request on the same connection."""
+    """Sends bad requests in random order, then a good request on the same connection; and every malformed frame, after
+    which the provider may close the connection."""
     kinds = st.lists(st.integers(0, 6), min_size=1, max_size=4)
 
     def check(drawn: tuple[list[int], Case]) -> None:
@@ -134,6 +137,16 @@ def check_refusals(subject: Subject, run: Run) -> None:
                 raise subject.violation(f"closes the connection after {names}", case) from None
 
     run.for_all(st.tuples(kinds, requests(subject).filter(lambda case: len(case.rows) > 0)), check)
+    for frame in malformed_frames():
+        run.one()
+        with subject.connections(1) as (connection,), contextlib.suppress(ConnectionLostError):
+            connection.send_bytes(frame.data)
+            try:
+                reply, _ = connection.receive(max_payload=0)
+            except ProtocolError as error:
+                raise Violation(f"answers a malformed frame ({frame.name}) with a broken frame: {error}") from error
+            if not isinstance(reply, wire.Failure):
+                raise Violation(f"answers a malformed frame ({frame.name}) with {describe(reply)}")
 
 
 def _refuses(subject: Subject, bad: Sequence[tuple[str, wire.Message, Tensor | None]], case: Case) -> None:

@@ -92,6 +92,11 @@ class RawConnection:
         with self._exchange() as deadline:
             self._connection.send(message, payload, deadline=deadline)
 
+    def send_bytes(self, data: bytes) -> None:
+        """Send what may be no frame. Raises `TransportError` as `send` does."""
+        with self._exchange() as deadline:
+            self._connection.send_bytes(data, memoryview(b""), deadline=deadline)
+
     def receive(self, *, max_payload: int) -> tuple[wire.Reply, bytearray]:
         """Wait for one frame. Returns its header and payload. Raises `ProtocolError`: no frame, or a larger payload;
         `TransportError`: the connection was closed, or no frame arrived in time."""

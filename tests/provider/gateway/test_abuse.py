@@ -31,12 +31,14 @@ from symbiosis_priv.network.addresses import parse_address
 from tests.provider.clients import Client, Service, effect, execute
 from tests.provider.conftest import Configure, Connect, Keys, Launch
 from tests.waiting import beside, until
+from threat_model.conformance.frames import malformed_frames
 
 MIB = 1 << 20
 WIDTH, WIDE = 512, 2048  # columns of the attacked layer group, gate and up
 GATE_UP = 2
 ROWS = 8192  # a request's matrix has 16 MiB, its answer's has 64 MiB
 PATIENCE_S = 1.0
+FRAMES = malformed_frames()
 LIMITS = {"max_payload_mib": 64, "max_inflight_mib": 320, "max_inflight_mib_per_tenant": 192}
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
@@ -365,21 +367,18 @@ def test_a_thousand_closed_connections_leave_no_memory_files_or_threads(
 def malformed(rng: random.Random) -> tuple[bytes, bool]:
     """A malformed frame of many kinds, and whether its sender leaves within it. Kinds that break the framing cost a
     handshake each, so they are rare."""
-    rows, big = rng.randrange(4), rng.randrange(1 << 24, 1 << 32)
+    rows = rng.randrange(4)
     request = rng.choice([execute(0, rows), wire.FetchHealth(), effect(0, rows, seed=bytes(32))])
     good = wire.encode(request, payload_bytes=4 * rows * WIDTH) + bytes(4 * rows * WIDTH)
     flipped = bytearray(good)
     flipped[wire.PREFIX.size + rng.randrange(wire.PREFIX.unpack(good[: wire.PREFIX.size])[1])] ^= rng.randrange(1, 256)
-    welcome = wire.Welcome(version=1, model_digest="x", first_group=0, end_group=1, max_rows=1, max_payload=4)
-    header = rng.choice([b"\x80", b"\xc1", b"\x93\x01\x02\x03", b"\x81\xa4type\xa7execute", b"\x81\xa4type\x01"])
     helpers = effect(0, 1, seed=bytes(32))
     size = rng.choice([size for size in (0, 1, 255, 256, 4096) if size != 4 * rows * WIDTH])
     if rng.random() < 0.05:
         kinds = [
             bytes(flipped),
-            wire.PREFIX.pack(wire.MAGIC, *rng.choice([(big, 0), (100, big), (big, big)])) + rng.randbytes(50),
             rng.randbytes(rng.randrange(wire.PREFIX.size, 200)),
-            rng.choice([wire.encode(welcome), wire.PREFIX.pack(wire.MAGIC, len(header), 0) + header]),
+            rng.choice(FRAMES).data,
         ]
         leaves = rng.random() < 0.2
         return (good[: rng.randrange(1, len(good))] if leaves else rng.choice(kinds)), leaves

@@ -33,6 +33,7 @@ from symbiosis_priv.network.tls import TenantIdentity
 from tests.provider.clients import Client, effect, execute, failure
 from tests.provider.conftest import Configure, Connect, Keys
 from tests.waiting import until
+from threat_model.conformance.frames import MalformedFrame, malformed_frames
 
 WIDTH = 64  # layer groups of the tiny Llama
 SLOW = {"handshake_timeout_s": 0.3, "frame_timeout_s": 0.3, "idle_timeout_s": 0.3}
@@ -309,19 +310,14 @@ def test_a_row_calls_few_functions(configure: Configure, connect: Connect, monke
 
 
 def test_broken_frames_end_the_connection(connect: Connect, provider: Provider) -> None:
-    code = wire.ErrorCode
     limit = provider.config.limits.max_payload_mib * MIB
-    for frame, expected in [
-        (b"HTTP" + bytes(8), code.BAD_FRAME),
-        (wire.PREFIX.pack(wire.MAGIC, wire.MAX_HEADER + 1, 0), code.TOO_LARGE),
-        (wire.PREFIX.pack(wire.MAGIC, 0, 0), code.TOO_LARGE),
-        (wire.PREFIX.pack(wire.MAGIC, 10, limit + 1), code.TOO_LARGE),
-        (wire.PREFIX.pack(wire.MAGIC, 10, 0) + bytes(10), code.BAD_FRAME),
-    ]:
+    too_large = MalformedFrame("", wire.PREFIX.pack(wire.MAGIC, 10, limit + 1), wire.ErrorCode.TOO_LARGE)
+    for frame in (too_large, *malformed_frames()):
         client = connect()
-        client.socket.sendall(frame)
-        assert failure(client.receive()[0]) == expected
+        client.socket.sendall(frame.data)
+        assert failure(client.receive()[0]) == frame.code, frame.name
         assert client.at_end()
+        client.close()
 
 
 # Roles (rule 8)

@@ -21,7 +21,7 @@ from provider.config.schema import AUTO, ProviderConfig
 from provider.executor import supervisor
 from provider.executor.client import ExecutorHandle
 from provider.gateway.credentials import Credentials
-from provider.gateway.gateway import Gateway
+from provider.gateway.gateway import MAX_HANDSHAKES, Gateway
 from provider.gateway.usage import UsageCounters
 from provider.operations.status import Status, take_status
 from provider.products.model import open_store
@@ -298,7 +298,7 @@ def _allow_descriptors(config: ProviderConfig) -> None:
     """Raise the limit of file descriptors, so that it covers every permitted connection and its channel to the
     executor."""
     limits = config.limits
-    wanted = 2 * limits.max_connections + limits.max_handshakes + _SPARE_DESCRIPTORS
+    wanted = 2 * limits.max_connections + MAX_HANDSHAKES + _SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return

@@ -11,7 +11,7 @@ _NEXT_STEP = {
     "wrong_model": "pin your own copy's digest (`symbiosis-priv provider manifest MODEL`) and use a provider of it",
     "role_refused": "use another provider for this role, or ask its operator; no tenant is served in both roles",
     "not_served": "use a provider that serves these layers (`symbiosis-priv federation check` shows which); float "
-    "products are for masking = 'paper-pool' only: choose masking = 'pad', or ask its operator to set float = true "
+    "products are for masking = 'paper-pool' only: choose masking = 'pad', or ask its operator to set float_memory_mib "
     "under [executor]",
     "revoked": "for a new certificate, run `symbiosis-priv keys request` and have its operator sign the request",
     "refused": "correct the descriptor and announce it again",

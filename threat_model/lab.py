@@ -158,7 +158,7 @@ class Lab:
                 tls=schema.TlsConfig(
                     certificate=identity.certificate, key=identity.key, tenant_authority=authority.certificate
                 ),
-                executor=schema.ExecutorConfig(float_path=True),
+                executor=schema.ExecutorConfig(float_memory_mib=2048),
                 relay=relay,
             )
             address = stack.enter_context(Provider(config)).address

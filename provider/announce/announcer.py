@@ -23,6 +23,7 @@ log = logs.EventLog(__name__)
 
 _DEADLINE_S: Final = 10.0
 _LEAVE_S: Final = 3.0
+LIFETIME_S: Final = 900.0
 _RETRY_S: Final = 10.0
 _JITTER: Final = 0.2  # random share of a pause, so that providers that start together announce at different times
 
@@ -83,7 +84,7 @@ class Announcer:
                 self._announcing_to = address
                 self.accepted[address] = self._announce(address, _DEADLINE_S)
                 self._announcing_to = None
-        pause_s = self._registry.lifetime_s / 3
+        pause_s = LIFETIME_S / 3
         self.periodic.every_s = pause_s if all(self.accepted.values()) else min(pause_s, _RETRY_S)
 
     def _announce(self, address: str, deadline_s: float) -> bool:
@@ -109,6 +110,6 @@ class Announcer:
             layers=self._layers,
             capacity=self._registry.capacity,
             issued=issued,
-            lifetime_s=self._registry.lifetime_s,
+            lifetime_s=LIFETIME_S,
             draining=draining,
         )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from provider import logs
-from provider.config.schema import INPROC, MIB, ProviderConfig
+from provider.config.schema import INPROC, MAX_BATCH_ROWS, MIB, ProviderConfig
 from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.errors import ConfigError
@@ -61,7 +61,7 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
     tenant without a request needs no memory. The weights of the layer groups `served` are loaded."""
     device = config.executor.device
     groups = manifest.groups[served.start : served.stop]
-    bits = bits_per_weight(manifest.weight_bits, device, kernel=config.executor.kernel)
+    bits = bits_per_weight(manifest.weight_bits, device)
     sizes = [bits * group.inputs * group.stacked_outputs // 8 for group in groups]
     kind = f"int{bits}"
     here = ranks = config.executor.ranks  # processes that hold weights: on this machine, and in all
@@ -87,7 +87,7 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
         entries, slots = slot_entries(widest(groups)), 2 * SLOTS
         near = (slots * 4 + _LIMBS) * entries
         if ranks > 1:  # all rows and products of a batch
-            near = (2 * 4 + _LIMBS) * config.scheduler.max_batch_rows * widest(groups)
+            near = (2 * 4 + _LIMBS) * MAX_BATCH_ROWS * widest(groups)
         else:
             plan.insert(-1, Need("page-locked rows and products", _CPU, "int32", slots * 4 * entries))
         plan[1:1] = [Need("rows and products", place, "int32", near) for place in places]

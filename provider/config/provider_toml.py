@@ -119,6 +119,7 @@ _EXAMPLES: Mapping[str, object] = {
     "model.layers": "0-15",
     "tls.revoked": "keys/revoked.txt",
     "executor.threads": 8,
+    "executor.float_memory_mib": 2048,
     "quota.weight": 1.0,
     "quota.requests_per_s": 1000.0,
     "quota.rows_per_s": 100_000.0,

@@ -16,7 +16,6 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_PAYLOAD, MAX_ROWS, MAX_SECONDS, Role, WeightBits
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import TenantIdentity
-from symbiosis_priv.registry.descriptor import MAX_LIFETIME_S
 from symbiosis_priv.system.files import UNDECODABLE
 from symbiosis_priv.system.processes import command
 
@@ -26,10 +25,13 @@ AUTO = "auto"
 RANKS_VARIABLE = "SYMBIOSIS_PRIV_RANKS"
 """The environment variable that passes the model's digest and the configuration to the ranks of a group."""
 DEFAULT_LISTEN = "127.0.0.1:7401"
+SLOWEST_BYTES_PER_S = 1 << 20
+"""Slowest average transfer of a large matrix after the first seconds."""
+MAX_BATCH_ROWS = 16_384
+"""Most rows of one product."""
 _TENANT = re.compile(rf"{NAME.pattern}(@sha256:[0-9a-f]{{16}}([0-9a-f]{{48}})?)?")
 _MAX_SOCKET_PATH = 100  # bytes; the smallest sockaddr_un of any supported system holds 104
 
-PolicyName = Literal["none", "opportunistic"]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 _Rate = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -103,12 +105,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         max_connections: authenticated connections. One more closes the idlest connection of the tenant that has the
             most, if its own tenant has fewer; else it is refused.
         max_connections_per_tenant: one tenant's limit.
-        max_handshakes: connections that have not authenticated; one more closes the oldest of the busiest network.
-        min_transfer_mib_per_s: slowest average transfer of a large matrix after the first seconds. A slower tenant is
-            disconnected, because it holds bytes of `max_inflight_mib`.
-        handshake_timeout_s: time for a client's part of the TLS handshake.
-        frame_timeout_s: time to finish a frame that has begun, and to accept a reply.
-        idle_timeout_s: time between two frames.
+        frame_timeout_s: time to finish a frame that has begun, and to accept a reply. A large matrix must also take
+            less than a second per MiB, because it holds bytes of `max_inflight_mib`.
         request_timeout_s: time for the executor to answer, and to wait for a share of the bytes.
         stop_timeout_s: time for requests in flight when the provider stops.
     """
@@ -119,11 +117,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_inflight_mib_per_tenant: _Count = 1024
     max_connections: _Count = 256
     max_connections_per_tenant: _Count = 64
-    max_handshakes: _Count = 1024
-    min_transfer_mib_per_s: Annotated[float, msgspec.Meta(gt=0, le=1 << 20)] = 1.0
-    handshake_timeout_s: _Seconds = 10.0
     frame_timeout_s: _Seconds = 60.0
-    idle_timeout_s: _Seconds = 900.0
     request_timeout_s: _Seconds = 120.0
     stop_timeout_s: _Seconds = 10.0
 
@@ -146,44 +140,30 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         endpoint: `inproc://executor` for a thread of the gateway's process, `ipc:///absolute/path` for a process
             of its own, which is restarted when it dies.
         device: a torch device: "cpu" or "cuda".
-        kernel: `auto`, or a name in `symbiosis_priv.kernels.KERNELS`.
         threads: torch threads; torch chooses if left out.
-        warm_up: true loads every layer group in idle time after the start; false loads a group at its first request.
         ranks: number of processes that each hold a shard of the model and multiply together (`provider.shards`).
-        sharding: `columns` sends rows to the weights, `gathered` sends weights to the rows; `auto` measures in idle
-            time which one is faster for each number of rows. Results are equal.
         group_timeout_s: time that ranks wait for a running rank that does not take part. A rank that has died or
             stopped is noticed within seconds.
         hang_timeout_s: an executor that does not answer for this time is killed and restarted. With ranks, the
             group's timeout is added, so that the hanging rank can be found.
-        float_path: also serve float products. Only masking = "paper-pool" needs them.
-        float_memory_mib: memory for float weights; the least recently used layer groups are dropped first.
+        float_memory_mib: also serve float products, and keep so many MiB of float weights; the least recently used
+            layer groups are dropped first. Only masking = "paper-pool" needs them.
     """
 
     endpoint: str = INPROC
     device: str = "cpu"
-    kernel: str = "auto"
     threads: _Count | None = None
-    warm_up: bool = True
     ranks: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
-    sharding: Literal["auto", "columns", "gathered"] = "auto"
     group_timeout_s: _Seconds = 30.0
     hang_timeout_s: _Seconds = 60.0
-    float_path: bool = msgspec.field(default=False, name="float")
-    float_memory_mib: _Count = 2048
+    float_memory_mib: _Count | None = None
 
     @property
     def float_memory(self) -> int | None:
         """Bytes for weights of the float path; None if it is off."""
-        return self.float_memory_mib * MIB if self.float_path else None
+        return None if self.float_memory_mib is None else self.float_memory_mib * MIB
 
     def __post_init__(self) -> None:
-        if self.kernel != "auto":
-            # imported late, because torch is slow to import and most users of this module only read a configuration
-            from symbiosis_priv.kernels import KERNELS
-
-            if self.kernel not in KERNELS:
-                raise ValueError(f"kernel = {self.kernel!r} is unknown; choose auto, {', '.join(KERNELS)}")
         if self.endpoint != INPROC and not self.endpoint.startswith("ipc:///"):
             raise ValueError(f"endpoint = {self.endpoint!r}: use {INPROC} or ipc:///absolute/path")
         if len(self.endpoint.encode()) > _MAX_SOCKET_PATH:
@@ -209,24 +189,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The order of products.
 
     Args:
-        policy: `opportunistic` batches all requests that wait for the same layer group; `none` exists for comparison.
-        few_rows: a forward request of at most this many rows counts as inference and has priority, unless its tenant
-            has sent a backward request within the last minute, on any connection.
         inference_weight: share of inference relative to fine-tuning when both want the whole executor.
         slice_ms: target time of one product. A request waits about this long for another tenant's product.
-        max_batch_rows: most rows of one product.
-        wait_share: a request waits to be batched for at most this share of its own product's time, and never longer
-            than batching is expected to save.
-        max_wait_ms: longest time that a request waits to be batched.
     """
 
-    policy: PolicyName = "opportunistic"
-    few_rows: _Count = 16
     inference_weight: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 4.0
     slice_ms: Annotated[float, msgspec.Meta(gt=0, le=10_000)] = 20.0
-    max_batch_rows: _Count = 16_384
-    wait_share: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.5
-    max_wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 5.0
 
 
 class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -292,7 +260,6 @@ class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             `provider health` asks there, too.
         capacity: throughput relative to other executors.
         capacity_layers: number of layers that fit into memory, for layers = "auto" under [model].
-        lifetime_s: validity of an announcement; the provider renews it after a third of this time.
         rebalance_s: with layers = "auto", the time after which a running executor asks the registries again, and moves
             to layers that need it clearly more; 0: never.
     """
@@ -303,7 +270,6 @@ class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     address: str | None = None
     capacity: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0
     capacity_layers: _Count | None = None
-    lifetime_s: Annotated[float, msgspec.Meta(ge=3, le=MAX_LIFETIME_S)] = 900.0
     rebalance_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 300.0
 
     def __post_init__(self) -> None:

@@ -518,6 +518,6 @@ def build(config: ProviderConfig, *, model_digest: str, inbox: Inbox) -> Executo
     if dist.is_initialized():  # this is rank 0 of a group
         from provider.shards.sharded import ShardedOperands  # imports FSDP, which only sharded executors need
 
-        operands = ShardedOperands(store, sharding=settings.sharding)
+        operands = ShardedOperands(store)
     model = ServedModel(store, operands=operands, float_memory=settings.float_memory)
-    return Executor(model, inbox=inbox, scheduling=config.scheduler, warm_up=settings.warm_up)
+    return Executor(model, inbox=inbox, scheduling=config.scheduler, warm_up=True)

@@ -35,6 +35,7 @@ from symbiosis_priv.network.tls import TenantIdentity
 log = logs.EventLog(__name__)
 
 _KEYSTREAM_COST = 50  # multiply-adds that take as long as one keystream word
+_FEW_ROWS = 16  # a forward request of more rows is fine-tuning
 _STEP_S = 60.0  # a tenant that has sent no backward request for this time has stopped training
 J = TypeVar("J")
 
@@ -120,17 +121,16 @@ class Stages:
     """Tells inference from fine-tuning. Thread-safe. The stage is found per tenant and not per connection: a tenant
     that sends forward requests on one connection and backward requests on another is fine-tuning."""
 
-    def __init__(self, few_rows: int) -> None:
-        self._few_rows = few_rows
+    def __init__(self) -> None:
         self._last_backward: dict[TenantIdentity, float] = {}
 
     def of(self, tenant: TenantIdentity, request: wire.Execute | wire.Effect, now: float) -> Stage:
-        """The stage of a request that arrives `now`. A forward request of up to `few_rows` rows is inference, unless
+        """The stage of a request that arrives `now`. A forward request of up to 16 rows is inference, unless
         its tenant has sent a backward request within the last minute."""
         if request.direction != FORWARD:
             self._last_backward[tenant] = now
         trains = now - self._last_backward.get(tenant, -math.inf) <= _STEP_S
-        return "fine_tuning" if trains or request.rows > self._few_rows else "inference"
+        return "fine_tuning" if trains or request.rows > _FEW_ROWS else "inference"
 
 
 def row_load(request: type[wire.Binding], columns: Widths, *, relayed: bool) -> tuple[int, int]:

@@ -310,7 +310,7 @@ class Connection(FrameLoop[wire.Request]):
                 refuse_bad("requests for effects need ring arithmetic")
             if not in_ring and ring_bits != wire.RING32.item_bits:
                 refuse_bad("requests with ring_bits need ring arithmetic")
-            if not in_ring and not state.config.executor.float_path:
+            if not in_ring and state.config.executor.float_memory_mib is None:
                 raise Refusal(wire.ErrorCode.NOT_SERVED, "float products are off here ([executor] float = false)")
             sizes = sizes_of(request, check_shape(request, state.config, state.manifest, state.served))
             if request.counts is None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from provider import logs
-from provider.config.schema import MIB, Limits, ProviderConfig
+from provider.config.schema import MIB, SLOWEST_BYTES_PER_S, Limits, ProviderConfig
 from provider.executor.client import CachedReport
 from provider.executor.queues import Stages
 from provider.gateway.admission import ByteBudget, Register, Slot, Slots
@@ -37,6 +37,8 @@ M = TypeVar("M")
 NOTHING = memoryview(b"")
 _MAX_UNWRITTEN_S = 3600.0  # longest time that tenants are served while their usage cannot be written
 _DETAIL = 200  # characters of a failure's detail
+IDLE_TIMEOUT_S = 900.0
+"""Time between two frames."""
 _PACED_BYTES = 1 << 20  # the rate of a large payload is checked after each part of this size
 _FIRST_BYTES_S = 3.0  # the minimum rate applies after this time
 _SCRAP_BYTES = 1 << 16  # a record with almost no bytes takes as much time as this many bytes
@@ -54,7 +56,7 @@ class GatewayState:
         self.digest = manifest.digest
         self.budget, self.slots = ByteBudget(config.limits), Slots(config.limits)
         self.register, self.quotas = Register(), QuotaGate(config.quota_of)
-        self.stages = Stages(config.scheduler.few_rows)
+        self.stages = Stages()
         self.permits, self.blocks = Permits(helpers), BlockStore(config.relay.memory_mib * MIB)
         self.links = Links(config)
         self.executor_report = CachedReport()
@@ -131,7 +133,7 @@ class Frames:
         for, so it has a minimum rate. A small payload has `frame_timeout_s` in total."""
         begun = time.monotonic()
         last = begun + self._limits.frame_timeout_s
-        rate = self._limits.min_transfer_mib_per_s * MIB
+        rate = SLOWEST_BYTES_PER_S
         for start in range(0, len(payload), _PACED_BYTES):
             stop = start + _PACED_BYTES
             yield payload[start:stop], min(last, begun + _FIRST_BYTES_S + stop / rate)
@@ -189,7 +191,7 @@ class FrameLoop(ABC, Generic[M]):
 
     def _next_frame(self) -> bool:
         self._stream.free_scraps = _FREE_SCRAPS
-        if not self._stream.begin(deadline=time.monotonic() + self._limits.idle_timeout_s):
+        if not self._stream.begin(deadline=time.monotonic() + IDLE_TIMEOUT_S):
             return False
         self._slot.idle_since = math.inf
         if self._answer_at_once():

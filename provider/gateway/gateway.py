@@ -29,6 +29,10 @@ from symbiosis_priv.network.stream import FrameStream, shut
 
 log = logs.EventLog(__name__)
 
+MAX_HANDSHAKES = 1024
+"""Connections that have not authenticated; one more closes the oldest of the busiest network."""
+HANDSHAKE_TIMEOUT_S = 10.0
+"""Time for a client's part of the TLS handshake."""
 _REMEMBERED = 1024  # certificates whose tenant is cached
 
 
@@ -51,8 +55,8 @@ class Gateway:
         self.state = GatewayState(config, manifest, served, credentials.helpers, usage)
         self.listener = Listener(
             config.listen,
-            limit=config.limits.max_handshakes,
-            greeting_s=config.limits.handshake_timeout_s,
+            limit=MAX_HANDSHAKES,
+            greeting_s=HANDSHAKE_TIMEOUT_S,
             greet=self._identified,
             serve=self._run,
             authenticates=True,
@@ -118,7 +122,7 @@ class Gateway:
         except Refusal as refusal:
             reason = refusal.code
             with contextlib.suppress(OSError, TransportError):
-                refuse(stream, refusal, timeout=self._limits.handshake_timeout_s)
+                refuse(stream, refusal, timeout=HANDSHAKE_TIMEOUT_S)
         except TimeoutError:  # the connection was idle or too slow
             reason = "timeout"
         except (OSError, TransportError):

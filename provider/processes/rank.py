@@ -62,7 +62,7 @@ def _run(config: ProviderConfig, *, lead: Callable[[], None]) -> None:
         lead()
     else:
         with torch.no_grad():
-            ShardedOperands(open_store(config), sharding=settings.sharding).follow()
+            ShardedOperands(open_store(config)).follow()
     dist.destroy_process_group()
 
 

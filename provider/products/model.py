@@ -228,7 +228,7 @@ class FloatGroups:
         if largest > memory:
             raise ConfigError(
                 f"float_memory_mib = {memory // MIB} does not hold one of the largest layer groups in float32: "
-                f"set it to {-(-largest // MIB)} or more, or float = false"
+                f"set it to {-(-largest // MIB)} or more, or leave it out"
             )
 
     @property
@@ -289,7 +289,6 @@ def open_store(config: ProviderConfig) -> WeightStore:
         weight_bits=model.weight_bits,
         cache=model.cache,
         device=device_of(executor),
-        kernel=executor.kernel,
         layers=model.layer_range,
         scope=model.scope,
     )
@@ -349,7 +348,7 @@ class ServedModel:
         if arithmetic == "ring":
             return self.operands.product(rows, group=group, direction=direction, counts=counts, ring_bits=ring_bits)
         if self._floats is None:
-            raise ConfigError("float products are not served here: set float = true under [executor]")
+            raise ConfigError("float products are not served here: set float_memory_mib under [executor]")
         weight, bias = self._floats.group(group)
         rows = rows.to(self._device)
         product = (

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from provider import logs
-from provider.config.schema import MIB, ProviderConfig, RelayTarget
+from provider.config.schema import SLOWEST_BYTES_PER_S, ProviderConfig, RelayTarget
 from symbiosis_priv.arithmetic.keystream import expand, relay_key
 from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint, sign
 from symbiosis_priv.checkpoints.manifest import GroupEntry
@@ -102,7 +102,7 @@ class _Link:
         identity = Identity(config.tls.certificate, config.tls.key)
         self._key = identity.private_key()
         sign(self._key, b"")  # a key of another kind is an error now, and not in a request
-        self._target, self._rate = target, config.limits.min_transfer_mib_per_s * MIB  # slowest rate of a block
+        self._target, self._rate = target, SLOWEST_BYTES_PER_S  # slowest rate of a block
         self._context = client_context(
             certificate=identity.certificate, key=identity.key, pins=[target.certificate], kind=Kind.PROVIDER
         )

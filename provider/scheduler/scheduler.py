@@ -1,18 +1,16 @@
-"""The scheduler: keeps jobs, and hands out their rows by a policy. `none` exists for comparison.
-
-`none` (`Discipline` itself) multiplies every job separately. `opportunistic`: requests for the same layer group share a
-product, and wait to be batched where that saves time.
+"""The scheduler: keeps jobs, and hands out their rows. Requests for the same layer group share a product, and wait to
+be batched where that saves time (`Opportunistic`).
 
 * **Choice.** Tenants go through a model in the same order. A request that is passed over is reached by the tenants
   behind it, and shares its later products with them. The scheduler therefore picks the layer group with the largest
   lead over the next waiting tenant, and among equal leads the group with the most waiting tenants. The choice delays no
-  product, because the executor always has other work. A tenant that is more than `max_wait_s` ahead of its fair share
+  product, because the executor always has other work. A tenant that is more than `MAX_WAIT_S` ahead of its fair share
   is not scheduled first, and a request is passed over for one slice at most.
 * **Waiting.** An idle executor lets requests wait to be batched while the expected saving exceeds the cost of waiting.
   The saving is the difference between two products and one: the time to read the weights once more, less if the
   products have many rows. The cost is the sum of the waiting times of all waiting tenants. A request waits for at most
-  `wait_share` of the time of its own product, so a large request waits longer than a small one, and for at most
-  `max_wait_s`. A request waits only while another tenant is expected to ask for the same layer group in time
+  `WAIT_SHARE` of the time of its own product, so a large request waits longer than a small one, and for at most
+  `MAX_WAIT_S`. A request waits only while another tenant is expected to ask for the same layer group in time
   (`_Absent`). A single tenant never waits.
 * **Added rows.** A product that reads the weights anyway takes more rows. Inference requests join every product, whole.
   A fine-tuning request joins if its tenant is within one slice of its turn, and is cut to the remaining room. In a
@@ -33,12 +31,16 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple
 
-from provider.config.schema import PolicyName, SchedulerConfig
+from provider.config.schema import MAX_BATCH_ROWS, SchedulerConfig
 from provider.scheduler.jobs import ARITHMETIC_ROWS, J, Key, Pace, Piece, RunnableJobs, Stage
 
+MAX_WAIT_S = 0.005
+"""Longest time that a request waits to be batched."""
+WAIT_SHARE = 0.5
+"""A request waits to be batched for at most this share of its own product's time."""
 _LATE = 2.0  # a tenant is expected until its pause is this many times its usual pause
 _SLOWDOWN = 0.5  # a product of due inference may take longer by this share of its own time
-_HORIZON_WAITS = 10  # a tenant is expected for this many times `max_wait_s`
+_HORIZON_WAITS = 10  # a tenant is expected for this many times `MAX_WAIT_S`
 _ALONE_S = 1.0  # a tenant is alone if no other one has asked for this long
 _SLICES_ALONE = 4  # slices of its products then
 _MOST_LATE = 2.0  # a product that takes longer is charged as if it took this many times the expected time
@@ -46,11 +48,10 @@ _MAX_LEAD = 8  # layer groups: the largest lead that counts
 
 
 class Discipline(Generic[J]):
-    """The interface of a policy, and the policy `none`."""
+    """The interface of an order of products. Itself, it multiplies every job separately, for comparison."""
 
     def __init__(self, config: SchedulerConfig, waiting: RunnableJobs[J], pace: Pace) -> None:
-        self._config = config
-        self._slice_s, self._max_wait_s = config.slice_ms / 1000, config.max_wait_ms / 1000
+        self._slice_s, self._max_wait_s, self._wait_share = config.slice_ms / 1000, MAX_WAIT_S, WAIT_SHARE
         self._waiting = waiting
         self._pace = pace
 
@@ -149,7 +150,7 @@ class _Absent:
 
 
 class Opportunistic(Discipline[J]):
-    """The policy `opportunistic`."""
+    """Batches requests that wait for the same layer group."""
 
     def __init__(self, config: SchedulerConfig, waiting: RunnableJobs[J], pace: Pace) -> None:
         super().__init__(config, waiting, pace)
@@ -217,7 +218,7 @@ class Opportunistic(Discipline[J]):
 
     def _patience(self, job: J) -> float:
         """The longest wait of a job, in seconds."""
-        return min(self._config.wait_share * self._pace.seconds(job, job.rows), self._max_wait_s)
+        return min(self._wait_share * self._pace.seconds(job, job.rows), self._max_wait_s)
 
     def _tenants(self, key: Key) -> int:
         """Number of tenants with a job for this key."""
@@ -270,19 +271,18 @@ class Opportunistic(Discipline[J]):
 
 
 class Scheduler(Generic[J]):
-    """Waiting jobs, and the order in which their rows are multiplied. Not thread-safe. `discipline`: in place of the
-    policy that `config` names, for comparison."""
+    """Waiting jobs, and the order in which their rows are multiplied. Not thread-safe. Another `discipline` is for
+    comparison."""
 
-    def __init__(self, config: SchedulerConfig, discipline: type[Discipline[J]] | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, discipline: type[Discipline[J]] = Opportunistic) -> None:
         self.pace = Pace(config.slice_ms / 1000)
         self._waiting: RunnableJobs[J] = RunnableJobs(config.inference_weight, config.slice_ms / 1000)
-        of_policy: dict[PolicyName, type[Discipline[J]]] = {"none": Discipline, "opportunistic": Opportunistic}
-        self._discipline = (discipline or of_policy[config.policy])(config, self._waiting, self.pace)
+        self._discipline = discipline(config, self._waiting, self.pace)
         self._jobs: Counter[Hashable] = Counter()  # per tenant, runnable or not
         self._deadlines: list[tuple[float, int, J]] = []
         self._order = itertools.count()
         self._expected = 0.0  # seconds that the rows taken last were charged with
-        self._max_batch_rows = config.max_batch_rows
+        self._max_batch_rows = MAX_BATCH_ROWS
         self._latest: tuple[Hashable, Stage] | None = None  # the tenant and stage of the latest request
         self._alone_from = math.inf  # a request of the same tenant and stage that arrives later finds it alone
 

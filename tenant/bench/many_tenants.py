@@ -1,7 +1,6 @@
-"""`bench provider`: many tenants at one provider, with each batching policy and sharding by turns in one run.
+"""`bench provider`: many tenants at one provider, which serves a synthetic model.
 
-Each variant has its own provider. All providers serve the same synthetic model, and only one provider is busy at any
-time. Each tenant is a process with a TLS connection (`request_load`) that sends requests and computes with an adapter,
+Each tenant is a process with a TLS connection (`request_load`) that sends requests and computes with an adapter,
 but has no model. Tenants and providers share one machine, so the CPU time of tenants affects the figures.
 """
 
@@ -20,27 +19,19 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.local import METRICS
 from tenant.bench.measured_models import HALF_THE_CORES, provide, small_llama
-from tenant.bench.options import Progress, Seconds, Threads, benchmark, names, numbers
+from tenant.bench.options import Progress, Seconds, Threads, benchmark, numbers
 from tenant.bench.processes import Child
-from tenant.bench.report import Goal, Row, by, distinct, figure, percentile, ratio, where
+from tenant.bench.report import Goal, Row, by, figure, percentile, ratio, where
 from tenant.bench.request_load import DEADLINE_S, Kind, LoadResult, Phase, RequestLoad, serve_load
 
 _CHECKED_S = 2.0
-_POLICIES: Final = ("none", "opportunistic")
-_SHARDINGS: Final = ("columns", "gathered")
+_TRAINING_ROWS: Final = (2, 16, 64, 256)
+_ADAPTER_RANKS: Final = (8, 64)
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    for scene in distinct(rows, "generating", "generating_rows", "training", "ranks", "sharding"):
-        policies = by(where(rows, **scene), "policy")
-        if len(policies) == 2 and scene["generating"] and scene["training"]:
-            ours, none = policies["opportunistic"], policies["none"]
-            sizes = f"{scene['generating']} with rows {scene['generating_rows']}, {scene['training']} train"
-            yield Goal(f"tokens a second over none's, {sizes}", ratio(ours, none, "tokens_per_s"), at_least=1)
-            yield Goal(f"mean latency over none's, {sizes}", ratio(ours, none, "token_mean_ms"), at_most=1)
-    alone = [row for row in rows if row["policy"] == "opportunistic" and not row["training"]]
-    counts = by(alone, "generating")
-    mixed = where(rows, policy="opportunistic", generating=6, training=2)
+    counts = by([row for row in rows if not row["training"]], "generating")
+    mixed = where(rows, generating=6, training=2)
     if 6 in counts and mixed:
         what = "median latency of six tenants with two training ones, over six alone"
         yield Goal(what, ratio(mixed[0], counts[6], "token_p50_ms"), at_most=1.5)
@@ -67,55 +58,29 @@ def provider(
             "1/2,4,8,16,32,64,128,256 for one row each, then for batches."
         ),
     ] = "1",
-    training_rows: Annotated[
-        str, typer.Option(help="Rows of training tenants' requests, in rotation.")
-    ] = "2,16,64,256",
-    adapters: Annotated[str, typer.Option(help="Ranks of the tenants' adapters, in rotation.")] = "8,64",
-    policies: Annotated[str, typer.Option(help="Batching policies, separated by commas.")] = ",".join(_POLICIES),
-    ranks: Annotated[str, typer.Option(help="Processes that hold the model together, separated by commas.")] = "1",
-    shardings: Annotated[str, typer.Option(help="How ranks divide a product, separated by commas.")] = (
-        ",".join(_SHARDINGS)
-    ),
     hidden: Annotated[int, typer.Option(min=8, help="Width of the synthetic model, a multiple of 8.")] = 2048,
-    layers: Annotated[int, typer.Option(min=1, help="Blocks of the synthetic model.")] = 1,
     seconds: Seconds = 8.0,
     threads: Threads = HALF_THE_CORES,
 ) -> Iterator[Row]:
-    """Let many tenants send requests to one provider, with each batching policy by turns; compare all answers.
+    """Let many tenants send requests to one provider, and compare all answers.
 
     Status 1 if one bit of an answer differs from the answer that the same tenant received alone.
 
-    Example: symbiosis-priv bench provider --tenants 1+0,6+2 --policies none,opportunistic --hidden 1024
+    Example: symbiosis-priv bench provider --tenants 1+0,6+2 --hidden 1024
     """
     if hidden % 8:
         raise ConfigError("--hidden: write a multiple of 8")
-    mixes = [
-        Mix(
-            generating_rows=tuple(numbers(rows, "--generating-rows")),
-            training_rows=tuple(numbers(training_rows, "--training-rows")),
-            ranks=tuple(numbers(adapters, "--adapters")),
-        )
-        for rows in generating_rows.split("/")
-    ]
+    mixes = [numbers(rows, "--generating-rows") for rows in generating_rows.split("/")]
     counts = [re.fullmatch(r"(\d+)\+(\d+)", part.strip()) for part in tenants.split(",")]
     scenarios = [Scenario(generating=int(count[1]), training=int(count[2])) for count in counts if count is not None]
     if len(scenarios) < len(counts) or not all(scene.generating + scene.training for scene in scenarios):
         raise ConfigError(f"--tenants {tenants!r}: write GENERATING+TRAINING separated by commas, like 1+0,6+2")
-    ways = names(shardings, _SHARDINGS, "--shardings")
-    variants = [
-        Variant(policy=policy, ranks=count, sharding=sharding)
-        for policy in names(policies, _POLICIES, "--policies")
-        for count in numbers(ranks, "--ranks")
-        for sharding in (ways if count > 1 else ways[:1])  # a single rank does not divide products
-    ]
-    model = small_llama(hidden, inner=2 * hidden, layers=layers).save(folder / "model")
+    model = small_llama(hidden, inner=2 * hidden, layers=1).save(folder / "model")
     most = max(scene.generating + scene.training for scene in scenarios)
-    benches = [_Bench(folder / str(one), model, one, threads=threads, tenants=most) for one in variants]
-    with contextlib.ExitStack() as running:
-        for bench in benches:
-            running.enter_context(bench.local)
-        for mix, scenario, bench in itertools.product(mixes, scenarios, benches):
-            yield bench.run(scenario, mix, seconds=seconds)
+    bench = _Bench(folder / "provider", model, threads=threads, tenants=most)
+    with bench.local:
+        for rows, scenario in itertools.product(mixes, scenarios):
+            yield bench.run(scenario, rows, seconds=seconds)
 
 
 class Scenario(NamedTuple):
@@ -124,56 +89,36 @@ class Scenario(NamedTuple):
     generating: int
     training: int
 
-
-class Mix(NamedTuple):
-    """Request sizes, in rows, and adapter ranks. The tenants of a kind use them in rotation."""
-
-    generating_rows: tuple[int, ...]
-    training_rows: tuple[int, ...]
-    ranks: tuple[int, ...]
-
-    def loads(self, scenario: Scenario) -> Iterator[tuple[str, Kind, int, int]]:
-        """Yield (name, kind, rows, rank) of each tenant."""
-        kinds: tuple[tuple[Kind, int, tuple[int, ...]], ...] = (
-            ("generating", scenario.generating, self.generating_rows),
-            ("training", scenario.training, self.training_rows),
+    def loads(self, generating_rows: Sequence[int]) -> Iterator[tuple[str, Kind, int, int]]:
+        """Yield (name, kind, rows of a request, rank of the adapter) of each tenant: the tenants of a kind use the rows
+        and ranks in rotation."""
+        kinds: tuple[tuple[Kind, int, Sequence[int]], ...] = (
+            ("generating", self.generating, generating_rows),
+            ("training", self.training, _TRAINING_ROWS),
         )
         for kind, count, sizes in kinds:
-            pairs = [(rows, rank) for rank in self.ranks for rows in sizes]
+            pairs = [(rows, rank) for rank in _ADAPTER_RANKS for rows in sizes]
             for i, (rows, rank) in zip(range(count), itertools.cycle(pairs), strict=False):
                 yield f"{kind}-{i}", kind, rows, rank
-
-
-class Variant(NamedTuple):
-    """A configuration of a provider; `sharding` says how the ranks divide a product."""
-
-    policy: str
-    ranks: int = 1
-    sharding: str = "columns"
-
-    def __str__(self) -> str:
-        return self.policy if self.ranks == 1 else f"{self.policy}-{self.ranks}-{self.sharding}"
 
 
 class _Bench:
     """A provider, and its tenants' certificates."""
 
-    def __init__(self, directory: Path, model: Path, variant: Variant, *, threads: int, tenants: int) -> None:
+    def __init__(self, directory: Path, model: Path, *, threads: int, tenants: int) -> None:
         options: dict[str, dict[str, object]] = {
-            "executor": {"threads": threads, "ranks": variant.ranks, "sharding": variant.sharding},
-            "scheduler": {"policy": variant.policy},
+            "executor": {"threads": threads},
             "limits": {"max_connections": max(256, 2 * tenants)},
             "metrics": METRICS,
         }
-        self._variant = variant
-        cache = model.parent / "cache"  # shared by all providers, because they serve the same weights
+        cache = model.parent / "cache"
         self.local = provide(model, directory, threads=threads, helpers=0, cache=cache, provider_options=options)
         groups = WeightStore(model, cache=cache).manifest().groups
         self._groups = tuple((group.inputs, group.stacked_outputs) for group in groups)
         self._identities: dict[str, Identity] = {}
 
-    def run(self, scenario: Scenario, mix: Mix, *, seconds: float) -> Row:
-        loads = [self._load(*tenant, seconds=seconds) for tenant in mix.loads(scenario)]
+    def run(self, scenario: Scenario, generating_rows: Sequence[int], *, seconds: float) -> Row:
+        loads = [self._load(*tenant, seconds=seconds) for tenant in scenario.loads(generating_rows)]
         with contextlib.ExitStack() as running:
             tenants: list[Child[Phase, Any]] = [
                 running.enter_context(Child(load.name, serve_load, load)) for load in loads
@@ -190,9 +135,6 @@ class _Bench:
             "generating": scenario.generating,
             "generating_rows": ", ".join(map(str, sizes)) or None,
             "training": scenario.training,
-            "policy": self._variant.policy,
-            "ranks": self._variant.ranks,
-            "sharding": self._variant.sharding if self._variant.ranks > 1 else None,
             **_speed(found, "generating", "tokens_per_s", "token", seconds),
             **_speed(found, "training", "trained_rows_per_s", "step", seconds),
             **_products(before, after),

@@ -55,14 +55,6 @@ def widths(text: str) -> list[int]:
     return found
 
 
-def names(text: str, known: Sequence[str], option: str) -> list[str]:
-    """Parse names between commas. Raises `ConfigError` for a name that is not in `known`."""
-    found = [name.strip() for name in text.split(",")]
-    if unknown := set(found) - set(known):
-        raise ConfigError(f"{option}: {', '.join(sorted(unknown))} is not one of {', '.join(known)}")
-    return found
-
-
 def show(rows: Sequence[Row]) -> None:
     table = Table.of(rows)
     title = ", ".join(f"{name} {value}" for name, value in table.shared.items())

@@ -97,9 +97,10 @@ def test_a_provider_is_listed_with_its_layers_and_announces_its_end(
 
 
 def test_announcements_are_repeated_periodically_and_after_a_reload(
-    announcing: Announcing, vouching: Vouching, registry: RegistryServer
+    announcing: Announcing, vouching: Vouching, registry: RegistryServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Provider(announcing("delta", lifetime_s=3.0)) as provider:
+    monkeypatch.setattr("provider.announce.announcer.LIFETIME_S", 3.0)
+    with Provider(announcing("delta")) as provider:
         until(lambda: "delta" in listed(vouching, registry, provider.model_digest))
         first = listed(vouching, registry, provider.model_digest)["delta"]
         until(lambda: listed(vouching, registry, provider.model_digest)["delta"].age > first.age)  # once a second

@@ -103,7 +103,7 @@ class Place:
                 Limits(max_rows=2048),
                 **limits,
             ),
-            executor=ExecutorConfig(threads=1, float_path=floats),
+            executor=ExecutorConfig(threads=1, float_memory_mib=2048 if floats else None),
         )
 
     def dialler(self, provider: Provider, role: wire.Role) -> Dialler:
@@ -220,7 +220,7 @@ def test_a_provider_without_floats_passes_unless_floats_are_required(judge: Judg
     assert not broken(outcomes)
     floats = {p.name for p in PROPERTIES if p.floats}
     assert {name for name, o in outcomes.items() if o.verdict == "not served"} == floats
-    assert all("float = true under [executor]" in str(outcomes[name].reason) for name in floats)
+    assert all("float_memory_mib under [executor]" in str(outcomes[name].reason) for name in floats)
     required = judge(*floats, "ring-exact", config=config, require_floats=True)
     assert broken(required) == floats
     assert required["ring-exact"].verdict == "holds"

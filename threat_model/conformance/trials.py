@@ -101,7 +101,7 @@ T = TypeVar("T")
 _MOST_UNANSWERED = 2  # after this number of consecutive properties without an answer, the other properties are skipped
 _SHRINKING_S = 8.0
 _NO_FLOATS = (
-    "it serves no floats, which only masking = 'paper-pool' needs; its operator sets float = true under [executor]"
+    "it serves no floats, which only masking = 'paper-pool' needs; its operator sets float_memory_mib under [executor]"
 )
 
 

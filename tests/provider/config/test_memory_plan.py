@@ -27,7 +27,7 @@ def test_the_plan_equals_the_memory_that_is_loaded(configure: Configure, store: 
     assert (ring.place, ring.kind) == ("cpu", f"int{bits_per_weight(10, 'cpu')}")
     assert needs["matrices in flight"].size == 64 * MIB
     assert "float weights" not in needs
-    with_floats = configure(executor=ExecutorConfig(float_path=True, float_memory_mib=100))
+    with_floats = configure(executor=ExecutorConfig(float_memory_mib=100))
     floats = next(need for need in memory_plan(with_floats, manifest, store.served) if need.what == "float weights")
     assert (floats.size, floats.kind) == (100 * MIB, "float32")
 

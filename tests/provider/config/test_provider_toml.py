@@ -12,7 +12,7 @@ from symbiosis_priv.errors import ConfigError
 
 NO_DEFAULT = (
     *("cache", "layers", "threads", "revoked", "requests_per_s", "rows_per_s", "giga_", "max_rows_in_flight"),
-    *("weight =", "database", 'listen = "127.0.0.1:9464', "hosts ="),
+    *("weight =", "database", "float_memory_mib =", 'listen = "127.0.0.1:9464', "hosts ="),
     *("announce =", "authority =", "address =", "capacity_layers", "to =", "from ="),
 )
 
@@ -108,10 +108,9 @@ def test_paths_of_relays_are_relative_to_the_file(tmp_path: Path) -> None:
         ("roles = []\n" + MINIMAL, "roles"),
         ('listen = "nowhere"\n' + MINIMAL, "nowhere"),
         (MINIMAL + "[limits]\nmax_rows = 0", "max_rows"),
-        (MINIMAL + "[limits]\nidle_timeout_s = -1.0", "idle_timeout_s"),
+        (MINIMAL + "[limits]\nstop_timeout_s = -1.0", "stop_timeout_s"),
         (MINIMAL + "[limits]\nmax_payload_mib = 1000", "max_inflight_mib_per_tenant"),
         (MINIMAL + "[limits]\nmax_inflight_mib = 600", "max_inflight_mib"),
-        (MINIMAL + '[executor]\nkernel = "fast"', "kernel"),
         (MINIMAL + '[executor]\nendpoint = "tcp://0.0.0.0:1"', "endpoint"),
         (MINIMAL + f'[executor]\nendpoint = "ipc:///{"x" * 100}"', "endpoint"),
         (MINIMAL.replace("[tls]", "weight_bits = 40\n[tls]"), "weight_bits"),

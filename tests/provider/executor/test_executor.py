@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from provider.config.schema import PolicyName, SchedulerConfig
+from provider.config.schema import SchedulerConfig
 from provider.executor.executor import Executor
 from provider.executor.queues import ExecutorReport, LocalInbox, ProductRequest, ReportRequest, RequestChannel
 from provider.products.model import ServedModel
 from provider.scheduler.jobs import Job, Piece, Stage
-from provider.scheduler.scheduler import Discipline, Scheduler, fill
+from provider.scheduler.scheduler import Discipline, Opportunistic, Scheduler, fill
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import DeviceLostError, RankLostError
 from symbiosis_priv.network import wire
@@ -83,14 +83,11 @@ class Asker:
 @contextlib.contextmanager
 def running(
     model: Watched,
-    policy: PolicyName = "opportunistic",
-    *,
-    discipline: type[Discipline[Any]] | None = None,
-    **scheduling: Any,
+    discipline: type[Discipline[Any]] = Opportunistic,
 ) -> Iterator[tuple[LocalInbox, Future[None]]]:
-    """An executor in a separate thread. `discipline`: in place of the policy."""
+    """An executor in a separate thread."""
     inbox = LocalInbox()
-    executor = Executor(model, inbox=inbox, scheduling=(config := SchedulerConfig(policy=policy, **scheduling)))
+    executor = Executor(model, inbox=inbox, scheduling=(config := SchedulerConfig()))
     executor._scheduler = Scheduler(config, discipline)
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(executor.run)
@@ -109,10 +106,10 @@ def find_it_at_rest(asker: Asker, model: Watched) -> None:
         asker.ask(1)
 
 
-@pytest.mark.parametrize("policy", get_args(PolicyName))
-def test_few_rows_are_multiplied_in_the_senders_thread(store: WeightStore, policy: PolicyName) -> None:
+@pytest.mark.parametrize("discipline", [Discipline, Opportunistic])
+def test_few_rows_are_multiplied_in_the_senders_thread(store: WeightStore, discipline: type[Discipline[Any]]) -> None:
     model = Watched(store)
-    with running(model, policy) as (inbox, _):
+    with running(model, discipline) as (inbox, _):
         asker = Asker(inbox, store)
         find_it_at_rest(asker, model)
         asker.send(3)
@@ -203,7 +200,7 @@ class Waiting(Discipline[Any]):
 
 def test_a_request_that_waits_to_be_batched_is_left_to_the_executors_thread(store: WeightStore) -> None:
     model = Watched(store)
-    with running(model, discipline=Waiting) as (inbox, _):
+    with running(model, Waiting) as (inbox, _):
         alice, bob = (Asker(inbox, store, name) for name in ("alice", "bob"))
         for _ in range(3):
             find_it_at_rest(alice, model)
@@ -219,7 +216,7 @@ class Patient(Waiting):
 def test_an_expected_request_multiplies_for_all_waiting_requests(store: WeightStore) -> None:
     """The executor's thread is not woken for the product, although another request was waiting."""
     model = Watched(store)
-    with running(model, discipline=Patient) as (inbox, _):
+    with running(model, Patient) as (inbox, _):
         alice, bob = (Asker(inbox, store, name) for name in ("alice", "bob"))
         bob.ask(1)
         deadline = time.monotonic() + TIMEOUT_S

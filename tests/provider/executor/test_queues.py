@@ -106,7 +106,7 @@ ALICE, BOB = (TenantIdentity(name, authority="sha256:a") for name in ("alice", "
 
 
 def test_few_rows_forward_are_inference_unless_their_tenant_trains() -> None:
-    stages = Stages(16)
+    stages = Stages()
     assert stages.of(ALICE, ask("forward", 2), 0.0) == "inference"  # no earlier request
     assert stages.of(ALICE, ask("backward", 2), 1.0) == "fine_tuning"
     assert stages.of(ALICE, ask("forward", 2), 2.0) == "fine_tuning"
@@ -117,7 +117,7 @@ def test_few_rows_forward_are_inference_unless_their_tenant_trains() -> None:
 
 @pytest.mark.parametrize(("later", "stage"), [(59.0, "fine_tuning"), (61.0, "inference")])
 def test_a_tenant_that_has_stopped_training_counts_as_inference_again(later: float, stage: str) -> None:
-    stages = Stages(16)
+    stages = Stages()
     stages.of(ALICE, ask("backward", 2), 0.0)
     assert stages.of(ALICE, ask("forward", 1), later) == stage
 

@@ -36,7 +36,6 @@ from tests.waiting import until
 from threat_model.conformance.frames import MalformedFrame, malformed_frames
 
 WIDTH = 64  # layer groups of the tiny Llama
-SLOW = {"handshake_timeout_s": 0.3, "frame_timeout_s": 0.3, "idle_timeout_s": 0.3}
 
 
 def works(client: Client) -> bool:
@@ -347,8 +346,12 @@ def test_a_provider_serves_only_its_roles(configure: Configure, connect: Connect
 # Slow, silent and many clients
 
 
-def test_silent_and_slow_clients_are_dropped(configure: Configure, connect: Connect) -> None:
-    with Provider(configure(**SLOW)) as provider:
+def test_silent_and_slow_clients_are_dropped(
+    configure: Configure, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("provider.gateway.gateway.HANDSHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("provider.gateway.frames.IDLE_TIMEOUT_S", 0.3)
+    with Provider(configure(frame_timeout_s=0.3)) as provider:
         silent = open_tcp(provider)
         idle = connect(to=provider)
         trickle = connect(to=provider)
@@ -400,8 +403,11 @@ def test_a_client_that_does_not_read_is_dropped(
     assert (row["requests"], row["bytes_received"], row["slow"]) == (1, rows * WIDTH * 4, 1)
 
 
-def test_a_flood_from_one_address_does_not_block_another_address(configure: Configure, keys: Keys) -> None:
-    with Provider(configure(max_handshakes=4)) as provider, contextlib.ExitStack() as stack:
+def test_a_flood_from_one_address_does_not_block_another_address(
+    configure: Configure, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("provider.gateway.gateway.MAX_HANDSHAKES", 4)
+    with Provider(configure()) as provider, contextlib.ExitStack() as stack:
         early = stack.enter_context(open_tcp(provider))
         flood = [stack.enter_context(open_tcp(provider, source="127.0.0.2")) for _ in range(20)]
         for dropped in flood[:-3]:

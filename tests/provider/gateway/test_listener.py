@@ -35,8 +35,11 @@ def crowd(address: str, keys: Keys, *, source: str, threads: int) -> Iterator[No
         yield
 
 
-def test_many_handshakes_delay_no_other_network(configure: Configure, connect: Connect, keys: Keys) -> None:
-    with Provider(configure(handshake_timeout_s=20.0)) as provider:
+def test_many_handshakes_delay_no_other_network(
+    configure: Configure, connect: Connect, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("provider.gateway.gateway.HANDSHAKE_TIMEOUT_S", 20.0)
+    with Provider(configure()) as provider:
         with crowd(provider.address, keys, source="127.0.0.9", threads=16):
             until(lambda: any(count > 10 for count in provider.status().visits.values()))
             for source in ("127.0.0.1", "127.0.0.9"):  # another one, and that of the crowd
@@ -45,13 +48,16 @@ def test_many_handshakes_delay_no_other_network(configure: Configure, connect: C
         assert provider.status().handshakes.late == 0
 
 
-def test_a_slow_handshake_has_one_deadline_and_no_thread(configure: Configure, connect: Connect, keys: Keys) -> None:
+def test_a_slow_handshake_has_one_deadline_and_no_thread(
+    configure: Configure, connect: Connect, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each byte of a handshake comes in time, but its end never comes."""
     hello, nothing = ssl.MemoryBIO(), ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
         keys.context("alice").wrap_bio(nothing, hello, server_hostname="127.0.0.1").do_handshake()
     said = hello.read()
-    with Provider(configure(handshake_timeout_s=1.0)) as provider, contextlib.ExitStack() as stack:
+    monkeypatch.setattr("provider.gateway.gateway.HANDSHAKE_TIMEOUT_S", 1.0)
+    with Provider(configure()) as provider, contextlib.ExitStack() as stack:
         threads, address = threading.active_count(), parse_address(provider.address)
         slow = [stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(20)]
         begun = time.monotonic()

@@ -20,7 +20,7 @@ from hypothesis import given, strategies as st
 from typer.testing import CliRunner
 
 from provider.cli import app
-from provider.config.schema import MIB, QuotaConfig, SchedulerConfig, UsageConfig
+from provider.config.schema import MIB, QuotaConfig, UsageConfig
 from provider.executor.client import ExecutorRequester
 from provider.gateway import frames, quota
 from provider.gateway.credentials import AuthenticatedPeer, Credentials
@@ -352,8 +352,8 @@ def test_a_tenant_that_leaves_is_billed_for_its_multiplied_rows(
         cancel(self)
         cancelled.set()
 
-    config = configure(scheduler=SchedulerConfig(max_batch_rows=5))
-    with Provider(msgspec.structs.replace(config, usage=UsageConfig(database=database))) as provider:
+    monkeypatch.setattr("provider.scheduler.scheduler.MAX_BATCH_ROWS", 5)
+    with Provider(configure(usage=UsageConfig(database=database))) as provider:
         connect("bob", to=provider).product(execute(0, 5), ones(5))
         monkeypatch.setattr(ExecutorRequester, "cancel", noted)
         monkeypatch.setattr(ServedModel, "product", slow)
@@ -380,8 +380,8 @@ def test_rows_multiplied_for_a_late_request_are_billed(
         refused.wait(0.3 if answers == "late" else 20)
         return product(*args, **kwargs)
 
-    config = configure(scheduler=SchedulerConfig(max_batch_rows=5), request_timeout_s=0.1)
-    with Provider(config) as provider:
+    monkeypatch.setattr("provider.scheduler.scheduler.MAX_BATCH_ROWS", 5)
+    with Provider(configure(request_timeout_s=0.1)) as provider:
         alice = connect("alice", to=provider)
         monkeypatch.setattr(ServedModel, "product", slow)
         assert failure(alice.ask(execute(0, 20), wire.RING32.pack(ones(20)))) == wire.ErrorCode.BUSY

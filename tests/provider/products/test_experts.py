@@ -154,12 +154,15 @@ def test_rows_of_several_tenants_for_one_stack_share_products_by_expert(store: W
     assert model.counts.count(None) == 2
 
 
-def test_every_row_keeps_its_expert_when_a_request_is_multiplied_in_pieces(store: WeightStore) -> None:
+def test_every_row_keeps_its_expert_when_a_request_is_multiplied_in_pieces(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("provider.scheduler.scheduler.MAX_BATCH_ROWS", 512)
     counts = (700, 0, 900, 1)
     model = Noting(store)
     group, entry = next(iter(stacks_of(store).items()))
     rows = rows_for(entry, "forward", counts)
-    with running(model, max_batch_rows=512) as (inbox, _):
+    with running(model) as (inbox, _):
         channel = inbox.open_channel()
         channel.send(work(by_expert(execute(group, len(rows)), counts)), wire.RING32.pack(rows))
         answer = channel.receive(TIMEOUT_S)

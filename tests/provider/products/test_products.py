@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from provider.config.schema import MIB, ExecutorConfig, PolicyName, SchedulerConfig
+from provider.config.schema import MIB, ExecutorConfig, SchedulerConfig
 from provider.executor.executor import Executor
 from provider.executor.queues import ExecutorAnswer, LocalInbox, ProductRequest
 from provider.products.model import FloatGroups, LocalOperands, ServedModel, Transfers, open_store
@@ -40,7 +40,7 @@ from tests.provider.conftest import Configure, Connect, Launch
 from tests.stacks import expert_counts
 from tests.waiting import until
 
-FLOATS = ExecutorConfig(threads=1, float_path=True)
+FLOATS = ExecutorConfig(threads=1, float_memory_mib=2048)
 
 
 def ring_rows(rows: int, width: int, *, seed: int = 0) -> Tensor:
@@ -56,16 +56,19 @@ def oracle(store: WeightStore, group: int, direction: Direction, rows: Tensor) -
 
 
 @pytest.mark.parametrize("max_batch_rows", [16_384, 3])
-@pytest.mark.parametrize("policy", ["none", "opportunistic"])
 def test_concurrent_tenants_get_the_same_bits_as_alone(
-    configure: Configure, connect: Connect, store: WeightStore, policy: PolicyName, max_batch_rows: int
+    configure: Configure,
+    connect: Connect,
+    store: WeightStore,
+    monkeypatch: pytest.MonkeyPatch,
+    max_batch_rows: int,
 ) -> None:
-    """Products have the same bits with each policy, also if every request is cut into pieces of three rows."""
+    """Products have the same bits also if every request is cut into pieces of three rows."""
+    monkeypatch.setattr("provider.scheduler.scheduler.MAX_BATCH_ROWS", max_batch_rows)
     seed = Seed(secrets.token_bytes(32))
     entry = store.manifest().groups[0]
     masks = expand(mask_key(seed, group_name=entry.name, direction="forward"), first_row=0, rows=9, width=entry.inputs)
     expected = oracle(store, 0, "forward", masks)
-    scheduling = SchedulerConfig(policy=policy, max_batch_rows=max_batch_rows)
 
     def executor(number: int) -> None:
         client = connect(("alice", "bob")[number % 2], to=provider)
@@ -80,16 +83,13 @@ def test_concurrent_tenants_get_the_same_bits_as_alone(
         for _ in range(20):
             assert torch.equal(client.product(effect(0, 9, seed=seed)), expected)
 
-    config = configure(scheduler=scheduling)
-    with Provider(config) as provider, ThreadPoolExecutor(8) as pool:
+    with Provider(configure()) as provider, ThreadPoolExecutor(8) as pool:
         runs = [*(pool.submit(executor, number) for number in range(6)), *(pool.submit(helper) for _ in range(2))]
         for run in runs:
             run.result()
         report = provider.status().executor
     assert report is not None
     assert report.batch_rows.total == sum(10 * 2 * (n + 1) for n in range(6)) + 2 * 20 * 9
-    if policy == "none":
-        assert report.batch_requests.total == sum(report.batch_requests.counts)
 
 
 def work(request: wire.Execute | wire.Effect, *, tenant: str = "alice") -> ProductRequest:
@@ -119,11 +119,10 @@ def answers_of(
     asked: Sequence[tuple[wire.Execute | wire.Effect, Tensor]],
     *,
     watching: contextlib.AbstractContextManager[object] | None = None,
-    **scheduling: Any,
 ) -> list[ExecutorAnswer]:
     """The answers to requests of one tenant each, which have all arrived before the executor starts."""
     inbox = LocalInbox()
-    executor = Executor(model, inbox=inbox, scheduling=SchedulerConfig(slice_ms=10_000, **scheduling))
+    executor = Executor(model, inbox=inbox, scheduling=SchedulerConfig(slice_ms=10_000))
     channels = [inbox.open_channel() for _ in asked]
     for tenant, (channel, (request, rows)) in enumerate(zip(channels, asked, strict=True)):
         payload = wire.RING32.pack(rows) if isinstance(request, wire.Execute) else memoryview(b"")
@@ -140,10 +139,12 @@ def rows_in(answer: ExecutorAnswer, count: int) -> Tensor:
     return wire.RING32.unpack(bytearray(answer.payload), rows=count)
 
 
-@pytest.mark.parametrize("policy", ["none", "opportunistic"])
 @pytest.mark.parametrize("max_batch_rows", [100, 5, 1])
-def test_waiting_requests_share_a_product(store: WeightStore, max_batch_rows: int, policy: PolicyName) -> None:
+def test_waiting_requests_share_a_product(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, max_batch_rows: int
+) -> None:
     """Requests for one group share products, also when they are cut; other groups have separate products."""
+    monkeypatch.setattr("provider.scheduler.scheduler.MAX_BATCH_ROWS", max_batch_rows)
     model = CountingModel(store)
     width = store.manifest().groups[0].inputs
     other = store.manifest().groups[1].inputs
@@ -156,14 +157,13 @@ def test_waiting_requests_share_a_product(store: WeightStore, max_batch_rows: in
         (effect(0, 5, seed=seed), expand(key, first_row=0, rows=5, width=width)),
         (execute(0, 4), ring_rows(4, width, seed=2)),
     ]
-    answers = answers_of(model, asked, max_batch_rows=max_batch_rows, policy=policy)
+    answers = answers_of(model, asked)
     products = [rows for group, rows in model.calls if group == 0]
     assert sum(products) == 12
     assert max(products) <= max_batch_rows
     assert sum(rows for group, rows in model.calls if group == 1) == 2
     if max_batch_rows == 100:
-        # the keystream may be ready a little later
-        assert len(products) == 4 if policy == "none" else len(products) <= 2
+        assert len(products) <= 2  # the keystream may be ready a little later
     for answer, (request, rows) in zip(answers, asked, strict=True):
         assert torch.equal(rows_in(answer, len(rows)), oracle(store, request.group, "forward", rows))
         assert answer.rows == request.rows
@@ -218,8 +218,8 @@ def test_no_tensor_is_kept_between_requests(
 
     monkeypatch.setattr(ServedModel, "product", watched)
     config = configure(executor=FLOATS)
-    scheduling = SchedulerConfig(max_batch_rows=5, slice_ms=1000.0)
-    with Provider(msgspec.structs.replace(config, scheduler=scheduling)) as provider:
+    monkeypatch.setattr("provider.scheduler.scheduler.MAX_BATCH_ROWS", 5)
+    with Provider(msgspec.structs.replace(config, scheduler=SchedulerConfig(slice_ms=1000.0))) as provider:
         width = store.manifest().groups[0].inputs
 
         def ask(tenant: str) -> None:
@@ -390,13 +390,13 @@ def test_floats_are_off_by_default(connect: Connect, store: WeightStore) -> None
             assert isinstance(reply, wire.Failure)
             assert reply.code == wire.ErrorCode.NOT_SERVED
             message = str(ProviderError(code=reply.code, provider="alpha", detail=reply.detail))
-            assert "float = true under [executor]" in message
+            assert "float_memory_mib under [executor]" in message
             assert "masking = 'pad'" in message
 
 
 def test_a_model_without_a_float_path_refuses_floats(store: WeightStore) -> None:
     rows = torch.zeros((1, store.manifest().groups[0].inputs))
-    with pytest.raises(ConfigError, match="float = true"):
+    with pytest.raises(ConfigError, match="float_memory_mib"):
         ServedModel(store).product(rows, group=0, direction="forward", arithmetic="float")
 
 
@@ -466,7 +466,7 @@ def test_one_row_requests_do_not_keep_the_model_in_memory(
     bound = 8
     store = WeightStore(forty_eight_mib, cache=cache)
     assert sum(sizes(store)) > 48 * MIB
-    executor = ExecutorConfig(threads=1, warm_up=False, float_path=on, float_memory_mib=bound)
+    executor = ExecutorConfig(threads=1, float_memory_mib=bound if on else None)
     service = launch(configure(checkpoint=forty_eight_mib, executor=executor))
     client = connect(to=service)
     grown = ask_every_group(service, client, store)

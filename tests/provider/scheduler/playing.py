@@ -1,21 +1,24 @@
 """Runs schedulers with jobs of all sizes, including the smallest, and a simulated executor and clock."""
 
-from typing import Any, get_args
+from typing import Any, Literal, get_args
+from unittest.mock import patch
 
-import msgspec
 from hypothesis import strategies as st
 
-from provider.config.schema import PolicyName, SchedulerConfig
+from provider.config.schema import SchedulerConfig
 from provider.scheduler.jobs import Job, Key, Piece, Stage
-from provider.scheduler.scheduler import Scheduler
+from provider.scheduler.scheduler import Discipline, Opportunistic, Scheduler
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 
+PolicyName = Literal["none", "opportunistic"]
 POLICIES = get_args(PolicyName)
+DISCIPLINES: dict[PolicyName, type[Discipline[Any]]] = {"none": Discipline, "opportunistic": Opportunistic}
 STAGES = get_args(Stage)
 ROW_WORK = 1000
 SLICE_ROWS = 8
 RATE = 2e9  # the scheduler's initial assumption
-POLICY = SchedulerConfig(slice_ms=1000 * SLICE_ROWS * ROW_WORK / RATE, max_wait_ms=2.0)
+POLICY = SchedulerConfig(slice_ms=1000 * SLICE_ROWS * ROW_WORK / RATE)
+MAX_WAIT_S = 2e-3
 
 
 def job(
@@ -46,12 +49,19 @@ def job(
     )
 
 
-def scheduler(name: PolicyName = "opportunistic", *, reading: float = 0.0, **changes: Any) -> Scheduler[Job]:
-    """A scheduler that has learned how long reading weights takes. Times may be given in seconds."""
-    for time in ("slice", "max_wait"):
-        if f"{time}_s" in changes:
-            changes[f"{time}_ms"] = 1000 * changes.pop(f"{time}_s")
-    subject: Scheduler[Job] = Scheduler(msgspec.structs.replace(POLICY, policy=name, **changes))
+def scheduler(
+    name: PolicyName = "opportunistic",
+    *,
+    reading: float = 0.0,
+    slice_s: float = POLICY.slice_ms / 1000,
+    inference_weight: float = POLICY.inference_weight,
+    max_wait_s: float = MAX_WAIT_S,
+    **constants: Any,
+) -> Scheduler[Job]:
+    """A scheduler that has learned how long reading weights takes. `constants`: those of the scheduler's module."""
+    config = SchedulerConfig(slice_ms=1000 * slice_s, inference_weight=inference_weight)
+    with patch.multiple("provider.scheduler.scheduler", MAX_WAIT_S=max_wait_s, **constants):
+        subject: Scheduler[Job] = Scheduler(config, DISCIPLINES[name])
     for direction in DIRECTIONS:
         for _ in range(60 if reading else 0):  # each measurement halves the distance
             subject.pace.record(Key(0, direction, "ring"), rows=1, work=ROW_WORK, seconds=max(reading, ROW_WORK / RATE))

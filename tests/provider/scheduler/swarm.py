@@ -19,8 +19,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from provider.announce.announcer import LIFETIME_S
 from provider.announce.placement import Placed, better, coverage, most_needed
-from provider.config.schema import AnnounceConfig, SchedulerConfig
+from provider.config.schema import SchedulerConfig
 from provider.registry.server import RegistryServer
 from provider.scheduler.scheduler import Scheduler
 from tests.provider.scheduler.rehearsal import GROUPS, ONE_CORE, Executor, Hardware, Tenant, play
@@ -173,13 +174,12 @@ def main() -> None:
                 f"{statistics.fmean(found.rows_per_s):,.0f}",
                 f"{max(found.busy):.0%}",
             )
-    lifetime_s = AnnounceConfig().lifetime_s
     console = Console()
     console.print(table)
     with tempfile.TemporaryDirectory() as folder:
         announcement_s, list_s, size = registry_load(arguments.executors, Path(folder))
     console.print(
-        f"a registry gets {3 * arguments.executors / lifetime_s:.2f} announcements a second; processor time, with the "
+        f"a registry gets {3 * arguments.executors / LIFETIME_S:.2f} announcements a second; processor time, with the "
         f"client's, of one: {announcement_s * 1e3:.1f} ms; of a list, {size / 1024:.0f} KiB: {list_s * 1e3:.1f} ms"
     )
     before, lost, *later = after_a_loss(arguments.executors, lost=0.1)

@@ -4,10 +4,9 @@ from collections import Counter
 
 import pytest
 
-from provider.config.schema import PolicyName
 from provider.scheduler.jobs import Job, Key
 from provider.scheduler.scheduler import Scheduler
-from tests.provider.scheduler.playing import RATE, ROW_WORK, job, scheduler
+from tests.provider.scheduler.playing import RATE, ROW_WORK, PolicyName, job, scheduler
 
 KEY = Key(0, "forward", "ring")
 

@@ -9,11 +9,24 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from provider.config.schema import PolicyName, SchedulerConfig
+from provider.config.schema import SchedulerConfig
+from provider.scheduler import scheduler as scheduling
 from provider.scheduler.jobs import Job, Key, Piece, Stage
 from provider.scheduler.scheduler import Scheduler
 from tests.provider.scheduler import swarm
-from tests.provider.scheduler.playing import POLICIES, POLICY, RATE, ROW_WORK, SLICE_ROWS, job, jobs, run, scheduler
+from tests.provider.scheduler.playing import (
+    DISCIPLINES,
+    MAX_WAIT_S,
+    POLICIES,
+    RATE,
+    ROW_WORK,
+    SLICE_ROWS,
+    PolicyName,
+    job,
+    jobs,
+    run,
+    scheduler,
+)
 from tests.provider.scheduler.rehearsal import ONE_CORE, Executor, Hardware, Outcome, Tenant, play, rehearse
 
 
@@ -31,7 +44,7 @@ def test_every_row_is_taken_once_and_in_order(arriving: list[Job], name: PolicyN
 
 @given(jobs(), st.sampled_from(POLICIES), st.integers(1, 10))
 def test_a_batch_is_of_one_kind_and_bounded(arriving: list[Job], name: PolicyName, max_rows: int) -> None:
-    for _, pieces in run(scheduler(name, max_batch_rows=max_rows), arriving):
+    for _, pieces in run(scheduler(name, MAX_BATCH_ROWS=max_rows), arriving):
         assert len({p.job.key for p in pieces}) == 1
         assert len({id(p.job) for p in pieces}) == len(pieces)
         assert sum(p.rows for p in pieces) <= min(max_rows, SLICE_ROWS)
@@ -43,7 +56,7 @@ def test_a_batch_is_of_one_kind_and_bounded(arriving: list[Job], name: PolicyNam
 def test_no_job_waits_to_be_batched_longer_than_the_policy_allows(arriving: list[Job], name: PolicyName) -> None:
     """A product that begins after idle time has jobs that have waited, while nothing was computed, within the limit."""
     subject = scheduler(name)
-    longest = {"none": 0.0, "opportunistic": POLICY.max_wait_ms / 1000}[name]
+    longest = {"none": 0.0, "opportunistic": MAX_WAIT_S}[name]
     end = 0.0
     for begun, pieces in run(subject, arriving):
         if begun > end:  # it was idle until now
@@ -128,7 +141,7 @@ def test_batching_increases_throughput_and_reduces_latency(generating: Sequence[
     found: list[Outcome] = []
     for name in ("opportunistic", "none"):
         tenants = all_of(generating, training)
-        found.append(rehearse(SchedulerConfig(policy=name), tenants, seconds=40))
+        found.append(rehearse(SchedulerConfig(), tenants, discipline=DISCIPLINES[name], seconds=40))
         assert all(tenant.turns for tenant in tenants), "somebody starves"
     batched, single = found
     assert batched.latency < single.latency
@@ -143,7 +156,7 @@ def test_training_tenants_hardly_delay_generating_ones() -> None:
 
 def test_a_single_tenant_is_served_equally_by_every_policy() -> None:
     """A single tenant never waits, because no other tenant can come."""
-    found = {rehearse(SchedulerConfig(policy=name), all_of((1,), ())).latency for name in POLICIES}
+    found = {rehearse(SchedulerConfig(), all_of((1,), ()), discipline=one).latency for one in DISCIPLINES.values()}
     assert len(found) == 1
 
 
@@ -229,13 +242,13 @@ def test_fine_tuning_gets_its_share_of_any_second_whatever_others_send(
     hardware: Hardware, others: list[tuple[int, float]], rows: int
 ) -> None:
     """A stage gets its share by weight of the seconds with products; of those without, waits of inference to be batched
-    are at most `wait_share` of its products. A slice may lie across each end of the second."""
+    are at most `WAIT_SHARE` of its products. A slice may lie across each end of the second."""
     config = SchedulerConfig()
-    share = 1 / (1 + config.inference_weight) / (1 + config.wait_share)
+    share = 1 / (1 + config.inference_weight) / (1 + scheduling.WAIT_SHARE)
     watched = beside(hardware, others, rows=rows)
     least = min(watched.trained(begin / 20, begin / 20 + 1) for begin in range(20))
     assert least >= share - 2 * config.slice_ms / 1000
-    assert watched.longest_wait <= config.max_wait_ms / 1000 + 1e-9
+    assert watched.longest_wait <= scheduling.MAX_WAIT_S + 1e-9
 
 
 @pytest.mark.parametrize("pause_ms", [0.5, 1.5, 3.0])
@@ -488,7 +501,7 @@ def test_inference_joins_fine_tuning_which_keeps_half_of_its_slice() -> None:
 def test_a_job_waits_for_an_expected_tenant_and_no_longer(
     wait_share: float, reading: float, max_wait: float, wait: float
 ) -> None:
-    subject = scheduler(slice_s=1.0, max_wait_s=max_wait, wait_share=wait_share, reading=reading)
+    subject = scheduler(slice_s=1.0, max_wait_s=max_wait, WAIT_SHARE=wait_share, reading=reading)
     first, second = job("alice", rows=100, arrival=1.0), job("bob", rows=100, arrival=1.0 + wait / 2)
     subject.put(job("bob", arrival=1.0))
     subject.done(subject.take(1.0), now=1.0, seconds=reading + ROW_WORK / RATE)  # bob was served a moment ago
@@ -504,7 +517,7 @@ def test_several_waiting_tenants_wait_for_a_shorter_time() -> None:
     """Waiting costs all waiting tenants, and one more request saves one reading of the weights: three wait a third of
     it."""
     reading = 0.003
-    subject = scheduler(slice_s=1.0, max_wait_s=1.0, wait_share=9.0, reading=reading)
+    subject = scheduler(slice_s=1.0, max_wait_s=1.0, WAIT_SHARE=9.0, reading=reading)
     subject.put(job("late", arrival=1.0))
     subject.done(subject.take(1.0), now=1.0, seconds=reading + ROW_WORK / RATE)
     for tenant in "abc":
@@ -530,7 +543,7 @@ def served_in_order(subject: Scheduler[Job], tenant: str, groups: int, *, pause:
 
 def test_no_job_waits_for_a_tenant_that_will_ask_for_another_group() -> None:
     """Bob goes from group 0 to 1 to 2 to 3: he is expected at group 3, soon, and nowhere else."""
-    patient: dict[str, Any] = {"slice_s": 1.0, "max_wait_s": 0.01, "wait_share": 1e6, "reading": 1.0}
+    patient: dict[str, Any] = {"slice_s": 1.0, "max_wait_s": 0.01, "WAIT_SHARE": 1e6, "reading": 1.0}
     for group, waits in ((3, True), (2, False), (0, False)):
         subject = scheduler(**patient)
         served_in_order(subject, "bob", 4, pause=0.001, stage="inference")
@@ -543,7 +556,7 @@ def test_no_job_waits_for_a_tenant_that_will_ask_for_another_group() -> None:
 
 def test_fine_tuning_waits_a_moment_for_a_generating_tenant() -> None:
     """After fine-tuning has had its share, it waits between two requests of the generating tenant, up to the limit."""
-    subject = scheduler(wait_share=10.0)
+    subject = scheduler(WAIT_SHARE=10.0)
     now = served_in_order(subject, "chat", 4, pause=0.001, stage="inference")
     subject.put(job("trainer", rows=500, group=1, stage="fine_tuning", arrival=now))
     slices = 0
@@ -553,12 +566,12 @@ def test_fine_tuning_waits_a_moment_for_a_generating_tenant() -> None:
     assert slices < 10
     again = subject.next_deadline(now)
     assert again is not None
-    assert now < again <= now + POLICY.max_wait_ms / 1000
+    assert now < again <= now + MAX_WAIT_S
     assert subject.take(again)[0].job.tenant == "trainer"
 
 
 def test_a_single_tenant_never_waits() -> None:
-    subject = scheduler(max_wait_s=10.0, wait_share=10.0, reading=10.0)
+    subject = scheduler(max_wait_s=10.0, WAIT_SHARE=10.0, reading=10.0)
     for turn in range(5):
         subject.put(job("alice", rows=5, arrival=float(turn)))
         pieces = subject.take(float(turn))

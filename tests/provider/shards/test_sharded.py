@@ -129,7 +129,7 @@ def test_a_group_uses_a_private_folder_restarts_after_a_hanging_rank_and_ends_wi
     """
     monkeypatch.setenv("PET_STANDALONE", "1")
     monkeypatch.setattr(supervisor, "_FIRST_BACKOFF_S", 2.0)  # forks start soon; tenants are refused for that long
-    settings = ExecutorConfig(ranks=2, threads=1, warm_up=False, group_timeout_s=300, hang_timeout_s=300)
+    settings = ExecutorConfig(ranks=2, threads=1, group_timeout_s=300, hang_timeout_s=300)
     with Provider(configure(executor=settings)) as provider:
         assert isinstance(provider.executor, ExecutorGroup)
         assert not listening_addresses([provider.executor.pid])  # no store: the ranks meet in a folder
@@ -193,7 +193,7 @@ def test_two_machines_serve_one_model(
     settings: dict[str, dict[str, Any]] = {
         "model": {"checkpoint": config.model.checkpoint, "cache": str(config.model.cache)},
         "tls": {name: str(getattr(config.tls, name)) for name in ("certificate", "key", "tenant_authority")},
-        "executor": {"threads": 1, "warm_up": False},
+        "executor": {"threads": 1},
     }
     tables = [
         f"[{table}]\n" + "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())

@@ -106,11 +106,10 @@ def check_bytes(rows: list[Row], shown: str) -> None:
 
 def check_provider(rows: list[Row], shown: str) -> None:
     """Four tenants in separate processes: every answer equals the answer that the tenant got alone."""
-    assert [(row["generating_rows"], row["policy"]) for row in rows] == [("1", "none"), ("1", "opportunistic")]
+    assert [(row["generating"], row["generating_rows"], row["training"]) for row in rows] == [(3, "1", 1)]
     assert all(row["wrong"] == 0 and number(row["answers"]) > 0 for row in rows)
     assert all(0 < number(row["product_share"]) <= 1 for row in rows)
     assert all(number(row["tokens_per_s"]) > 0 and number(row["trained_rows_per_s"]) > 0 for row in rows)
-    assert all(row["batch_requests"] == 1 for row in rows if row["policy"] == "none")
 
 
 def check_kernels(rows: list[Row], shown: str) -> None:
@@ -142,7 +141,7 @@ CHECKS: dict[str, Callable[[list[Row], str], None]] = {
     "linear --rows 1,4 --width 64 --repeat 1 --threads 1": check_linear,
     f"network {MODEL} --tokens 8 --masking pad/24,pad/24/relay,pad/24/two --condition 20mbit/20ms": check_network,
     "bytes": check_bytes,
-    "provider --tenants 3+1 --policies none,opportunistic --hidden 64 --seconds 0.1 --threads 1": (check_provider),
+    "provider --tenants 3+1 --hidden 64 --seconds 0.1 --threads 1": (check_provider),
     "tasks --tasks 4 --width 64 --layers 1 --inner 64 --batch 4 --tokens 5 --requests 8 --repeat 1 --threads 1": (
         check_tasks
     ),
@@ -194,7 +193,6 @@ def test_a_turn_ends_when_all_processes_are_idle(running: Comparison) -> None:
         ["network", "--condition", "slow"],
         ["network", "--overlap", "3"],
         ["provider", "--tenants", "0+0"],
-        ["provider", "--policies", "chance"],
         ["step", "--masking", "pad,nobody"],
         ["step", "--masking", "pad/25"],
         ["linear", "--masking", "nobody"],

@@ -114,7 +114,7 @@ def health(
     certificate: Annotated[Path | None, typer.Option(help="The provider's pinned certificate.")] = None,
     tenant_certificate: Annotated[Path, typer.Option(help="A tenant's certificate.")],
     tenant_key: Annotated[Path, typer.Option(help="Private key of that certificate.")],
-    timeout: Annotated[float, typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds to wait.")] = 10.0,
+    timeout: Annotated[float, typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds to wait for a provider.")] = 10.0,
 ) -> None:
     """Print a running provider's report as JSON. The status is 1 if the provider does not answer."""
     from provider.config.provider_toml import load

@@ -23,7 +23,7 @@ from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.limits import MAX_SECONDS, Role
 from symbiosis_priv.system import interrupts
 from symbiosis_priv.system.files import output_file, write_atomically
-from tenant.cli.options import Served, loading, takes
+from tenant.cli.options import Json, Served, loading, takes
 
 # torch, Hypothesis and the packages that need them are imported late, so that --help does not wait for them
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def threat_model(
     *,
-    json: Annotated[Path | None, typer.Option("--json", callback=output_file, help="Write every figure here.")] = None,
+    json: Json = None,
     html: Annotated[
         Path | None, typer.Option("--html", callback=output_file, help="Write one page with pictures here.")
     ] = None,
@@ -115,9 +115,7 @@ def verify(
     budget: Annotated[
         float, typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds for all properties of one provider.")
     ] = 300.0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", callback=output_file, help="Write every outcome here.")
-    ] = None,
+    json: Json = None,
 ) -> None:
     """Test live providers for exactness, property by property.
 
@@ -140,12 +138,12 @@ def verify(
         f"\n{total} examples in {seconds:.1f} s; --seed {chosen} repeats them. They show how these requests were "
         f"answered, not how later requests will be: every session verifies each of its own answers."
     )
-    if json_file is not None:
+    if json is not None:
         import msgspec
 
         report = {"passed": passed(results), "model_digest": manifest.digest, "weight_bits": manifest.weight_bits}
         report |= {"seed": chosen, "examples": examples, "outcomes": [r.document() for r in results]}
-        write_atomically(json_file, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        write_atomically(json, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     raise typer.Exit(0 if passed(results) else 1)
 
 

@@ -71,7 +71,7 @@ def endpoint(
     ] = None,
     streams: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 32,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 16,
-    tokens: Annotated[int, typer.Option(min=2, help="New tokens of each answer.")] = 32,
+    tokens: Annotated[int, typer.Option(min=2, help="Generated tokens of each answer.")] = 32,
     masking: Masking = "pad",
     effort: Effort = _ONCE,
 ) -> Iterator[Row]:

@@ -12,7 +12,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -47,17 +46,9 @@ _METHODS: Final[dict[str, PeftConfig]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class QueuedRequests:
-    """Queued requests, as in the PetS paper: lengths are normally distributed, tasks uniformly."""
-
-    requests: Annotated[int, typer.Option(min=1, help="Queued requests.")] = 256
-    mean: Annotated[float, typer.Option(min=1, help="Mean of their lengths, in tokens.")] = 32.0
-    sigma: Annotated[float, typer.Option(min=0, help="Standard deviation of their lengths, in tokens.")] = 8.0
-    size: Annotated[int, typer.Option(min=1, help="Requests in a batch of fixed size.")] = 32
-
-
-_BERT_BASE, _TRAFFIC, _EFFORT = Bert(), QueuedRequests(), Effort()
+_MEAN, _SIGMA, _SIZE = 32.0, 8.0, 32  # tokens of a queued request, as in the PetS paper; requests of a fixed batch
+_ROWS, _TOKENS = 32, 8  # of a mixed batch, each row of another task
+_BERT_BASE, _EFFORT = Bert(), Effort()
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
@@ -78,9 +69,7 @@ def tasks(
     *,
     shape: Bert = _BERT_BASE,
     tasks: Annotated[int, typer.Option(min=1, help="Number of tasks; PEFT methods alternate.")] = 256,
-    batch: Annotated[int, typer.Option(min=2, help="Rows of a mixed batch, each of another task.")] = 32,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of these rows.")] = 8,
-    traffic: QueuedRequests = _TRAFFIC,
+    requests: Annotated[int, typer.Option(min=1, help="Queued requests of coordinated batching.")] = 256,
     effort: Effort = _EFFORT,
 ) -> Iterator[Row]:
     """Serve many tasks over one BERT: memory, mixed batches (whole and split), coordinated batching (PetS).
@@ -94,7 +83,7 @@ def tasks(
     path = shape.save(folder / "model")
     progress("writing tasks")
     repository = write_tasks(folder / "tasks", path, count=tasks)
-    rows = min(batch, tasks)
+    rows = min(_ROWS, tasks)
     torch.set_num_threads(2 * effort.threads)
     model = load_model(path, dtype=torch.float32, kind=AutoModel)
     serving = Tasks(model, memory_limit=1 << 40)
@@ -102,9 +91,9 @@ def tasks(
     progress("loading tasks")
     yield from _memory(serving, names)
     progress("a mixed batch, whole")
-    yield from _batch(serving, names[:rows], tokens, effort.repeat, measurement="batch, whole model")
+    yield from _batch(serving, names[:rows], effort.repeat, measurement="batch, whole model")
     progress("coordinated batching")
-    yield from _coordinated(serving, names, traffic, progress)
+    yield from _coordinated(serving, names, requests, progress)
     serving.close()
     del model, serving
     progress("a mixed batch, split")
@@ -115,7 +104,7 @@ def tasks(
         with backend_of(split), contextlib.closing(Tasks(split)) as serving:
             serving.register_all(repository)
             # one turn, because the round trips are the same in every turn
-            yield from _batch(serving, names[:rows], tokens, 1, measurement="batch, split model")
+            yield from _batch(serving, names[:rows], 1, measurement="batch, split model")
 
 
 def write_tasks(repository: Path, model: Path, *, count: int) -> Path:
@@ -161,9 +150,9 @@ def _memory(tasks: Tasks, names: Sequence[str]) -> Iterator[Row]:
     yield row("one model", memory_mib=shared / _MIB, wall_s=seconds, gain=whole / shared)
 
 
-def _batch(tasks: Tasks, names: Sequence[str], tokens: int, repeat: int, *, measurement: str) -> Iterator[Row]:
+def _batch(tasks: Tasks, names: Sequence[str], repeat: int, *, measurement: str) -> Iterator[Row]:
     """Measure the median seconds and the round trips to executors of a turn (None for a whole model)."""
-    ids = _ids(len(names), tokens)
+    ids = _ids(len(names), _TOKENS)
 
     def one_after_the_other() -> None:
         for row, name in enumerate(names):
@@ -191,7 +180,7 @@ def _batch(tasks: Tasks, names: Sequence[str], tokens: int, repeat: int, *, meas
             variant,
             tasks=len(names),
             rows=len(names),
-            tokens=tokens,
+            tokens=_TOKENS,
             batches=1 if work is mixed else len(names),
             wall_s=seconds,
             round_trips=trips if split else None,
@@ -199,26 +188,27 @@ def _batch(tasks: Tasks, names: Sequence[str], tokens: int, repeat: int, *, meas
         )
 
 
-def _coordinated(tasks: Tasks, names: Sequence[str], traffic: QueuedRequests, progress: Progress) -> Iterator[Row]:
-    """Measure all plans by turns, batch by batch, so that a change of the machine's speed affects all plans alike."""
+def _coordinated(tasks: Tasks, names: Sequence[str], count: int, progress: Progress) -> Iterator[Row]:
+    """Queue `count` requests, with normally distributed lengths and uniformly distributed tasks. Measure all plans by
+    turns, batch by batch, so that a change of the machine's speed affects all plans alike."""
 
     def run(rows: int, tokens: int) -> None:
         _forward(tasks, _ids(rows, tokens), torch.ones(rows, tokens, dtype=torch.long, device="cpu"))
 
     examples = {tasks[name].id.method: name for name in reversed(names)}
-    longest = min(_LONGEST, tasks.model.config.max_position_embeddings, round(traffic.mean + 4 * traffic.sigma) + 1)
+    longest = min(_LONGEST, tasks.model.config.max_position_embeddings, round(_MEAN + 4 * _SIGMA) + 1)
     costs = batching.measure_costs(
-        tasks, run, examples, rows=sorted({1, 4, traffic.size}), tokens=sorted({1, longest}), repeat=1
+        tasks, run, examples, rows=sorted({1, 4, _SIZE}), tokens=sorted({1, longest}), repeat=1
     )
     random = np.random.default_rng(0)
-    lengths = random.normal(traffic.mean, traffic.sigma, traffic.requests).astype(int).clip(1, longest)
-    chosen = [names[task] for task in random.integers(len(names[:_TASKS]), size=traffic.requests)]
+    lengths = random.normal(_MEAN, _SIGMA, count).astype(int).clip(1, longest)
+    chosen = [names[task] for task in random.integers(len(names[:_TASKS]), size=count)]
     requests = [
         batching.Request(task=task, method=tasks[task].id.method, input_ids=_ids(1, int(length))[0])
         for task, length in zip(chosen, lengths, strict=True)
     ]
     plans: dict[str, Callable[[Sequence[batching.Request], batching.Costs], batching.Batches]] = {
-        "fixed size": lambda requests, costs: batching.fixed(requests, size=traffic.size),
+        "fixed size": lambda requests, costs: batching.fixed(requests, size=_SIZE),
         "own cost only": batching.by_task,
         "shared cost only": batching.by_length,
         "coordinated": batching.coordinated,
@@ -238,8 +228,8 @@ def _coordinated(tasks: Tasks, names: Sequence[str], traffic: QueuedRequests, pr
             "coordinated batching",
             name,
             tasks=min(len(names), _TASKS),
-            rows=traffic.requests,
-            tokens=round(traffic.mean),
+            rows=count,
+            tokens=round(_MEAN),
             batches=len(batches),
             wall_s=seconds[name],
             gain=seconds["fixed size"] / seconds[name],

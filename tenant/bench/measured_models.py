@@ -33,9 +33,13 @@ _VOCABULARY, _SMALL_VOCABULARY, _SMALL = 30522, 512, 512
 HEAD = 64
 """Dimensions of an attention head; widths are multiples of it, unless `heads` is given."""
 HALF_THE_CORES = max(1, (os.cpu_count() or 1) // 2)
+_POOL_MIB = 1024
 START_S = 900.0  # providers quantise the model at their start
 
 Repeat = Annotated[int, Option(min=1, help="Repetitions.")]
+Width = Annotated[int, Option(min=HEAD, help=f"Width of the model, a multiple of {HEAD}.")]
+Layers = Annotated[int, Option(min=1, help="Layers of the model.")]
+Inner = Annotated[int, Option(min=8, help="Width inside the MLP.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,6 @@ class Effort:
 
     repeat: Repeat = 3
     threads: Annotated[int, Option(min=1, help="Torch threads of each process.")] = HALF_THE_CORES
-    pool_memory_mib: Annotated[int, Option(min=0, help="Memory of each tenant for pads drawn ahead, in MiB.")] = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +56,9 @@ class Llama:
     stands for `width / HEAD`. `key_heads`: None for the divisor of the query heads that is nearest to a quarter of
     them."""
 
-    width: Annotated[int, Option(min=HEAD, help=f"Width of the Llama, a multiple of {HEAD}.")]
-    layers: Annotated[int, Option(min=1, help="Layers of the Llama.")]
-    inner: Annotated[int, Option(min=8, help="Width inside the MLP.")]
+    width: Width
+    layers: Layers
+    inner: Inner
     heads: int | None = None
     key_heads: int | None = None
     vocabulary: int = 4096  # small, because the head stays with the tenant
@@ -95,9 +98,9 @@ def small_llama(width: int, *, inner: int, layers: int = 1) -> Llama:
 class Bert:
     """The shape of a BERT; BERT-base by default. Raises `ConfigError` if the width is not a multiple of `HEAD`."""
 
-    width: Annotated[int, Option(min=HEAD, help=f"Width of the BERT, a multiple of {HEAD}.")] = 768
-    layers: Annotated[int, Option(min=1, help="Layers of the BERT.")] = 12
-    inner: Annotated[int, Option(min=8, help="Width inside the MLP.")] = 3072
+    width: Width = 768
+    layers: Layers = 12
+    inner: Inner = 3072
 
     def __post_init__(self) -> None:
         check_width(self.width)
@@ -172,7 +175,7 @@ def remote_config(
         ring_bits=transport.ring_bits,
         round_trips=transport.round_trips,
         cache=local.cache,
-        pool_memory_mib=effort.pool_memory_mib,
+        pool_memory_mib=_POOL_MIB,
     )
 
 

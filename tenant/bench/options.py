@@ -10,15 +10,11 @@ import typer
 
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError, ProtocolError
-from symbiosis_priv.system.files import output_file
 from tenant.bench.measured_models import check_width
 from tenant.bench.report import Goal, Row, Table, number, this_run, write
-from tenant.cli.options import quiet, takes
+from tenant.cli.options import Json, quiet, takes
 
 Rows = Annotated[str, typer.Option(help="Rows per call, separated by commas.")]
-Json = Annotated[
-    Path | None, typer.Option("--json", callback=output_file, help="Also write every figure to this file.")
-]
 Threads = Annotated[int, typer.Option(min=1, help="Torch threads of each process.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences of a batch.")]
 Tokens = Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")]

@@ -20,6 +20,7 @@ from symbiosis_priv.errors import ConfigError, RoleConflictError, SymbiosisError
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_SECONDS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, HintBits
 from symbiosis_priv.system import interrupts
+from symbiosis_priv.system.files import output_file
 
 if TYPE_CHECKING:  # importing torch would delay --help
     from symbiosis_priv.network.wire import Role
@@ -37,6 +38,10 @@ Text = Annotated[
         help="Plain text: documents separated by blank lines, or one per line. Or FILE.jsonl with text, messages, "
         "prompt and completion, or prompt, chosen and rejected on every line (docs/training.md).",
     ),
+]
+
+Json = Annotated[
+    Path | None, typer.Option("--json", callback=output_file, help="Also write every figure to this file.")
 ]
 
 Masking = Literal["pad", "local", "lwe", "none", "paper-pool", "simulate"]

@@ -11,9 +11,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
-from symbiosis_priv.system.files import default_cache, output_file, write_atomically
+from symbiosis_priv.system.files import default_cache, write_atomically
 from symbiosis_priv.system.interrupts import Interrupts
-from tenant.cli.options import loading
+from tenant.cli.options import Json, loading
 from tenant.training import corpus
 from tenant.training.options import check_installed
 
@@ -23,9 +23,7 @@ _DEFAULT_STEPS = 40
 def demo(
     model: Annotated[str | None, typer.Option(help="A checkpoint of your own instead of the demo's.")] = None,
     text: Annotated[Path | None, typer.Option(help="Private text of your own: UTF-8, one document per line.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", callback=output_file, help="Write every figure to this file.")
-    ] = None,
+    json: Json = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = _DEFAULT_STEPS,
 ) -> None:
     """Fine-tune and generate on untrusted providers on this machine, and check every claim about it.
@@ -59,7 +57,7 @@ def demo(
         stages = Stages(bars)
         figures = run(Path(folder), cache=default_cache() / "demo", model=model, text=text, steps=steps, stages=stages)
     passed = show(console, figures)
-    if json_file is not None:
-        write_atomically(json_file, msgspec.json.format(msgspec.json.encode(to_json(figures))) + b"\n")
+    if json is not None:
+        write_atomically(json, msgspec.json.format(msgspec.json.encode(to_json(figures))) + b"\n")
     if not passed:
         raise typer.Exit(1)

@@ -6,7 +6,6 @@ weights are those of the 4-bit file, converted to float32.
 
 import importlib.util
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -17,18 +16,17 @@ from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.system.files import default_cache, replace_atomically
 from symbiosis_priv.system.interrupts import Interrupts
-from tenant.cli.options import loading, takes
+from tenant.cli.options import loading
 from tenant.cli.serve import serve
-from tenant.endpoint.options import Serving, check_installed
+from tenant.endpoint.options import Listen, Serving, check_installed
 
 
-@takes
 def serve_demo(
     *,
     model: Annotated[
         str | None, typer.Option(help="A checkpoint of your own instead of SmolLM2-135M-Instruct.")
     ] = None,
-    options: Serving,
+    listen: Listen = Serving.listen,
 ) -> None:
     """Chat with SmolLM2 in a browser: starts an executor, a helper and the endpoint on this machine.
 
@@ -36,7 +34,7 @@ def serve_demo(
     Ctrl-C ends everything.
     """
     check_installed()
-    options.listener().close()  # a port in use is an error now, and not after the model was fetched
+    Serving(listen=listen).listener().close()  # a port in use is an error now, and not after the model was fetched
     if model is not None:
         resolve(model)
     with Interrupts(), tempfile.TemporaryDirectory(prefix="symbiosis-priv-serve-demo-") as folder:
@@ -47,7 +45,7 @@ def serve_demo(
         with terminal.working("starting an executor and a helper"):
             local.start()
         try:
-            serve(model=str(path), federation=local.federation, **asdict(options))
+            serve(model=str(path), federation=local.federation, listen=listen)
         finally:
             local.stop()
 

@@ -20,6 +20,9 @@ _KEY_LENGTH = 16
 _BACKLOG = 128
 
 
+Listen = Annotated[str, Option(help="host:port; port 0 takes a free one.")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Serving:
     """The options of `tenant serve`. Every check raises `ConfigError`."""
@@ -31,7 +34,7 @@ class Serving:
     name: Annotated[
         str | None, Option(help="The base model's name for clients; by default its folder's or the hub's.")
     ] = None
-    listen: Annotated[str, Option(help="host:port to answer at.")] = "127.0.0.1:8000"
+    listen: Listen = "127.0.0.1:8000"
     public: Annotated[
         bool, Option("--public", help="Allow --listen to be no loopback address. Without TLS: put a proxy before it.")
     ] = False

@@ -141,7 +141,7 @@ def check(
     model: Annotated[
         str | None, typer.Option(help="Your own full checkpoint, to check layers and products. Needed once per model.")
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds to wait for each provider.")] = 10.0,
+    timeout: Annotated[float, typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds to wait for a provider.")] = 10.0,
 ) -> None:
     """Check every provider: certificate, role, digest, layers, products, clock and speed.
 

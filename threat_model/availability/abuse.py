@@ -43,6 +43,8 @@ from tenant.bench.report import Goal, Row, figure, percentile
 from tenant.connections.channel import Channel, fresh_nonce
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 
+VISITS = 1000
+"""Connections of the abuser that connects and leaves."""
 _SETTLE_S, _LOOK_S = 5.0, 0.05
 _COUNTERS = ("requests", "refused", "abandoned", "slow", "failed")
 _MIB = 1 << 20
@@ -187,7 +189,7 @@ class Abuse:
     revoked: bool = False
 
 
-def abuses(visits: int) -> dict[str, Abuse]:
+def abuses() -> dict[str, Abuse]:
     """Every kind of abuse, by its name in the report."""
     flooding = {"connections": _CONNECTIONS, "requests": _CONNECTIONS}
     silent = {"pending handshakes": _SILENT_FROM}
@@ -204,7 +206,7 @@ def abuses(visits: int) -> dict[str, Abuse]:
         "answers that nobody reads": Abuse(read_nothing, seen={"requests": _READERS}),
         "payloads that never come": Abuse(partial(read_nothing, sends_rows=False), seen={"connections": _READERS}),
         "requests whose tenant leaves": Abuse(leave, _CONNECTIONS, seen={"connections": _CONNECTIONS}),
-        f"{visits:,} connections": Abuse(partial(come_and_go, visits=visits), seen={"connections": 1}, ends=True),
+        f"{VISITS:,} connections": Abuse(partial(come_and_go, visits=VISITS), seen={"connections": 1}, ends=True),
         f"{_SILENT_A_SECOND} silent connections a second": Abuse(say_nothing, seen=silent),
         "a tenant revoked in mid-request": Abuse(flood, _CONNECTIONS, seen=flooding, revoked=True),
     }
@@ -240,7 +242,6 @@ def abuse(
     *,
     hidden: Annotated[int, typer.Option(min=8, help="Width of the synthetic model, a multiple of 8.")] = 2048,
     seconds: Seconds = 4.0,
-    visits: Annotated[int, typer.Option(min=1, help="Connections of the abuser that connects and leaves.")] = 1000,
     threads: Threads = HALF_THE_CORES,
 ) -> Iterator[Row]:
     """Measure an honest tenant's requests alone, and while others flood, read slowly, reconnect, or are revoked.
@@ -263,7 +264,7 @@ def abuse(
         bench = _Bench(local, helper, revoked, columns=(hidden, 3 * hidden))
         with contextlib.closing(bench.channel):
             bench.honest(seconds)  # the first requests load the weights
-            for name, abuse in abuses(visits).items():
+            for name, abuse in abuses().items():
                 yield bench.run(name, abuse, seconds=seconds)
 
 

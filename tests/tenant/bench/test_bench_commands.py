@@ -29,7 +29,7 @@ def bench(*arguments: str) -> str:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comparison]:
     shape, pad = Llama(width=64, layers=1, inner=64), MaskingVariant.parse("pad")
-    effort = Effort(threads=1, pool_memory_mib=16)
+    effort = Effort(threads=1)
     with comparison(tmp_path_factory.mktemp("comparison"), shape, [pad], effort) as running:
         yield running
 
@@ -142,9 +142,7 @@ CHECKS: dict[str, Callable[[list[Row], str], None]] = {
     f"network {MODEL} --tokens 8 --masking pad/24,pad/24/relay,pad/24/two --condition 20mbit/20ms": check_network,
     "bytes": check_bytes,
     "provider --tenants 3+1 --hidden 64 --seconds 0.1 --threads 1": (check_provider),
-    "tasks --tasks 4 --width 64 --layers 1 --inner 64 --batch 4 --tokens 5 --requests 8 --repeat 1 --threads 1": (
-        check_tasks
-    ),
+    "tasks --tasks 4 --width 64 --layers 1 --inner 64 --requests 8 --repeat 1 --threads 1": (check_tasks),
     f"endpoint {MODEL} --streams 8 --prompt 4 --tokens 3": check_endpoint,
     "kernels --rows 1,32 --shape 32x64 --repeat 1 --threads 1": check_kernels,
 }

@@ -9,8 +9,9 @@ from threat_model.availability.abuse import abuse
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="memory and time are read from /proc")
-def test_every_abuse_is_measured_and_named(tmp_path: Path) -> None:
-    abuse(hidden=64, seconds=0.1, visits=10, threads=1, json=tmp_path / "abuse.json")
+def test_every_abuse_is_measured_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("threat_model.availability.abuse.VISITS", 10)
+    abuse(hidden=64, seconds=0.1, threads=1, json=tmp_path / "abuse.json")
     rows = read(tmp_path / "abuse.json").rows
     found = {str(row["abuse"]): row for row in rows}
     assert all(row["wrong"] == 0 for row in rows)

@@ -1,7 +1,6 @@
 """Asks a provider for its health report, as a tenant does."""
 
 import time
-from contextlib import closing
 from pathlib import Path
 
 from symbiosis_priv.errors import DeadlineExceededError, TransportError
@@ -26,7 +25,7 @@ def ask_health(
     pins = [provider_certificate]
     context = client_context(certificate=tenant_certificate, key=tenant_key, pins=pins)
     deadline = time.monotonic() + timeout
-    with closing(ClientConnection(address, host=host, port=port, pins=pins, context=context)) as connection:
+    with ClientConnection(address, host=host, port=port, pins=pins, context=context) as connection:
         try:
             connection.open(deadline)
             return connection.expect(wire.HealthReport, wire.FetchHealth(), deadline=deadline)[0]

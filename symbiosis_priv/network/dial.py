@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 from torch import Tensor
@@ -40,7 +40,7 @@ from symbiosis_priv.errors import (
 )
 from symbiosis_priv.network import hybrid, tls, wire
 from symbiosis_priv.network.addresses import is_internal, is_own
-from symbiosis_priv.network.stream import SLICE_S, FrameStream, Waiting, shut
+from symbiosis_priv.network.stream import NOTHING, SLICE_S, FrameStream, Waiting, shut
 
 T = TypeVar("T")
 R = TypeVar("R", bound=msgspec.Struct)
@@ -88,6 +88,12 @@ class ClientConnection:
         """The TLS state after the handshake; None before it."""
         return None if self.stream is None else self.stream.tls
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def open(self, deadline: float) -> None:
         """Connect, complete the TLS handshake, and compare the certificate with the pins. Sends no frame, and leaves
         nothing open after an error. Raises `CertificateError`: either side's certificate is not the right one;
@@ -130,9 +136,15 @@ class ClientConnection:
             self._sealing.uncover(reply.nonce, payload)
 
     def send(
-        self, message: wire.Message, payload: Tensor | bytes | memoryview | None = None, *, deadline: float
+        self,
+        message: wire.Message,
+        payload: Tensor | bytes | memoryview | None = None,
+        *,
+        announced: int | None = None,
+        deadline: float,
     ) -> None:
-        """Send one frame. Raises `TransportError`: the connection is gone, or the provider does not read."""
+        """Send one frame; who tests a provider may announce another payload than it sends. Raises `TransportError`: the
+        connection is gone, or the provider does not read."""
         if isinstance(payload, Tensor):
             assert isinstance(message, wire.Binding)  # only these messages have a matrix
             body = message.encoding.pack(payload)
@@ -142,10 +154,11 @@ class ClientConnection:
             if self._sealing is None:
                 raise ProtocolError(f"{self.name} has agreed on no key for seeds")
             message = self._sealing.seal(message)
-        self.send_bytes(wire.encode(message, payload_bytes=len(body)), body, deadline=deadline)
+        head = wire.encode(message, payload_bytes=len(body) if announced is None else announced)
+        self.send_bytes(head, body, deadline=deadline)
 
-    def send_bytes(self, head: bytes, body: memoryview, *, deadline: float) -> None:
-        """Send the bytes of a frame. Raises as `send` does."""
+    def send_bytes(self, head: bytes, body: memoryview = NOTHING, *, deadline: float) -> None:
+        """Send bytes, which need not be a frame. Raises as `send`."""
         assert self.stream is not None
         self._guarded(partial(self.stream.send_frame, head, body, deadline=deadline))
         self.traffic.bytes_sent += len(head) + len(body)
@@ -167,6 +180,16 @@ class ClientConnection:
         self.traffic.bytes_received += wire.PREFIX.size + len(header) + payload_size
         return header, payload_size
 
+    def read(
+        self, *, max_payload: int, deadline: float, decode: Callable[[wire.Buffer], Any] = wire.decode_reply
+    ) -> tuple[Any, bytearray]:
+        """Wait for a frame and its payload. Raises as `receive`."""
+        header, size = self.receive_header(max_payload=max_payload, deadline=deadline)
+        reply, body = decode(header), bytearray(size)
+        self.fill(body, deadline=deadline)
+        self.uncover(reply, body)
+        return reply, body
+
     def ask(
         self,
         message: wire.Message,
@@ -182,10 +205,7 @@ class ClientConnection:
         protocol's replies. Raises `ProtocolError` and `TransportError` as `receive` does."""
         while True:
             self.send(message, payload, deadline=deadline)
-            header, size = self.receive_header(max_payload=max_payload, deadline=deadline)
-            reply, body = decode(header), bytearray(size)
-            self.fill(body, deadline=deadline)
-            self.uncover(reply, body)
+            reply, body = self.read(max_payload=max_payload, deadline=deadline, decode=decode)
             if not patient or not isinstance(reply, wire.Failure) or reply.code not in wire.RETRYABLE:
                 return reply, body
             if time.monotonic() + _BUSY_S > deadline:

@@ -43,7 +43,7 @@ _AHEAD: Final = 1 << 16  # bytes that are read ahead: one row of most models, an
 _SCRAP: Final = 1 << 16
 _SCRAP_RECORD: Final = 1 << 10
 _GONE: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)  # POLLRDHUP exists on Linux only
-_NOTHING: Final = memoryview(b"")
+NOTHING: Final = memoryview(b"")
 
 Waiting = Callable[[float, str], None]
 """Called with (end of the wait, what the wait is for) after every slice of a wait. It may raise."""
@@ -71,7 +71,7 @@ class FrameStream:
     """Called with the number of scraps of a read: records that carried less than 1 KiB each, on average."""
     free_scraps = 0
     """Number of scraps before `on_scraps` is called."""
-    arrived = _NOTHING
+    arrived = NOTHING
     """The bytes that were read ahead. They are valid until more is read."""
     arrived_end = 0
     """The address after the last of them."""
@@ -252,7 +252,7 @@ class FrameStream:
         """Read ahead until `size` bytes have arrived. Returns False if they exceed the memory for that.
         After an error, those that came stay `arrived`."""
         if (done := len(self.arrived)) < size <= _AHEAD:
-            self._ahead[:done], self.arrived = self.arrived, _NOTHING
+            self._ahead[:done], self.arrived = self.arrived, NOTHING
             try:
                 while done < size:
                     if not (count := self.recv_into(self._ahead[done:], deadline)):

@@ -13,38 +13,40 @@ from typing import Any
 from torch import Tensor
 
 from provider.config.schema import ProviderConfig, to_json
-from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed
+from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
-from symbiosis_priv.network.hybrid import KeyOffer, Sealing
+from symbiosis_priv.network.dial import ClientConnection
 from tests.warm import Popen
 
 TIMEOUT_S = 20.0
 
 
 class Client:
-    """A raw connection of one tenant. Every wait has a deadline, after which the test fails."""
+    """A connection of one tenant, which can also send malformed data. Every wait has a deadline, after which the test
+    fails."""
 
     def __init__(self, address: str, context: ssl.SSLContext, *, source: str = "") -> None:
         host, port = parse_address(address)
-        raw = socket.create_connection((host, port), timeout=TIMEOUT_S, source_address=(source, 0))
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket = context.wrap_socket(raw, server_hostname=host)
-        self.sealing: Sealing | None = None  # with a helper, after the hello
+        self.line = _Line(address, host=host, port=port, pins=None, context=context)
+        self.line.source = source
+        self.line.open(time.monotonic() + TIMEOUT_S)
 
     def send(self, message: wire.Message, payload: bytes | memoryview = b"", *, announced: int | None = None) -> None:
-        size = len(payload) if announced is None else announced
-        if isinstance(message, wire.Effect) and self.sealing is not None and len(message.seed) == SEED_BYTES:
-            message = self.sealing.seal(message)
-        self.socket.sendall(wire.encode(message, payload_bytes=size) + bytes(payload))
+        deadline = time.monotonic() + TIMEOUT_S
+        if isinstance(message, wire.Effect) and self.line._sealing is None:  # a seed that is not sealed
+            self.line.send_bytes(
+                wire.encode(message, payload_bytes=len(payload)), memoryview(payload), deadline=deadline
+            )
+        else:
+            self.line.send(message, payload, announced=announced, deadline=deadline)
 
-    def receive(self) -> tuple[wire.Reply, bytearray]:
-        header, size = wire.decode_prefix(bytes(self._exactly(wire.PREFIX.size)), max_payload=wire.MAX_PAYLOAD)
-        reply, payload = wire.decode_reply(bytes(self._exactly(header))), self._exactly(size)
-        if self.sealing is not None and isinstance(reply, wire.Result):
-            self.sealing.uncover(reply.nonce, payload)
-        return reply, payload
+    def send_bytes(self, data: bytes) -> None:
+        self.line.send_bytes(data, deadline=time.monotonic() + TIMEOUT_S)
+
+    def receive(self, *, within: float = TIMEOUT_S) -> tuple[wire.Reply, bytearray]:
+        return self.line.read(max_payload=wire.MAX_PAYLOAD, deadline=time.monotonic() + within)
 
     def ask(self, message: wire.Message, payload: bytes | memoryview = b"") -> wire.Reply:
         self.send(message, payload)
@@ -53,10 +55,7 @@ class Client:
     def hello(self, digest: str, role: wire.Role = "executor") -> wire.Reply:
         reply = self.ask(wire.Hello(version=wire.version_of(32, role=role), role=role, model_digest=digest))
         if role == "helper" and isinstance(reply, wire.Welcome):
-            offer = KeyOffer()
-            answer = self.ask(offer.message)
-            assert isinstance(answer, wire.KeyAnswer), answer
-            self.sealing = offer.sealing(answer, self.socket)
+            self.line.agree(deadline=time.monotonic() + TIMEOUT_S)
         return reply
 
     def product(self, request: wire.Execute | wire.Effect, rows: Tensor | None = None) -> Tensor:
@@ -71,12 +70,11 @@ class Client:
     def until_served(self, request: wire.Execute, rows: Tensor, *, within: float) -> tuple[Tensor, int]:
         """Request a product until the provider is no longer busy. Returns the product and the number of BUSY
         answers."""
-        self.socket.settimeout(within)
         deadline = time.monotonic() + within
         refusals = 0
         while True:
             self.send(request, wire.RING32.pack(rows))
-            reply, product = self.receive()
+            reply, product = self.receive(within=within)
             if isinstance(reply, wire.Result):
                 return request.encoding.unpack(product, rows=request.rows), refusals
             assert isinstance(reply, wire.Failure)
@@ -85,25 +83,25 @@ class Client:
             refusals += 1
             time.sleep(0.1)  # as `tenant.connections.channel` does
 
-    def at_end(self) -> bool:
-        """Wait for the provider to close the connection; False if it sent something first."""
+    def at_end(self, *, within: float = TIMEOUT_S) -> bool:
+        """Wait for the provider to close the connection; False if it sent something first. Raises TimeoutError."""
+        assert self.line.stream is not None
         try:
-            return self.socket.recv(1) == b""
+            return not self.line.stream.begin(deadline=time.monotonic() + within)
         except (ConnectionError, ssl.SSLError):
             return True
 
     def close(self) -> None:
-        self.socket.close()
+        self.line.close()
 
-    def _exactly(self, size: int) -> bytearray:
-        data = bytearray(size)
-        view = memoryview(data)
-        while view:
-            count = self.socket.recv_into(view)
-            if not count:
-                raise ConnectionResetError("closed by the provider")
-            view = view[count:]
-        return data
+
+class _Line(ClientConnection):
+    source = ""
+
+    def _dial(self, deadline: float) -> socket.socket:
+        address = self.host, self.port
+        self._socket = socket.create_connection(address, timeout=TIMEOUT_S, source_address=(self.source, 0))
+        return self._socket
 
 
 def failure(reply: wire.Message) -> wire.ErrorCode:

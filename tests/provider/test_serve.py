@@ -85,7 +85,7 @@ def test_serve_until_told_to_stop(service: Service, connect: Connect, keys: Keys
     client.product(request, marked)
     helper.product(effect(0, 4, seed=seed))
     assert isinstance(client.ask(execute(0, 3), b"TOPSECRET"), wire.Failure)
-    client.socket.sendall(b"TOPSECRETTOPSECRET")
+    client.send_bytes(b"TOPSECRETTOPSECRET")
     assert isinstance(client.receive()[0], wire.Failure)
     client.at_end()
 

@@ -26,7 +26,8 @@ from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tenant.routing.known_provider import Tolerance
 from tenant.session.session import Session
-from tests.tenant.scripted import TIMEOUT_S, ScriptedProvider, served_model
+from tests.simulator import Network
+from tests.tenant.scripted import TIMEOUT_S, ListeningProvider, ScriptedProvider, served_model
 
 # Checkpoints
 
@@ -86,22 +87,40 @@ def identities(tmp_path_factory: pytest.TempPathFactory) -> Identities:
     return Identities(tmp_path_factory.mktemp("keys"))
 
 
+@pytest.fixture
+def network(identities: Identities, request: pytest.FixtureRequest) -> Iterator[Network]:
+    """The providers of a test. `@pytest.mark.parametrize("network", [Clock()], indirect=True)` gives them a clock."""
+    network = Network(identities.authority, getattr(request, "param", None))
+    with network.replacing_sockets():
+        yield network
+
+
+@pytest.fixture
+def sockets(network: Network) -> None:
+    """Let the providers of this test listen at sockets."""
+    network.listens = True
+
+
 NewProvider = Callable[..., ScriptedProvider]
 
 
 @pytest.fixture
-def new_provider(identities: Identities, store: WeightStore) -> Iterator[NewProvider]:
+def new_provider(identities: Identities, store: WeightStore, network: Network) -> Iterator[NewProvider]:
     """`new_provider(store=..., layers="0", identity=..., max_rows=..., max_payload=...)`: another provider, of some
     layers; closed after the test."""
-    others: dict[str, ScriptedProvider] = {}
     with contextlib.ExitStack() as running:
 
         def make(
-            *, store: WeightStore = store, layers: str = "", identity: Identity | None = None, **limits: int
+            *,
+            store: WeightStore = store,
+            layers: str = "",
+            identity: Identity | None = None,
+            **limits: int,
         ) -> ScriptedProvider:
             served = WeightStore(store.path, layers=LayerRange.parse(layers)) if layers else store
-            identity = identity or identities.provider(len(others))
-            provider = ScriptedProvider(served_model(served), identity, identities.authority, others, **limits)
+            identity = identity or identities.provider(len(network.known_as))
+            kind = ListeningProvider if network.listens else ScriptedProvider
+            provider = kind(served_model(served), identity, network, **limits)
             running.callback(provider.close)
             return provider
 

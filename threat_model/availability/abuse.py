@@ -35,6 +35,7 @@ from symbiosis_priv.harness.local import METRICS, LocalFederation
 from symbiosis_priv.kernels import probe_rows
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import statement
+from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.network.tls import client_context
 from tenant.bench.measured_models import HALF_THE_CORES, small_llama
 from tenant.bench.options import Progress, Seconds, Threads, benchmark
@@ -79,20 +80,20 @@ class Client:
         return Channel(self.peer, context=self._context, model_digest=self.digest, deadline_s=_DEADLINE_S)
 
     @contextmanager
-    def connected(self) -> Iterator[ssl.SSLSocket]:
-        """A TLS connection that has sent its hello."""
-        raw = socket.create_connection((self.peer.host, self.peer.port), timeout=_DEADLINE_S)
-        with raw, self._context.wrap_socket(raw, server_hostname=self.peer.host) as connection:
+    def connected(self) -> Iterator[ClientConnection]:
+        """A connection that has sent its hello, and reads nothing."""
+        with self.peer.connection(self._context) as connection:
+            deadline = time.monotonic() + _DEADLINE_S
+            connection.open(deadline)
             hello = wire.Hello(version=wire.VERSION, role="executor", model_digest=self.digest)
-            connection.sendall(wire.encode(hello))
+            connection.send(hello, deadline=deadline)
             yield connection
 
-    def request(self, connection: ssl.SSLSocket, *, sends_rows: bool = True) -> None:
+    def request(self, connection: ClientConnection, *, sends_rows: bool = True) -> None:
         """Announce one large request. With `sends_rows`, send its rows too."""
-        matrix = bytes(wire.RING32.size(_ROWS, self.inputs))
-        connection.sendall(wire.encode(request_of(_ROWS), payload_bytes=len(matrix)))
-        if sends_rows:
-            connection.sendall(matrix)
+        size = wire.RING32.size(_ROWS, self.inputs)
+        rows = bytes(size * sends_rows)
+        connection.send(request_of(_ROWS), rows, announced=size, deadline=time.monotonic() + _DEADLINE_S)
 
 
 def compute(abuser: Client) -> None:
@@ -125,7 +126,7 @@ def flood_blocks(abuser: Client) -> None:
     key, payload = own.private_key(), bytes(wire.RING32.size(_ROWS, abuser.outputs))
     context = client_context(certificate=own.certificate, key=own.key, pins=peer.pins, kind=Kind.PROVIDER)
     link, channel = peer.connection(context), abuser.channel()
-    with contextlib.suppress(SymbiosisError), contextlib.closing(channel), contextlib.closing(link):
+    with contextlib.suppress(SymbiosisError), contextlib.closing(channel), link:
         link.open(time.monotonic() + _DEADLINE_S)
         permit = channel.permit([fingerprint(own.certificate)], deadline=time.monotonic() + _DEADLINE_S).token
         named: dict[str, Any] = {"permit": permit, "executor": fingerprint(peer.pins[0])}
@@ -148,13 +149,13 @@ def read_nothing(abuser: Client, *, sends_rows: bool = True) -> None:
 
 def leave(abuser: Client) -> None:
     while True:
-        with contextlib.suppress(OSError), abuser.connected() as connection:
+        with contextlib.suppress(SymbiosisError), abuser.connected() as connection:
             abuser.request(connection)
 
 
 def come_and_go(abuser: Client, *, visits: int) -> None:
     for _ in range(visits):
-        with contextlib.suppress(OSError), abuser.connected():
+        with contextlib.suppress(SymbiosisError), abuser.connected():
             pass
 
 

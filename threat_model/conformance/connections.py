@@ -15,9 +15,10 @@ from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError
 from symbiosis_priv.network import wire
+from symbiosis_priv.network.dial import ClientConnection
 from threat_model.conformance.frames import malformed_frames
 from threat_model.conformance.oracle import CheckpointOracle
-from threat_model.conformance.subject import Case, NotTested, RawConnection, Subject, Violation, describe, effect_case
+from threat_model.conformance.subject import Case, NotTested, Subject, Violation, describe, effect_case
 from threat_model.conformance.trials import Run, batches, claim, requests
 
 _CONNECTIONS = 4
@@ -66,14 +67,15 @@ def check_batching(subject: Subject, run: Run) -> None:
     run.for_all(batches(subject, size=_CONNECTIONS), check, examples=max(4, run.examples // 3))
 
 
-def _at_once(subject: Subject, connections: Sequence[RawConnection], cases: Sequence[Case]) -> list[Tensor]:
+def _at_once(subject: Subject, connections: Sequence[ClientConnection], cases: Sequence[Case]) -> list[Tensor]:
     """The answers to requests that are sent before any answer is read."""
     for connection, case in zip(connections, cases, strict=True):
-        connection.send(case.header(subject.role), case.payload(subject.role))
+        connection.send(case.header(subject.role), case.payload(subject.role), deadline=subject.dialler.deadline())
     answers = []
     for connection, case in zip(connections, cases, strict=True):
+        deadline = subject.dialler.deadline()
         try:
-            reply, body = connection.receive(max_payload=subject.answer_bytes(case))
+            reply, body = connection.read(max_payload=subject.answer_bytes(case), deadline=deadline)
         except ProtocolError as error:
             raise subject.violation(f"answers with a broken frame: {error}", case) from error
         if isinstance(reply, wire.Failure) and reply.code in wire.RETRYABLE:
@@ -140,9 +142,9 @@ def check_refusals(subject: Subject, run: Run) -> None:
     for frame in malformed_frames():
         run.one()
         with subject.connections(1) as (connection,), contextlib.suppress(ConnectionLostError):
-            connection.send_bytes(frame.data)
+            connection.send_bytes(frame.data, deadline=subject.dialler.deadline())
             try:
-                reply, _ = connection.receive(max_payload=0)
+                reply, _ = connection.read(max_payload=0, deadline=subject.dialler.deadline())
             except ProtocolError as error:
                 raise Violation(f"answers a malformed frame ({frame.name}) with a broken frame: {error}") from error
             if not isinstance(reply, wire.Failure):
@@ -154,11 +156,12 @@ def _refuses(subject: Subject, bad: Sequence[tuple[str, wire.Message, Tensor | N
     with subject.connections(1) as (connection,):
         try:
             for name, header, payload in bad:
-                reply, _ = connection.ask(header, payload, max_payload=subject.answer_bytes(case))
+                reply, _ = subject.ask(connection, header, payload, max_payload=subject.answer_bytes(case))
                 if not isinstance(reply, wire.Failure):
                     raise subject.violation(f"answers {name} with {describe(reply)}", case)
             good = case.header(subject.role)
-            reply, body = connection.ask(good, case.payload(subject.role), max_payload=subject.answer_bytes(case))
+            size = subject.answer_bytes(case)
+            reply, body = subject.ask(connection, good, case.payload(subject.role), max_payload=size)
         except ProtocolError as error:
             raise subject.violation(f"answers {' or '.join(names)} with a broken frame: {error}", case) from error
     what = f"after {' and '.join(names)}, it answers a good request otherwise"

@@ -123,8 +123,8 @@ def check_digest(subject: Subject, run: Run) -> None:
     for digest in (pinned, "sha256:" + "0" * 64):
         run.one()
         with subject.dialler.connect() as connection:
-            reply = connection.hello(subject.role, digest)
-            health, _ = connection.ask(wire.FetchHealth())
+            reply = subject.hello(connection, digest)
+            health, _ = subject.ask(connection, wire.FetchHealth())
         if isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.ROLE_REFUSED:
             raise subject.wrong_role(reply)
         if digest == pinned and not (isinstance(reply, wire.Welcome) and reply.model_digest == pinned):

@@ -20,7 +20,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts, clip
-from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError, ProtocolError, TransportError, one_line
+from symbiosis_priv.errors import ConnectionLostError, ProtocolError, TransportError, one_line
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.dial import ClientConnection
@@ -47,17 +47,17 @@ class Dialler:
     deadline_s: float
     until: float = math.inf
 
-    def connect(self) -> RawConnection:
-        """An authenticated connection without a hello. Raises `CertificateError`: the provider refuses the tenant's
-        certificate, or shows one that is not pinned; `TransportError`: no provider answers at the address; `OutOfTime`:
-        `until` has passed."""
+    def connect(self) -> ClientConnection:
+        """An authenticated connection without a hello. It checks no answer. Raises `CertificateError`: the provider
+        refuses the tenant's certificate, or shows one that is not pinned; `TransportError`: no provider answers at the
+        address; `OutOfTime`: `until` has passed."""
         connection = self.peer.connection(self.context)
         try:
             connection.open(self.deadline())
         except TransportError as error:
             self.deadline()
             raise type(error)(f"{error}; is it running?") from error
-        return RawConnection(connection, dialler=self)
+        return connection
 
     @functools.cached_property
     def context(self) -> ssl.SSLContext:
@@ -69,72 +69,6 @@ class Dialler:
         if now >= self.until:
             raise OutOfTime
         return min(now + self.deadline_s, self.until)
-
-
-class RawConnection:
-    """A connection that sends valid and invalid messages and checks no answer, which would hide the faults that
-    `properties` looks for. A context manager."""
-
-    def __init__(self, connection: ClientConnection, *, dialler: Dialler) -> None:
-        self._connection, self._dialler = connection, dialler
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def send(self, message: wire.Message, payload: Tensor | None = None) -> None:
-        """Send one frame. Raises `TransportError`: the connection was closed, or the provider does not read."""
-        with self._exchange() as deadline:
-            self._connection.send(message, payload, deadline=deadline)
-
-    def send_bytes(self, data: bytes) -> None:
-        """Send what may be no frame. Raises `TransportError` as `send` does."""
-        with self._exchange() as deadline:
-            self._connection.send_bytes(data, memoryview(b""), deadline=deadline)
-
-    def receive(self, *, max_payload: int) -> tuple[wire.Reply, bytearray]:
-        """Wait for one frame. Returns its header and payload. Raises `ProtocolError`: no frame, or a larger payload;
-        `TransportError`: the connection was closed, or no frame arrived in time."""
-        with self._exchange() as deadline:
-            reply, size = self._connection.receive(max_payload=max_payload, deadline=deadline)
-            body = bytearray(size)
-            self._connection.fill(body, deadline=deadline)
-            self._connection.uncover(reply, body)
-            return reply, body
-
-    def ask(
-        self, message: wire.Message, payload: Tensor | None = None, *, max_payload: int = 0
-    ) -> tuple[wire.Reply, bytearray]:
-        """Send one frame and wait for the reply; to a busy provider, send it again until the deadline. Raises as
-        `receive`."""
-        with self._exchange() as deadline:
-            return self._connection.ask(message, payload, max_payload=max_payload, deadline=deadline, patient=True)
-
-    def hello(self, role: wire.Role, digest: str) -> wire.Reply:
-        """Say hello, and agree with a helper on a key. Returns the provider's reply to the hello, of any kind."""
-        hello = wire.Hello(version=wire.version_of(32, role=role), role=role, model_digest=digest)
-        reply = self.ask(hello)[0]
-        if role == "helper" and isinstance(reply, wire.Welcome):
-            with self._exchange() as deadline:
-                self._connection.agree(deadline=deadline)
-        return reply
-
-    @contextmanager
-    def _exchange(self) -> Iterator[float]:
-        """Yield the deadline. A missed deadline's message names the option for longer waits."""
-        try:
-            yield self._dialler.deadline()
-        except DeadlineExceededError as error:
-            dialler = self._dialler
-            dialler.deadline()  # raises if the time of all tests is over
-            raise DeadlineExceededError(
-                f"{dialler.peer.label} gave no answer within {dialler.deadline_s:g} s; --deadline waits longer"
-            ) from error
 
 
 @dataclass(frozen=True)
@@ -267,7 +201,7 @@ class Subject:
     oracle: Oracle
     executors: Sequence[Subject] = ()
     require_floats: bool = False
-    _connection: RawConnection | None = None
+    _connection: ClientConnection | None = None
     _welcome: wire.Welcome | None = None
 
     @property
@@ -329,7 +263,7 @@ class Subject:
         for _ in range(2):  # one lost connection may be a network fault
             try:
                 connection = self._connected()
-                return connection.ask(header, case.payload(self.role), max_payload=self.answer_bytes(case))
+                return self.ask(connection, header, case.payload(self.role), max_payload=self.answer_bytes(case))
             except (ProtocolError, TransportError) as error:
                 self.close()
                 if isinstance(error, ProtocolError):
@@ -338,6 +272,26 @@ class Subject:
                     raise
         self._connected()  # raises if the provider is unreachable
         raise self.violation("closes the connection instead of answering", case)
+
+    def ask(
+        self,
+        connection: ClientConnection,
+        message: wire.Message,
+        payload: Tensor | None = None,
+        *,
+        max_payload: int = 0,
+    ) -> tuple[wire.Reply, bytearray]:
+        """Send one frame and wait for the reply, of any kind; to a busy provider, send it again until the deadline."""
+        deadline = self.dialler.deadline()
+        return connection.ask(message, payload, max_payload=max_payload, deadline=deadline, patient=True)
+
+    def hello(self, connection: ClientConnection, digest: str) -> wire.Reply:
+        """Say hello, and agree with a helper on a key. Returns the provider's reply to the hello, of any kind."""
+        version = wire.version_of(32, role=self.role)
+        reply, _ = self.ask(connection, wire.Hello(version=version, role=self.role, model_digest=digest))
+        if self.role == "helper" and isinstance(reply, wire.Welcome):
+            connection.agree(deadline=self.dialler.deadline())
+        return reply
 
     def answer_bytes(self, case: Case) -> int:
         """Number of bytes of the correct answer's matrix."""
@@ -373,10 +327,10 @@ class Subject:
             raise self.violation(what, case, difference=difference)
 
     @contextmanager
-    def connections(self, count: int) -> Iterator[list[RawConnection]]:
+    def connections(self, count: int) -> Iterator[list[ClientConnection]]:
         """New connections after their hello: at most `count`, as the provider permits, and at least one."""
         with ExitStack() as opened:
-            found: list[RawConnection] = []
+            found: list[ClientConnection] = []
             for _ in range(count):
                 connection = opened.enter_context(self.dialler.connect())
                 try:
@@ -394,7 +348,7 @@ class Subject:
             self._connection.close()
         self._connection = None
 
-    def _connected(self) -> RawConnection:
+    def _connected(self) -> ClientConnection:
         if self._connection is None:
             with ExitStack() as undo:
                 connection = undo.enter_context(self.dialler.connect())
@@ -409,13 +363,13 @@ class Subject:
             self._connection = connection
         return self._connection
 
-    def _say_hello(self, connection: RawConnection) -> wire.Welcome:
-        reply = connection.hello(self.role, self.oracle.manifest.digest)
+    def _say_hello(self, connection: ClientConnection) -> wire.Welcome:
+        reply = self.hello(connection, self.oracle.manifest.digest)
         if isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.WRONG_MODEL:
             # The provider names another digest. The property `digest` reports that; the others show what differs.
-            health, _ = connection.ask(wire.FetchHealth())
+            health, _ = self.ask(connection, wire.FetchHealth())
             if isinstance(health, wire.HealthReport):
-                reply = connection.hello(self.role, health.model_digest)
+                reply = self.hello(connection, health.model_digest)
         if isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.ROLE_REFUSED:
             raise self.wrong_role(reply)
         if not isinstance(reply, wire.Welcome):

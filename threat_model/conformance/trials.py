@@ -16,7 +16,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
-from symbiosis_priv.errors import SymbiosisError, TransportError
+from symbiosis_priv.errors import DeadlineExceededError, SymbiosisError, TransportError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
 from threat_model.conformance.subject import Case, NotTested, OutOfTime, Subject, Violation, WrongRole, effect_case
@@ -100,6 +100,7 @@ PropertyVerdict = Literal["holds", "broken", "not served", "not tested", "no ans
 T = TypeVar("T")
 _MOST_UNANSWERED = 2  # after this number of consecutive properties without an answer, the other properties are skipped
 _SHRINKING_S = 8.0
+_OUT_OF_TIME = "its time was over; --budget gives each provider more"
 _NO_FLOATS = (
     "it serves no floats, which only masking = 'paper-pool' needs; its operator sets float_memory_mib under [executor]"
 )
@@ -238,10 +239,14 @@ def run_property(
         result.verdict, result.reason, result.wrong_role = "not tested", str(why), isinstance(why, WrongRole)
     except OutOfTime:
         subject.close()  # an answer to an earlier request may still arrive on this connection
-        result.verdict, result.reason = "out of time", "its time was over; --budget gives each provider more"
+        result.verdict, result.reason = "out of time", _OUT_OF_TIME
     except SymbiosisError as error:  # for instance a refused certificate, a timeout, or an incomplete frame
         subject.close()
         result.verdict, result.reason = "no answer", str(error)
+        if isinstance(error, DeadlineExceededError):
+            result.reason += f": not within {subject.dialler.deadline_s:g} s; --deadline waits longer"
+            if time.monotonic() >= subject.dialler.until:
+                result.verdict, result.reason = "out of time", _OUT_OF_TIME
     result.examples, result.seconds = run.count, time.monotonic() - begun
     return result
 

@@ -242,7 +242,7 @@ def refused(connect: Connect, provider: Provider) -> bool:
         reply = client.ask(wire.FetchHealth())
         client.close()
         return isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.REVOKED
-    except OSError:  # the connection is closed
+    except SymbiosisError:  # the connection is closed
         return True
 
 

@@ -26,6 +26,7 @@ import torch
 from provider.config.schema import UsageConfig
 from provider.gateway.usage import COUNTED, read
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
+from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from tests.provider.clients import Client, Service, effect, execute
@@ -409,9 +410,9 @@ def test_ten_thousand_malformed_frames(configure: Configure, launch: Launch, wid
         for _ in range(frames):
             frame, leaves = malformed(rng)
             try:
-                client.socket.sendall(frame)
+                client.send_bytes(frame)
                 reply = None if leaves else client.receive()[0]
-            except OSError:
+            except SymbiosisError:
                 reply = None
             failures += isinstance(reply, wire.Failure)
             ends = (wire.ErrorCode.BAD_FRAME, wire.ErrorCode.TOO_LARGE)

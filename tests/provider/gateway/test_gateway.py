@@ -25,7 +25,7 @@ from provider.products.model import ServedModel
 from provider.refusal import Refusal
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import Seed
-from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.errors import ConfigError, SymbiosisError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.hybrid import KeyOffer
@@ -45,7 +45,7 @@ def works(client: Client) -> bool:
 def healthy(client: Client) -> bool:
     try:
         return isinstance(client.ask(wire.FetchHealth()), wire.HealthReport)
-    except OSError:  # refused before the first request
+    except SymbiosisError:  # refused before the first request
         return False
 
 
@@ -313,7 +313,7 @@ def test_broken_frames_end_the_connection(connect: Connect, provider: Provider) 
     too_large = MalformedFrame("", wire.PREFIX.pack(wire.MAGIC, 10, limit + 1), wire.ErrorCode.TOO_LARGE)
     for frame in (too_large, *malformed_frames()):
         client = connect()
-        client.socket.sendall(frame.data)
+        client.send_bytes(frame.data)
         assert failure(client.receive()[0]) == frame.code, frame.name
         assert client.at_end()
         client.close()
@@ -355,17 +355,16 @@ def test_silent_and_slow_clients_are_dropped(
         silent = open_tcp(provider)
         idle = connect(to=provider)
         trickle = connect(to=provider)
-        trickle.socket.settimeout(0.05)
         frame = wire.encode(wire.FetchHealth())
         ended = False
         for byte in frame * 100:  # each byte in time, but the frame never completes
             try:
-                trickle.socket.sendall(bytes([byte]))
-                ended = trickle.socket.recv(1) == b""
+                trickle.send_bytes(bytes([byte]))
+                ended = trickle.at_end(within=0.05)
             except TimeoutError:
                 assert works(connect("bob", to=provider))  # meanwhile
                 continue
-            except OSError:
+            except SymbiosisError:
                 ended = True
             if ended:
                 break

@@ -251,7 +251,7 @@ def test_rows_that_arrive_late_are_waited_for(
     request, rows, count = execute(0, 1), bytes(wire.RING32.pack(ones(1))), len(at_once)
     client.send(request, rows[:100], announced=len(rows))
     assert waits.wait(20)
-    client.socket.sendall(rows[100:])
+    client.send_bytes(rows[100:])
     reply, _ = client.receive()
     until(lambda: at_once[count:] == [True])
     assert isinstance(reply, wire.Result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,12 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint, is_signed, load_certificates, sign
 from symbiosis_priv.certificates.revocation import mark_of
-from symbiosis_priv.errors import CertificateError
+from symbiosis_priv.errors import CertificateError, SymbiosisError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import listen
 from symbiosis_priv.network.block_statement import block_id, statement
 from symbiosis_priv.network.tls import TenantIdentity, client_context
-from tests.provider.clients import Client, failure
+from tests.provider.clients import TIMEOUT_S, Client, failure
 from tests.provider.relay.conftest import configured
 from tests.waiting import beside, until
 
@@ -254,8 +255,8 @@ class Link(Client):
         self.send(block, payload[: len(payload) - cut], announced=len(payload))
         if cut:
             raise EOFError
-        header, _ = wire.decode_prefix(bytes(self._exactly(wire.PREFIX.size)), max_payload=0)
-        return wire.decode_link_reply(bytes(self._exactly(header)))
+        header, _ = self.line.receive_header(max_payload=0, deadline=time.monotonic() + TIMEOUT_S)
+        return wire.decode_link_reply(header)
 
 
 def is_turned_away(link: Link, tenant: Tenant) -> bool:
@@ -263,7 +264,7 @@ def is_turned_away(link: Link, tenant: Tenant) -> bool:
     with closing(link):
         try:
             link.deposit(tenant)
-        except OSError:
+        except SymbiosisError:
             return True
         return False
 

@@ -30,6 +30,9 @@ WIDTH, OUTPUTS = 64, 128
 NewChannel = Callable[..., Channel]
 
 
+pytestmark = pytest.mark.usefixtures("sockets")
+
+
 @pytest.fixture
 def connect(identities: Identities, store: WeightStore) -> Iterator[NewChannel]:
     opened = []
@@ -142,7 +145,7 @@ def test_a_damaged_frame_is_refused_and_the_next_request_works(
 
 
 def test_silence_ends_at_the_deadline(executor: ScriptedProvider, connect: NewChannel) -> None:
-    executor.behaviour = silent(executor)
+    executor.behaviour = silent()
     started = time.monotonic()
     with pytest.raises(errors.DeadlineExceededError, match=r"within 0.3 s.*RemoteConfig\(deadline_s=\.\.\.\)"):
         ask(connect(executor, deadline_s=0.3))
@@ -209,7 +212,7 @@ def test_a_provider_that_does_not_answer_is_named_during_the_wait(
     """Silent after the request, absent, or accepting connections and sending nothing."""
     monkeypatch.setattr("tenant.connections.notices.FIRST_S", 0.1)
     monkeypatch.setattr("symbiosis_priv.network.stream.SLICE_S", 0.1)
-    executor.behaviour = silent(executor)
+    executor.behaviour = silent()
     peer = executor.peer("executor")
     with socket.create_server(("127.0.0.1", 0)) as mute:
         if fate == "gone":
@@ -253,7 +256,7 @@ def test_a_quota_that_delays_requests_is_logged_once_a_minute(
 
 def test_closing_wakes_a_request_of_another_thread(executor: ScriptedProvider, connect: NewChannel) -> None:
     asked = threading.Event()
-    executor.behaviour = silent(executor, asked)
+    executor.behaviour = silent(asked)
     channel = connect(executor, deadline_s=60.0)
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(ask, channel)

@@ -208,6 +208,7 @@ def test_rule_2_a_fork_takes_no_rows_of_its_parent(monkeypatch: Patch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.usefixtures("sockets")
 def test_rule_2_a_forked_session_continues_with_its_own_secret(scripted: Scripted, session: Session) -> None:
     session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
 
@@ -878,6 +879,7 @@ def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(scripted
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.usefixtures("sockets")
 def test_rule_12_a_fork_with_the_same_process_id_is_detected(
     executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch, session: Session
 ) -> None:
@@ -904,6 +906,7 @@ def test_rule_12_a_fork_with_the_same_process_id_is_detected(
     assert len({h.request.seed for h in helper.effects if isinstance(h.request, wire.Effect)}) == 2
 
 
+@pytest.mark.usefixtures("sockets")
 def test_rule_12_a_fork_by_c_code_is_detected(scripted: Scripted) -> None:
     """libc's fork does not run Python's hook. The child uses none of its parent's pads or connections."""
     session = scripted.new_session("pad", pool_memory=1 << 20)
@@ -931,6 +934,7 @@ def test_rule_12_breach_undetected_forks(monkeypatch: Patch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.usefixtures("sockets")
 def test_rule_12_a_child_does_not_touch_its_parents_connections(scripted: Scripted) -> None:
     session = scripted.new_session("local")
     session.product(QKV, FORWARD, xq := ring_rows(session.preparation))

@@ -24,8 +24,9 @@ from tenant.federation.probe import find_gaps, probe_all
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tests.registries import LyingRegistry, registry_config
+from tests.simulator import Network
 from tests.tenant.conftest import Identities, NewFederation, NewProvider, Scripted
-from tests.tenant.scripted import Heard, ScriptedProvider, frame
+from tests.tenant.scripted import Heard, ListeningProvider, ScriptedProvider, frame
 from tests.vouching import Vouching
 
 TIMEOUT_S = 20.0
@@ -216,7 +217,7 @@ def test_executors_from_a_registry_are_probed_too(
     vouching, lists = registry
     federation = scripted.new_federation([scripted.new_provider(layers="0")], [scripted.helper])
     store = WeightStore(llama, layers=LayerRange(1, 1))
-    gamma = ScriptedProvider(ServedModel(store), vouching.identity("gamma"), identities.authority, {})
+    gamma = ListeningProvider(ServedModel(store), vouching.identity("gamma"), Network(identities.authority))
     vouching.identity("own", operator=federation.helpers[0].operator)
 
     def says(name: str, port: int) -> bytes:

@@ -419,6 +419,7 @@ def test_the_base_model_is_not_saved(load: Load, llama: Path, tmp_path: Path, ca
     assert "base model cannot be saved here" in caplog.text
 
 
+@pytest.mark.usefixtures("sockets")
 def test_a_model_that_is_dropped_closes_its_connections(llama: Path, federation: Path, scripted: Scripted) -> None:
     """No call of `close` is needed. (pytest fails if a socket is garbage collected without being closed.)"""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(

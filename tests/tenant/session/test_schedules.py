@@ -29,6 +29,7 @@ from tenant.options import SessionOptions
 from tenant.preparation.prepared import Preparation
 from tenant.routing.known_provider import Tolerance
 from tenant.session.session import Session
+from tests.simulator import SILENCE, Said
 from tests.tenant.conftest import NewFederation, NewProvider
 from tests.tenant.scripted import Heard, ScriptedProvider, frame
 from tests.waiting import until
@@ -68,14 +69,14 @@ class World:
     def peer(self, number: int, role: wire.Role) -> Peer:
         return self.providers[number].peer(role, name=f"p{number}", operator=self.company[number])
 
-    def _answer(self, number: int, heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
+    def _answer(self, number: int, heard: Heard, reply: wire.Result, answer: Tensor) -> Said:
         how, left = self.failing.get(number, ("", 0))
         if not left:
             return frame(reply, answer)
         self.failing[number] = (how, left - 1)
         if how == "late":
-            self.providers[number].closing.wait(0.15)
-        if how in ("lost", "late"):
+            return SILENCE
+        if how == "lost":
             return None
         if how == "lie":
             answer[-1, 0] += 1

@@ -34,6 +34,7 @@ from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tenant.session.session import Session
+from tests.simulator import SILENCE, Said
 from tests.tenant.conftest import NewProvider, NewSession, Scripted
 from tests.tenant.scripted import (
     Heard,
@@ -549,7 +550,7 @@ def test_parts_give_the_same_bits(scripted: Scripted, masking: str, helpers: int
     assert max(sizes) <= 40
     ledger = session.ledger()
     assert ledger.answers_verified == sum(sizes)
-    assert len(executor.hellos) == 2
+    assert len(executor.hellos) <= 2  # the caller's thread may have sent all parts before another begins
     if masking != "none":
         assert ledger.pads_taken == sum(sizes)
         masked = torch.cat([h.rows[:, :8] for h in executor.executed])
@@ -724,11 +725,10 @@ def test_closing_does_not_wait_for_absent_providers(scripted: Scripted, caplog: 
     is blamed for it."""
     asked, earlier = threading.Event(), itertools.count()
 
-    def answer_once(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
+    def answer_once(heard: Heard, reply: wire.Result, answer: Tensor) -> Said:
         if next(earlier):  # not the number of requests: the second one may arrive before the first is answered
             asked.set()
-            scripted.helper.closing.wait()
-            return None
+            return SILENCE
         return frame(reply, answer)
 
     scripted.helper.behaviour = answer_once
@@ -743,7 +743,7 @@ def test_closing_does_not_wait_for_absent_providers(scripted: Scripted, caplog: 
 
 def test_closing_fails_a_product_that_another_thread_waits_for(scripted: Scripted) -> None:
     asked = threading.Event()
-    scripted.executor.behaviour = silent(scripted.executor, asked)
+    scripted.executor.behaviour = silent(asked)
     session = scripted.new_session("local", deadline_s=60.0)
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(session.product, OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))

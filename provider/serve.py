@@ -295,7 +295,7 @@ def _require_free(config: ProviderConfig) -> None:
 
 
 def _allow_descriptors(config: ProviderConfig) -> None:
-    """Raise the limit of file descriptors, so that it covers every permitted connection and its channel to the
+    """Raise the limit of file descriptors, so that it covers every permitted connection and its pipe to the
     executor."""
     limits = config.limits
     wanted = 2 * limits.max_connections + MAX_HANDSHAKES + _SPARE_DESCRIPTORS

@@ -57,11 +57,11 @@ class ExecutorHandle(ABC):
         """Stop the executor, after the gateway has stopped. Does nothing if the executor was not started."""
 
     @abstractmethod
-    def open_channel(self) -> queues.RequestChannel:
-        """Make a channel for one thread of the gateway."""
+    def open_pipe(self) -> queues.RequestPipe:
+        """Make a pipe for one thread of the gateway."""
 
     def close(self) -> None:  # noqa: B027 - only some kinds have something to close
-        """Free the resources. Call this after `stop`, when every channel is closed."""
+        """Free the resources. Call this after `stop`, when every pipe is closed."""
 
     def _on_hang(self) -> None:  # noqa: B027 - a thread cannot be killed
         """React to an executor that does not answer any more."""
@@ -81,9 +81,9 @@ class ExecutorHandle(ABC):
 
     def _answers(self, generation: int, *, deadline: float) -> bool:
         """Ask for a report. Returns False if the report is late, or if the executor restarts or stops first."""
-        with contextlib.closing(self.open_channel()) as channel:
-            channel.send(queues.ReportRequest())
-            while channel.receive(WATCH_S) is None:
+        with contextlib.closing(self.open_pipe()) as pipe:
+            pipe.send(queues.ReportRequest())
+            while pipe.receive(WATCH_S) is None:
                 if time.monotonic() > deadline or generation != self.generation or self.stopping.is_set():
                     return False
         return True
@@ -101,7 +101,7 @@ class ExecutorRequester:
 
     def __init__(self, handle: ExecutorHandle) -> None:
         self.handle = handle
-        self._channel = handle.open_channel()
+        self._pipe = handle.open_pipe()
         self.generation = handle.generation  # generation of the executor that received the last request
         self._outstanding = False  # True while an answer is missing
 
@@ -109,11 +109,11 @@ class ExecutorRequester:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._channel.close()
+        self._pipe.close()
 
     def repeat(self, like: queues.ProductRequest) -> queues.RepeatedProduct | None:
         """Return what computes products like that of a request, in this thread; None if there is no fast way."""
-        return self._channel.repeat(like)
+        return self._pipe.repeat(like)
 
     def require_present(self) -> None:
         """Raises `Refusal` BUSY while the executor restarts."""
@@ -126,7 +126,7 @@ class ExecutorRequester:
             self._reconnect()
         self.generation = self.handle.generation
         self._outstanding = True
-        self._channel.send(message, payload)
+        self._pipe.send(message, payload)
 
     def receive(self, *, deadline: float, tenant_left: Callable[[], bool] = lambda: False) -> queues.ExecutorAnswer:
         """Wait for the answer to the last request. The executor also checks the deadline, by `time.monotonic()`, and
@@ -165,24 +165,24 @@ class ExecutorRequester:
         return self.handle.generation != self.generation
 
     def _receive(self) -> queues.ExecutorAnswer | None:
-        answer = self._channel.receive(WATCH_S)
+        answer = self._pipe.receive(WATCH_S)
         if answer is not None:
             self._outstanding = False
         return answer
 
     def cancel(self) -> None:
         """Cancel the last request. The executor still answers it, without a product."""
-        self._channel.send(queues.Cancel())
+        self._pipe.send(queues.Cancel())
 
     def _give_up(self, detail: str) -> NoReturn:
         stopping = self.handle.stopping.is_set()
         raise Refusal(wire.ErrorCode.STOPPING if stopping else wire.ErrorCode.BUSY, detail)
 
     def _reconnect(self) -> None:
-        # A late answer must not be mistaken for the answer to the next request: it is lost with its channel.
+        # A late answer must not be mistaken for the answer to the next request: it is lost with its pipe.
         self._outstanding = False
-        self._channel.close()
-        self._channel = self.handle.open_channel()
+        self._pipe.close()
+        self._pipe = self.handle.open_pipe()
 
 
 class CachedReport:

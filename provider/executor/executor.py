@@ -9,15 +9,12 @@ Rows for one expert of a stack are sorted by expert first, so several tenants' r
 Ring results do not depend on the other rows of a product; float results may, within rounding. An idle executor loads
 layer groups that are not in memory yet, in small steps, so that no tenant waits for the whole model.
 
-Rows are joined and copied as bytes, and become a matrix for the product only. Every torch operation releases the GIL,
-and waiting for the GIL took a third of this thread's time when sixteen tenants sent requests.
-
-Waking a thread takes 20 to 50 µs, and a small product takes no longer than two wake-ups. So a gateway thread in this
-process that sends a few rows to an idle executor computes the product itself, while it holds the executor's lock
-(`_serve_inline`). The gateway thread takes in no other message, and leaves the rest to the executor's own thread.
-For a request like an earlier one, it makes no message either: one compiled call computes the product from payload to
-payload (`multiply_at_once`). Whenever the executor is busy, or another tenant waits or is expected, nothing was done,
-and the request comes as a message.
+Rows are joined and copied as bytes, and become a matrix for the product only (docs/adr/9-lane.md says why, and what
+waking a thread costs). A gateway thread in this process that sends a few rows to an idle executor computes the product
+itself, while it holds the executor's lock (`_serve_inline`). The gateway thread takes in no other message, and leaves
+the rest to the executor's own thread. For a request like an earlier one, it makes no message either: one compiled call
+computes the product from payload to payload (`multiply_at_once`). Whenever the executor is busy, or another tenant
+waits or is expected, nothing was done, and the request comes as a message.
 
 Requests come from the gateway's threads, in this process or another one (`queues`), as `ProductRequest`. The
 gateway has checked them. A request that is late, or whose tenant has left, is answered at once without a product. The
@@ -74,7 +71,7 @@ _KEYSTREAM_SLICE = 8 << 20  # bytes
 _SHARED_BYTES = 1 << 20  # answers are not copied from products of up to this size, which the last answer keeps alive
 _SHARED_TIMES = 4  # and not from products of at most this many times the answer's size
 _RECORDED_TOGETHER = 32  # products of repeated requests
-_BRIEF_BYTES = 1 << 18  # copying up to this many bytes takes less time than waiting for the GIL
+_BRIEF_BYTES = 1 << 18  # copied while the GIL is held
 
 
 @dataclass(kw_only=True, eq=False)

@@ -3,13 +3,11 @@
 Every `ProductRequest` gets exactly one answer: the product, or a `Failure` if the request was cancelled, late or
 failed. When the answer arrives, the executor holds no memory of the request any more.
 
-Theory of operation. The executor has an `Inbox`. Each thread of the gateway has a `RequestChannel` to the inbox, sends
+Theory of operation. The executor has an `Inbox`. Each thread of the gateway has a `RequestPipe` to the inbox, sends
 one `[envelope, payload]` at a time and receives one `ExecutorAnswer`. Within a process, messages are neither encoded
-nor copied, and pass through a queue that does not release the GIL. (Every call of ZeroMQ releases the GIL: with sixteen
-senders, the executor spent a fifth of its time waiting for the GIL.) An idle executor may let the sender's thread
-compute the answer, so that no thread has to be woken (`set_inline_handler`). For a product of several senders, the
-executor wakes one thread, which wakes the senders. (A thread that wakes another one may lose its core to it: with
-sixteen senders, the executor spent a sixth of its time waking them.) Between processes, messages pass through a private
+nor copied, and pass through a queue that does not release the GIL. An idle executor may let the sender's thread compute
+the answer, so that no thread has to be woken (`set_inline_handler`). For a product of several senders, the executor
+wakes one thread, which wakes the senders (docs/adr/9-lane.md). Between processes, messages pass through a private
 `ipc://` socket (`supervisor`).
 """
 
@@ -207,7 +205,7 @@ class Inbox(ABC):
 
     @abstractmethod
     def answer(self, answers: Sequence[AddressedAnswer]) -> None:
-        """Send answers to their senders. An answer is dropped if its sender has closed its channel."""
+        """Send answers to their senders. An answer is dropped if its sender has closed its pipe."""
 
     @abstractmethod
     def post(self, message: Envelope) -> None:
@@ -218,7 +216,7 @@ class Inbox(ABC):
         """Close the inbox, and drop the messages in it."""
 
 
-class RequestChannel(ABC):
+class RequestPipe(ABC):
     """A sender's end of the queues."""
 
     @abstractmethod
@@ -226,7 +224,7 @@ class RequestChannel(ABC):
         """Send a request, or cancel the last one. The answer may have arrived when this method returns."""
 
     def repeat(self, like: ProductRequest) -> RepeatedProduct | None:
-        """Return what computes products like that of a request at once; None if the channel has no fast way."""
+        """Return what computes products like that of a request at once; None if the pipe has no fast way."""
         return None
 
     @abstractmethod
@@ -235,7 +233,7 @@ class RequestChannel(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the channel. An answer that arrives later is dropped."""
+        """Close the pipe. An answer that arrives later is dropped."""
 
 
 class LocalSender(ABC):
@@ -265,8 +263,8 @@ class LocalInbox(Inbox):
     def set_inline_handler(self, handler: InlineHandler, repeat: Repeat = lambda _: None) -> None:
         self._handler, self.repeat = handler, repeat
 
-    def open_channel(self) -> RequestChannel:
-        return _LocalChannel(self)
+    def open_pipe(self) -> RequestPipe:
+        return _LocalPipe(self)
 
     def deliver(self, message: InboxMessage) -> None:
         if not self._queue.empty() or not self._handler(message):
@@ -320,8 +318,8 @@ def _deliver(answers: Sequence[AddressedAnswer]) -> None:
         sender.put(answer)
 
 
-class Mailbox(RequestChannel, LocalSender):
-    """A channel whose answers arrive in this process."""
+class Mailbox(RequestPipe, LocalSender):
+    """A pipe whose answers arrive in this process."""
 
     def __init__(self) -> None:
         self._answers: queue.SimpleQueue[ExecutorAnswer] = queue.SimpleQueue()
@@ -336,10 +334,10 @@ class Mailbox(RequestChannel, LocalSender):
             return None
 
     def close(self) -> None:
-        """Does nothing: the channel is freed with its last reference, and an answer that arrives later with it."""
+        """Does nothing: the pipe is freed with its last reference, and an answer that arrives later with it."""
 
 
-class _LocalChannel(Mailbox):
+class _LocalPipe(Mailbox):
     def __init__(self, inbox: LocalInbox) -> None:
         super().__init__()
         self._inbox = inbox

@@ -67,8 +67,8 @@ class ExecutorThread(ExecutorHandle):
         self._thread.join(timeout)
         self._guard.close(timeout)
 
-    def open_channel(self) -> queues.RequestChannel:
-        return self.inbox.open_channel()
+    def open_pipe(self) -> queues.RequestPipe:
+        return self.inbox.open_pipe()
 
     def _build(self) -> None:
         self.inbox = queues.LocalInbox()
@@ -149,8 +149,8 @@ class SocketInbox(queues.Inbox):
         self._context.term()
 
 
-class SocketChannel(queues.RequestChannel):
-    """A channel to an executor in another process."""
+class SocketPipe(queues.RequestPipe):
+    """A pipe to an executor in another process."""
 
     def __init__(self, context: Context, endpoint: str) -> None:
         self._dealer = context.socket(zmq.DEALER)
@@ -190,8 +190,8 @@ class ExecutorProcess(ExecutorHandle):
         wanted = config.limits.max_connections + _SPARE_SOCKETS
         self._context.set(zmq.MAX_SOCKETS, min(wanted, self._context.get(zmq.SOCKET_LIMIT)))
 
-    def open_channel(self) -> queues.RequestChannel:
-        return SocketChannel(self._context, self.endpoint)
+    def open_pipe(self) -> queues.RequestPipe:
+        return SocketPipe(self._context, self.endpoint)
 
     def close(self) -> None:
         self._context.term()

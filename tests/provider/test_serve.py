@@ -238,9 +238,9 @@ def test_there_is_a_descriptor_for_every_connection(configure: Configure, socket
     """ZeroMQ's default limit is 1,023 sockets."""
     apart = ExecutorConfig(endpoint=f"ipc://{socket_folder}/executor.sock")
     executor = make(configure(max_connections=1100, executor=apart), model_digest="")
-    with contextlib.ExitStack() as channels:
+    with contextlib.ExitStack() as pipes:
         for _ in range(1100):
-            channels.callback(executor.open_channel().close)
+            pipes.callback(executor.open_pipe().close)
     executor.close()
 
 

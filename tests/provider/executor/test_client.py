@@ -6,7 +6,7 @@ import msgspec
 import zmq
 
 from provider.executor.client import ExecutorHandle
-from provider.executor.queues import ExecutorAnswer, ExecutorReport, InboxMessage, LocalInbox, RequestChannel
+from provider.executor.queues import ExecutorAnswer, ExecutorReport, InboxMessage, LocalInbox, RequestPipe
 from tests.provider.conftest import Configure
 from tests.waiting import until
 
@@ -26,11 +26,11 @@ class _OutOfReach(ExecutorHandle):
         self._guard.close(timeout)
         self._inbox.close()
 
-    def open_channel(self) -> RequestChannel:
+    def open_pipe(self) -> RequestPipe:
         self.asked += 1
         if self.asked == 1:
             raise zmq.ZMQError(errno.EMFILE)
-        return self._inbox.open_channel()
+        return self._inbox.open_pipe()
 
     def _on_hang(self) -> None:
         raise AssertionError("it does not hang")

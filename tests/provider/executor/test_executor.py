@@ -17,7 +17,7 @@ from torch import Tensor
 
 from provider.config.schema import SchedulerConfig
 from provider.executor.executor import Executor
-from provider.executor.queues import ExecutorReport, LocalInbox, ProductRequest, ReportRequest, RequestChannel
+from provider.executor.queues import ExecutorReport, LocalInbox, ProductRequest, ReportRequest, RequestPipe
 from provider.products.model import ServedModel
 from provider.scheduler.jobs import Job, Piece, Stage
 from provider.scheduler.scheduler import Discipline, Opportunistic, Scheduler, fill
@@ -52,10 +52,10 @@ class Watched(ServedModel):
 
 
 class Asker:
-    """The channel of one tenant."""
+    """The pipe of one tenant."""
 
     def __init__(self, inbox: LocalInbox, store: WeightStore, name: str = "alice") -> None:
-        self.channel: RequestChannel = inbox.open_channel()
+        self.pipe: RequestPipe = inbox.open_pipe()
         self._width = store.manifest().groups[0].inputs
         self._tenant = TenantIdentity(name, authority="sha256:1")
 
@@ -67,15 +67,15 @@ class Asker:
         )
 
     def send(self, rows: int, stage: Stage = "inference") -> None:
-        self.channel.send(self.message(rows, stage), wire.RING32.pack(torch.ones(rows, self._width, dtype=torch.int32)))
+        self.pipe.send(self.message(rows, stage), wire.RING32.pack(torch.ones(rows, self._width, dtype=torch.int32)))
 
     def ask(self, rows: int, stage: Stage = "inference") -> None:
         self.send(rows, stage)
-        assert self.channel.receive(TIMEOUT_S) is not None
+        assert self.pipe.receive(TIMEOUT_S) is not None
 
     def report(self) -> ExecutorReport:
-        self.channel.send(ReportRequest())
-        answer = self.channel.receive(TIMEOUT_S)
+        self.pipe.send(ReportRequest())
+        answer = self.pipe.receive(TIMEOUT_S)
         assert answer is not None
         return msgspec.json.decode(answer.payload, type=ExecutorReport)
 
@@ -113,7 +113,7 @@ def test_few_rows_are_multiplied_in_the_senders_thread(store: WeightStore, disci
         asker = Asker(inbox, store)
         find_it_at_rest(asker, model)
         asker.send(3)
-        answer = asker.channel.receive(0.0)  # already arrived
+        answer = asker.pipe.receive(0.0)  # already arrived
         assert answer is not None
         assert model.taken[-1] == (threading.current_thread(), 3)
         got = wire.RING32.unpack(bytearray(answer.payload), rows=3)
@@ -142,7 +142,7 @@ def test_an_answer_does_not_wait_until_its_product_is_recorded(
         find_it_at_rest(asker, model)
         monkeypatch.setattr(Scheduler, "done", noted)
         asker.send(1)  # its turn begins with a record of the product before
-        answer = asker.channel.receive(0.0)
+        answer = asker.pipe.receive(0.0)
         assert answer is not None
         assert recorded == [threading.current_thread()]
         answer.after()
@@ -162,12 +162,12 @@ def test_requests_during_a_product_share_the_next_product(store: WeightStore) ->
         assert model.entered.wait(TIMEOUT_S)
         for other in others:
             other.send(1)
-            assert other.channel.receive(0.0) is None
+            assert other.pipe.receive(0.0) is None
         before = len(model.taken)
         model.open.set()
         at_it.result()
         for other in others:
-            assert other.channel.receive(TIMEOUT_S) is not None
+            assert other.pipe.receive(TIMEOUT_S) is not None
         assert [rows for _, rows in model.taken[before:]] == [3]
         assert model.taken[before][0] not in (threading.current_thread(), model.taken[before - 1][0])
 
@@ -224,7 +224,7 @@ def test_an_expected_request_multiplies_for_all_waiting_requests(store: WeightSt
             assert time.monotonic() < deadline
             alice.send(1)
             bob.ask(1)
-            assert alice.channel.receive(TIMEOUT_S) is not None
+            assert alice.pipe.receive(TIMEOUT_S) is not None
 
 
 def test_an_exception_in_a_senders_thread_ends_the_executor(store: WeightStore) -> None:
@@ -238,7 +238,7 @@ def test_an_exception_in_a_senders_thread_ends_the_executor(store: WeightStore) 
             ended.result(TIMEOUT_S)
         taken = len(model.taken)
         asker.send(1)  # the executor has ended
-        assert asker.channel.receive(0.0) is None
+        assert asker.pipe.receive(0.0) is None
         assert len(model.taken) == taken
 
 
@@ -273,7 +273,7 @@ def test_a_lack_of_memory_in_the_senders_thread_ends_nothing(
     with running(model) as (inbox, ended):
         asker = Asker(inbox, store)
         find_it_at_rest(asker, model)
-        repeated = asker.channel.repeat(asker.message(1))
+        repeated = asker.pipe.repeat(asker.message(1))
         assert repeated is not None
         for _ in range(3):
             until(lambda: not repeated.multiply(time.monotonic(), 0, 0))
@@ -289,7 +289,7 @@ def test_an_executor_that_has_ended_multiplies_nothing_at_once(
     with running(model) as (inbox, ended):
         asker = Asker(inbox, store)
         find_it_at_rest(asker, model)
-        repeated = asker.channel.repeat(asker.message(1))
+        repeated = asker.pipe.repeat(asker.message(1))
         assert repeated is not None
         _, outputs = store.manifest().groups[0].columns("forward")
         payload = wire.RING32.pack(torch.ones(1, store.manifest().groups[0].inputs, dtype=torch.int32))

@@ -13,7 +13,7 @@ import torch
 import zmq
 
 from provider.executor.queues import ExecutorAnswer, KeystreamMaker, LocalInbox, LocalSender, ReportRequest, Stages
-from provider.executor.supervisor import Context, SocketChannel, SocketInbox
+from provider.executor.supervisor import Context, SocketInbox, SocketPipe
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
@@ -39,13 +39,13 @@ def test_answers_arrive_with_any_number_of_open_descriptors(tmp_path: Path) -> N
     endpoint = f"ipc://{tmp_path}/executor.sock"
     context: Context = zmq.Context()
     with contextlib.closing(SocketInbox(endpoint)) as inbox, crowd():
-        with contextlib.closing(SocketChannel(context, endpoint)) as channel:
-            channel.send(ReportRequest())
+        with contextlib.closing(SocketPipe(context, endpoint)) as pipe:
+            pipe.send(ReportRequest())
             while not (arrived := list(inbox.arrived())):  # ZeroMQ's own handshake messages wake it, too
                 inbox.wait(30.0)
-            assert channel.receive(0.01) is None  # it waits, and announces that it does
+            assert pipe.receive(0.01) is None  # it waits, and announces that it does
             inbox.answer([(arrived[0].sender, ExecutorAnswer(b"failed", memoryview(b"rows"), 1))])
-            answer = channel.receive(30.0)
+            answer = pipe.receive(30.0)
             assert answer is not None
             assert (answer.failure, bytes(answer.payload), answer.rows) == (b"failed", b"rows", 1)
         context.term()
@@ -54,17 +54,17 @@ def test_answers_arrive_with_any_number_of_open_descriptors(tmp_path: Path) -> N
 def test_every_sender_of_a_product_gets_its_answer_and_none_is_lost_at_the_end() -> None:
     """Several senders are woken by a thread of their own; one sender is woken at once."""
     inbox = LocalInbox()
-    channels = [inbox.open_channel() for _ in range(3)]
-    for channel in channels:
-        channel.send(ReportRequest())
+    pipes = [inbox.open_pipe() for _ in range(3)]
+    for pipe in pipes:
+        pipe.send(ReportRequest())
     senders = [message.sender for message in inbox.arrived()]
     answers = [ExecutorAnswer(bytes([number]), memoryview(b"rows"), 1) for number in range(3)]
     inbox.answer(list(zip(senders, answers, strict=True)))
     inbox.answer([(senders[0], answers[2])])
     inbox.close()
-    received = [channel.receive(0.0) for channel in channels]
+    received = [pipe.receive(0.0) for pipe in pipes]
     assert {answer.failure for answer in received if answer is not None} in ({b"\0", b"\1", b"\2"}, {b"\2", b"\1"})
-    assert channels[0].receive(0.0) is not None
+    assert pipes[0].receive(0.0) is not None
 
 
 def test_a_failed_delivery_keeps_no_later_answer_back() -> None:
@@ -73,13 +73,13 @@ def test_a_failed_delivery_keeps_no_later_answer_back() -> None:
             raise MemoryError
 
     inbox = LocalInbox()
-    channel = inbox.open_channel()
-    channel.send(ReportRequest())
+    pipe = inbox.open_pipe()
+    pipe.send(ReportRequest())
     (message,) = inbox.arrived()
     answer = ExecutorAnswer(b"", memoryview(b"rows"), 1)
     for _ in range(2):
         inbox.answer([(Failing(), answer), (message.sender, answer)])
-        assert channel.receive(30.0) is answer
+        assert pipe.receive(30.0) is answer
     inbox.close()
 
 

@@ -131,11 +131,11 @@ def test_rows_of_several_tenants_for_one_stack_share_products_by_expert(store: W
     (group, entry), direction = next(iter(stacks_of(store).items())), DIRECTIONS[0]
     wanted = [(1, 0, 2, 0), (0, 3, 1, 1), (0, 0, 0, 2)]
     with running(model) as (inbox, _):
-        channels = [inbox.open_channel() for _ in range(5)]
+        pipes = [inbox.open_pipe() for _ in range(5)]
 
-        def send(channel: int, counts: Counts | None, rows: Tensor) -> None:
+        def send(pipe: int, counts: Counts | None, rows: Tensor) -> None:
             request = by_expert(execute(group, len(rows)), counts) if counts else execute(group, len(rows))
-            channels[channel].send(work(request, tenant=str(channel)), wire.RING32.pack(rows))
+            pipes[pipe].send(work(request, tenant=str(pipe)), wire.RING32.pack(rows))
 
         model.open.clear()
         send(0, None, ring_rows(1, entry.inputs))
@@ -145,7 +145,7 @@ def test_rows_of_several_tenants_for_one_stack_share_products_by_expert(store: W
             send(number, counts, rows[number - 1])
         send(4, None, ring_rows(2, entry.inputs))
         model.open.set()
-        answers = [channel.receive(TIMEOUT_S) for channel in channels]
+        answers = [pipe.receive(TIMEOUT_S) for pipe in pipes]
     for answer, counts, mine in zip(answers[1:4], wanted, rows, strict=True):
         assert answer is not None
         got = wire.RING32.unpack(answer.payload, rows=len(mine))
@@ -163,9 +163,9 @@ def test_every_row_keeps_its_expert_when_a_request_is_multiplied_in_pieces(
     group, entry = next(iter(stacks_of(store).items()))
     rows = rows_for(entry, "forward", counts)
     with running(model) as (inbox, _):
-        channel = inbox.open_channel()
-        channel.send(work(by_expert(execute(group, len(rows)), counts)), wire.RING32.pack(rows))
-        answer = channel.receive(TIMEOUT_S)
+        pipe = inbox.open_pipe()
+        pipe.send(work(by_expert(execute(group, len(rows)), counts)), wire.RING32.pack(rows))
+        answer = pipe.receive(TIMEOUT_S)
     assert answer is not None
     assert len(model.counts) > 1
     got = wire.RING32.unpack(answer.payload, rows=len(rows))

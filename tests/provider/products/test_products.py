@@ -123,14 +123,14 @@ def answers_of(
     """The answers to requests of one tenant each, which have all arrived before the executor starts."""
     inbox = LocalInbox()
     executor = Executor(model, inbox=inbox, scheduling=SchedulerConfig(slice_ms=10_000))
-    channels = [inbox.open_channel() for _ in asked]
-    for tenant, (channel, (request, rows)) in enumerate(zip(channels, asked, strict=True)):
+    pipes = [inbox.open_pipe() for _ in asked]
+    for tenant, (pipe, (request, rows)) in enumerate(zip(pipes, asked, strict=True)):
         payload = wire.RING32.pack(rows) if isinstance(request, wire.Execute) else memoryview(b"")
-        channel.send(work(request, tenant=str(tenant)), payload)
+        pipe.send(work(request, tenant=str(tenant)), payload)
     executor.stop()
     with watching or contextlib.nullcontext():
         executor.run()
-    answers = [channel.receive(0.0) for channel in channels]
+    answers = [pipe.receive(0.0) for pipe in pipes]
     assert all(answer is not None and not answer.failure for answer in answers)
     return [answer for answer in answers if answer is not None]
 

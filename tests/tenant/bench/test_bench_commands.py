@@ -17,6 +17,7 @@ from tenant.bench.measured_models import Effort, Generate, Llama, MaskingVariant
 from tenant.bench.report import Row, number, read
 from tenant.bench.steps_and_tokens import Comparison, comparison
 from tenant.session import tally
+from tests.cases import table
 
 
 def bench(*arguments: str) -> str:
@@ -181,25 +182,10 @@ def test_a_turn_ends_when_all_processes_are_idle(running: Comparison) -> None:
     assert min(turn.tenant_cpu_s, turn.executor_cpu_s, turn.helper_cpu_s) >= 0
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["linear", "--rows", "none"],
-        ["linear", "--width", "30"],
-        ["kernels", "--shape", "32"],
-        ["step", "--width", "100"],
-        ["network", "--condition", "slow"],
-        ["network", "--overlap", "3"],
-        ["provider", "--tenants", "0+0"],
-        ["step", "--masking", "pad,nobody"],
-        ["step", "--masking", "pad/25"],
-        ["linear", "--masking", "nobody"],
-    ],
-    ids=" ".join,
-)
-def test_wrong_options_are_explained(arguments: list[str]) -> None:
-    with pytest.raises(ConfigError, match=arguments[2].rpartition(",")[2].replace("+", r"\+")):
-        bench(*arguments)
+@pytest.mark.parametrize("command", table(__file__, "wrong"))
+def test_wrong_options_are_explained(command: str) -> None:
+    with pytest.raises(ConfigError, match=table(__file__, "wrong")[command]):
+        bench(*command.split())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from symbiosis_priv import errors
 from symbiosis_priv.certificates.issuing import create_authority, create_request, issue
 from symbiosis_priv.certificates.reading import Kind, fingerprint
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictError, SymbiosisError
+from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_federation
 from tenant.federation.cli import _preparation, app
+from tests.cases import cases
 from tests.warm import run
 
 DIGEST = "sha256:" + "0" * 64
@@ -76,26 +78,13 @@ def test_digest_and_verification_keys_come_from_the_tenants_checkpoint(
     assert prepared.manifest.digest == loaded.model_digest
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ([*ALPHA, *BETA], ConfigError, "name the model: --digest"),
-        ([*ALPHA, *BETA, "--digest", DIGEST, "--model", "m"], ConfigError, "name the model: --digest"),
-        ([*ALPHA, *BETA, "--digest", "sha256:7"], ConfigError, "digest = 'sha256:7'"),
-        (["--executor", "a:1,keys/alpha.pem", "--digest", DIGEST], ConfigError, "write ADDRESS,CERTIFICATE,OPERATOR"),
-        (["--executor", "a,keys/alpha.pem,A", "--digest", DIGEST], ConfigError, "not host:port"),
-        (["--executor", "a:1,keys/none.pem,A", "--digest", DIGEST], CertificateError, "none.pem"),
-        ([*ALPHA, "--helper", "b:1,keys/beta.pem,alpha, inc.", "--digest", DIGEST], RoleConflictError, "same operator"),
-        ([*ALPHA, "--executor", "b:1,keys/alpha.pem,B", "--digest", DIGEST], ConfigError, "same name, certificate"),
-        ([*ALPHA, *BETA, "--company", "X,alpha,beta", "--digest", DIGEST], RoleConflictError, "same company"),
-        ([*ALPHA, *BETA, "--pad-helpers", "2", "--digest", DIGEST], ConfigError, "add helpers, or lower it"),
-    ],
-)
-def test_mistakes_are_named_and_leave_no_file(
-    folder: Path, arguments: list[str], error: type[SymbiosisError], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        init(*arguments, "--tenant", "alice")
+GIVEN = {"ALPHA": ALPHA, "BETA": BETA, "DIGEST": ("--digest", DIGEST)}
+
+
+@cases(__file__, "mistakes")
+def test_mistakes_are_named_and_leave_no_file(folder: Path, arguments: list[str], error: str, words: str) -> None:
+    with pytest.raises(getattr(errors, error), match=words):
+        init(*(word for name in arguments for word in GIVEN.get(name, (name,))), "--tenant", "alice")
     assert not (folder / "federation.toml").exists()
 
 

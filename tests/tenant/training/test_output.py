@@ -8,6 +8,7 @@ import pytest
 from symbiosis_priv.errors import ConfigError
 from tenant.training.options import FineTuning
 from tenant.training.output import check_output, last_checkpoint, make_record, write_record
+from tests.cases import table
 
 RECORD = make_record(FineTuning(), model="sha256:0", data="0")
 
@@ -70,23 +71,7 @@ def test_a_run_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> No
         check_output(tmp_path, resume=False, model=tmp_path.parent / "no-model", cache=tmp_path.parent / "no-cache")
 
 
-CHANGES = {
-    "model": "sha256:1",
-    "data": "1",
-    "rank": 4,
-    "alpha": 8,
-    "dropout": 0.1,
-    "target_modules": "q_proj",
-    "learning_rate": 1e-3,
-    "batch_size": 8,
-    "gradient_accumulation": 2,
-    "overlap": 2,
-    "packing": True,
-    "sequence_length": 128,
-    "seed": 1,
-    "pad_to_multiple_of": 8,
-    "beta": 0.1,
-}
+CHANGES = table(__file__, "changes")
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -1,17 +1,17 @@
 """The trust core: the tenant's code on which privacy and integrity depend.
 
-It contains no timing, retries, failover or progress: that code can delay a product or make it fail, but cannot weaken a
-promise. Read it in this order:
+It has no socket, thread or clock, and decides nothing about retries: code that does can delay a product or make it
+fail, but cannot weaken a promise. Read it in the order in which a product meets its checks; the first to fail ends it:
 
-    pads        the session's secret, and one-time pads: drawn, burnt, used once
-    masked      `MaskedRows`, the only rows that may leave, and the last check of every request: rule 8, quarantine
-    verifier    the check of every product, and its keys
-    parts       float rows to integers, and one request: mask, open, check; a few rows in two compiled calls
-    blame       finds whose result was wrong, after a refused product
+    pads        a row index is burnt before its pad exists, and belongs to this process and secret
+    masked      a pad masks once; only `MaskedRows` leave; the gate: no attribution is under way, the executor is not
+                in quarantine, and no holder of a pad's seed is of its company (rule 8)
+    parts       rows are finite before they are masked; an answer is opened for its own rows, and every row is checked
+    verifier    the check of a row over the integers, before the product is used for anything
+    blame       after a refused product: whose result was wrong, before the next request leaves
 
-Rules are numbered as in `docs/threat-model.md`. Public facts of a layer group (widths, scales, bounds) are in
-`symbiosis_priv.checkpoints.manifest`, keystreams and modular arithmetic in `symbiosis_priv.arithmetic`.
-`tenant.preparation` makes the keys and stores them.
+Rules are numbered as in `docs/threat-model.md`. Public facts of a layer group are in
+`symbiosis_priv.checkpoints.manifest`; `tenant.preparation` makes the keys and stores them.
 
 The promises, and the tests that would refute them (`tests/tenant/core/` unless another place is named):
 

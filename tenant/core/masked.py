@@ -1,12 +1,10 @@
 """`MaskedRows`, the only rows that may leave the tenant, and the gate that every request passes: rule 8, quarantine.
 
 The promise is a type. A connection accepts rows only as `MaskedRows`, and only this module makes them: `mask` adds
-one-time pads that cover every row, and `remask` replaces pads. A raw tensor cannot be sent by mistake: mypy reports it,
-and the connection raises `TypeError`.
+one-time pads that cover every row, and `remask` replaces pads. mypy reports a raw tensor, and a connection refuses it.
 
-There is one exception: `UNMASKED_BY_CHOICE` in place of pads sends rows unchanged. It is for schemes without one-time
-pads that the tenant has chosen (`masking = "none"`, `"paper-pool"`), and for rows that hold no data.
-`tests/tenant/core/test_masked.py` lists the modules that may use it.
+The exception `UNMASKED_BY_CHOICE` in place of pads sends rows unchanged. It is for schemes that the tenant has chosen
+(`masking = "none"`, `"paper-pool"`), and for rows without data. `test_masked.py` lists the modules that may use it.
 
 The gate checks every request before it is sent, after routing has chosen its provider: routing cannot override it.
 Rule 8: a company that knows a seed of a pad never sees a row masked with that pad. The executor and all helpers of a
@@ -20,9 +18,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from threading import Lock
 from typing import Any, Final, NoReturn
 
 from torch import Tensor
@@ -199,7 +197,7 @@ class Gate:
             companies=federation.companies,
             pad_helpers=federation.pad_helpers,
         )
-        self.attributing = threading.Lock()
+        self.attributing = Lock()
         self._quarantined = quarantined
         self._may_see = functools.lru_cache(_CACHED_PEERS)(federation.admissible)
         self._passed: tuple[Peer, tuple[Peer, ...]] | None = None  # the latest; hashing peers takes longer

@@ -2,10 +2,8 @@
 
 Theory of operation. For a row xq the tenant draws a pad (n, e): n is uniform over the ring Z_2^32, and `e = n @ W.T`.
 The tenant sends `xq + n`, receives `(xq + n) @ W.T` and subtracts e. Because n is uniform and independent of xq, so is
-`xq + n`: the executor learns nothing about xq from it. This holds only if each mask is used for one row. Two rows under
-the same mask reveal their difference.
-
-So a mask row is used once. `SessionSecret` counts mask rows (rules 2, 3 and 12), `EffectSource` burns a row's index
+`xq + n`: the executor learns nothing about xq from it. Two rows under the same mask would reveal their difference, so a
+mask row is used once. `SessionSecret` counts mask rows (rules 2, 3 and 12), `EffectSource` burns a row's index
 before anything else happens (rule 3), and a `Pad` masks once: the second attempt raises `BurntRowError`. Schemes differ
 in the source of e (`tenant.masking`).
 
@@ -24,15 +22,17 @@ namespace. C code that calls libc's `fork` does not run the hook, but the child 
 snapshot of a virtual machine, CRIU) is not detected either.
 """
 
+from __future__ import annotations
+
 import os
 import secrets
-import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, NoReturn, Protocol, Self
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, Self
 
 from torch import Tensor
 
@@ -43,7 +43,9 @@ from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.errors import BurntRowError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex
-from tenant.worker import Promise, Worker
+
+if TYPE_CHECKING:
+    from tenant.worker import Promise, Worker
 
 _forks = 0
 _pid = os.getpid()
@@ -87,7 +89,7 @@ class SessionSecret:
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(SEED_BYTES)
         self._generation = generation()
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._next_row: defaultdict[tuple[str, str], int] = defaultdict(int)
 
     def seed_for(self, *holder: str) -> Seed:

@@ -19,6 +19,7 @@ from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import block_id
+from symbiosis_priv.network.hybrid import Sealing, connection_key
 from tenant.core.blame import BlameKeys
 from tenant.core.pads import SessionSecret
 from tenant.core.verifier import VerificationKeys
@@ -38,6 +39,16 @@ def block(**fields: Any) -> bytes:
     order = wire.RelayOrder(permit=bytes(32), executor=f"sha256:{'ab' * 32}")
     named: dict[str, Any] = {"nonce": bytes(16), "group": 3, "direction": "forward", "arithmetic": "ring", "rows": 5}
     return block_id(wire.Effect(**named | {"seed": Seed(SECRET), "first_row": 7, "relay": order} | fields))
+
+
+def connection() -> bytes:
+    share, answer = wire.KeyShare(share=bytes(1216)), wire.KeyAnswer(share=bytes(1120))
+    return connection_key(SECRET, share, answer, bytes(12))
+
+
+def sealed_seed() -> bytes:
+    place: dict[str, Any] = {"nonce": bytes(16), "group": 3, "direction": "forward", "arithmetic": "ring", "rows": 5}
+    return Sealing(SECRET).seal(wire.Effect(**place, seed=Seed(SECRET), first_row=7)).seed
 
 
 def check_column() -> list[int]:
@@ -73,6 +84,15 @@ KNOWN: dict[str, tuple[Callable[[], bytes | list[int]], str | list[int]]] = {
     "relay": (
         lambda: relay_key(Seed(SECRET), **PLACE),
         "120c3224bc9a592388f39b99b73f5b0a28af877db57eee79d3f9c64e18ccf8b8",
+    ),
+    "connection": (connection, "136abf4e3254d1f34a1afd529262a4958501ffd04b686c48de76c345a6adfd13"),
+    "seeds": (
+        sealed_seed,
+        "a12975329d49815edcef929d1f03989290a355f18f1d7b42539b6deb0cbabec702f530bcdff2c691009874d816225b5a",
+    ),
+    "effects": (
+        lambda: bytes(Sealing(SECRET).cover(bytes(16), memoryview(bytes(16)))),
+        "91a0e9e8a0e1d2e3219293edd11bb0a5",
     ),
     "block": (block, "1f8573e664e85418e83c4901daeed760"),
     "check": (check_column, [1220035414777612680, 1281815671437598392]),

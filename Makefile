@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Every package is compared with its hash in locks/ before it is installed; `make lock` writes them.
+LOCKED = $(BIN)/python -m pip install --quiet --no-deps --require-hashes --only-binary :all:
+
 # Only serve-demo downloads a model, from the package index; this makes any other attempt an error.
 export HF_HUB_OFFLINE := 1
 
@@ -9,7 +12,7 @@ export HF_HUB_OFFLINE := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo serve-demo quick test check docs compatibility gpu release clean
+.PHONY: help venv demo serve-demo quick test check docs compatibility gpu lock release clean
 
 help:
 	@echo "make demo    fine-tune and generate on an untrusted provider, and prove the claims"
@@ -21,18 +24,23 @@ help:
 	@echo "make venv    build .venv only"
 	@echo "make compatibility    try every family of models, and architectures with PEFT methods; writes docs/compatibility/"
 	@echo "make gpu     on a machine with a GPU: kernels, tests, products, steps and tokens, in 8 minutes; writes gpu.json"
+	@echo "make lock    write the versions and hashes that make venv installs, after pyproject.toml or constraints.txt changed"
 	@echo "make release    build sdist and wheel, try both in empty environments, print checksums; uploads nothing"
 	@echo "make clean   remove .venv and caches"
 
 venv: .venv/.stamp
 
-.venv/.stamp: pyproject.toml constraints.txt hatch_build.py $(wildcard symbiosis_priv/native/*.[ch])
+.venv/.stamp: pyproject.toml $(wildcard locks/*.txt) hatch_build.py $(wildcard symbiosis_priv/native/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "symbiosis-priv needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make venv PYTHON=python3.11")'
 	@echo "==> building .venv (once)"
 	@$(PYTHON) -m venv .venv
 	@while sleep 4; do echo "    still installing"; done & trap "kill $$!" EXIT; \
-		$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1" && \
-		$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
+		if ! $(BIN)/python -m pip show --quiet torch 2>/dev/null; then \
+			$(BIN)/python -m pip download --quiet --no-deps --dest .venv/torch "$$(grep -o '^torch==[^ ]*' locks/torch.txt)" && \
+			$(LOCKED) --no-index --find-links .venv/torch --requirement locks/torch.txt && rm -r .venv/torch; fi && \
+		$(LOCKED) --requirement locks/venv.txt && \
+		{ $(BIN)/python -c "import torch" 2>/dev/null || $(LOCKED) --requirement locks/cuda.txt; } && \
+		$(BIN)/python -m pip install --quiet --no-deps --no-index --no-build-isolation --editable .
 	@touch $@
 
 demo: venv
@@ -73,6 +81,9 @@ compatibility: venv
 gpu:
 	@if $(PYTHON) -c "import torch" 2>/dev/null; then $(PYTHON) -m tests.gpu; \
 		else $(MAKE) --no-print-directory venv && $(BIN)/python -m tests.gpu; fi
+
+lock:
+	@.ci/lock
 
 release:
 	@.ci/release

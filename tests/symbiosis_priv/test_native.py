@@ -7,6 +7,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,3 +158,17 @@ def test_a_wheel_installs_with_and_without_a_compiler(
     assert modules | {"tenant/endpoint/page/static/page.js"} <= names
     loader = tmp_path / "installed" / "symbiosis_priv" / "native" / "__init__.py"
     assert [isa.name for isa in runpy.run_path(str(loader))["isas"]()[:1]] == ["PORTABLE"] * compiled
+
+
+def test_two_builds_have_equal_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In other folders, at other times, by the optimising compiler: who builds a release again gets its checksums."""
+    pytest.importorskip("hatchling")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    built = []
+    for name, clock in (("one", 1_600_000_000), ("another/folder", 1_650_000_000)):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
+        built.append(build_wheel(folder, monkeypatch, by_pip=False))
+    assert built[0].name == built[1].name
+    assert built[0].read_bytes() == built[1].read_bytes()

@@ -10,19 +10,17 @@ import argparse
 import contextlib
 import json
 import os
-import queue
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tomllib
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[2]
 BUDGETS_S: Final = {
@@ -61,45 +59,20 @@ def run(section: str, command: list[str], *, budget_s: float, environment: dict[
     """Run the command of one section in a separate process group, which is killed at the end."""
     begun = time.monotonic()
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, start_new_session=True
-        )
-        assert process.stdout is not None
-        try:
-            rows = _rows(process.stdout, until=begun + budget_s)
-            status = "ok" if process.wait(max(0.0, begun + budget_s - time.monotonic())) == 0 else "failed"
-        except TimeoutError as late:
-            status, rows = "out of time", late.args[0]
-        except subprocess.TimeoutExpired:
-            status = "out of time"
-        finally:
-            _kill_group(process)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": log, "start_new_session": True}
+        with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
+            try:
+                printed, _ = process.communicate(timeout=budget_s)
+                status = "failed" if process.returncode else "ok"
+            except subprocess.TimeoutExpired as late:
+                printed, status = late.output or b"", "out of time"
+            finally:
+                _kill_group(process)
         log.seek(0)
         lines = log.read().decode(errors="replace").splitlines()
+    rows = [json.loads(line) for line in printed.splitlines(keepends=True) if line.endswith(b"\n")]
     error = "" if status == "ok" else "\n".join(lines[-_ERROR_LINES:])
     return Outcome(section, status, round(time.monotonic() - begun, 1), error, rows)
-
-
-def _rows(pipe: IO[bytes], *, until: float) -> list[dict[str, Any]]:
-    """Read rows until the process closes its end. Raises TimeoutError with the rows that have arrived."""
-    lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-
-    def read() -> None:
-        with pipe:
-            for line in pipe:
-                lines.put(line)
-        lines.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    rows: list[dict[str, Any]] = []
-    while True:
-        try:
-            line = lines.get(timeout=max(0.0, until - time.monotonic()))
-        except queue.Empty:
-            raise TimeoutError(rows) from None
-        if line is None:
-            return rows
-        rows.append(json.loads(line))
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

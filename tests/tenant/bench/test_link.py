@@ -3,6 +3,7 @@
 import math
 import os
 import socket
+import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from hypothesis import given, strategies as st
 from symbiosis_priv.errors import ConfigError
 from tenant.bench.link import Condition, DelayLine, open_link
 from tenant.bench.processes import Child
+from tests.waiting import beside
 
 TIMEOUT_S = 60.0
 PETALS = (
@@ -60,28 +62,22 @@ def test_a_direction_has_its_bandwidth_and_delay(
         before, free = arrival, arrival - condition.delay_s
 
 
+class Echo(socketserver.StreamRequestHandler):
+    """Sends received bytes back."""
+
+    disable_nagle_algorithm = True
+
+    def handle(self) -> None:
+        while data := self.connection.recv(1 << 16):
+            self.connection.sendall(data)
+
+
 @pytest.fixture
 def echo() -> Iterator[int]:
     """The port of a server that sends received bytes back."""
-    with socket.create_server(("0.0.0.0", 0)) as listener:
-
-        def answer(connection: socket.socket) -> None:
-            with connection:
-                while data := connection.recv(1 << 16):
-                    connection.sendall(data)
-
-        def accept() -> None:
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                threading.Thread(target=answer, args=(connection,), daemon=True).start()
-
-        threading.Thread(target=accept, daemon=True).start()
-        yield listener.getsockname()[1]
-        listener.shutdown(socket.SHUT_RDWR)
+    with socketserver.ThreadingTCPServer(("0.0.0.0", 0), Echo) as server, beside(server.serve_forever):
+        yield server.server_address[1]
+        server.shutdown()
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +22,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.harness.base_model import private_text
 from tests import warm
+from tests.waiting import until
 from tests.warm import Popen
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -41,11 +41,7 @@ def start_provider(folder: Path, config: str) -> subprocess.Popen[bytes]:
 
 def bound_port(folder: Path, config: str, process: subprocess.Popen[bytes]) -> str:
     ready = folder / f"{config}.ready"
-    deadline = time.monotonic() + 200  # seconds, for busy machines: two processes import torch at the same time
-    while not ready.exists():
-        assert process.poll() is None, "the provider ended"
-        assert time.monotonic() < deadline, "the provider did not get ready"
-        time.sleep(0.05)
+    until(lambda: ready.exists() or process.poll() is not None, within_s=200)
     return ready.read_text().rpartition(":")[2]
 
 

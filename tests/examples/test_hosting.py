@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.harness.base_model import private_text
 from tests import warm
+from tests.waiting import until
 
 README = Path(__file__).parents[2] / "README.md"
 CARRIED = {  # files that a party receives before its n-th block, and from whom
@@ -53,11 +53,7 @@ class Place:
 
     def port(self, name: str) -> str:
         ready = self.folder / name / "ready"
-        deadline = time.monotonic() + 200  # seconds, for busy machines
-        while not ready.exists():
-            assert self.servers[name].poll() is None, f"{name} ended"
-            assert time.monotonic() < deadline, f"{name} did not get ready"
-            time.sleep(0.05)
+        until(lambda: ready.exists() or self.servers[name].poll() is not None, within_s=200)
         return ready.read_text().rpartition(":")[2]
 
     def type(self, party: str, command: str) -> str:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from tenant.demo.serve import convert, smollm2
 from tenant.model.loading import load_language_model, load_tokenizer
 from tenant.session.tally import Ledger
 from tenant.training.quantisation_error import Quality
+from tests.waiting import until
 from tests.warm import Popen
 
 
@@ -147,12 +147,9 @@ main({[*arguments, "--steps", "2"]})
         [sys.executable, "-c", program], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as process:
         try:
-            deadline = time.monotonic() + 120
-            while len(ready := list(tmp_path.glob("symbiosis-priv-demo-*/federation/*.ready"))) < 3:
-                assert process.poll() is None, process.communicate()[1]
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            ports = [parse_address(path.read_text().strip()) for path in ready]
+            ready = "symbiosis-priv-demo-*/federation/*.ready"
+            until(lambda: len(list(tmp_path.glob(ready))) == 3 or process.poll() is not None, within_s=120)
+            ports = [parse_address(path.read_text().strip()) for path in tmp_path.glob(ready)]
             process.send_signal(number)
             assert process.wait(60) == status
             assert process.stderr is not None

@@ -59,7 +59,9 @@ def serve(
         starting.enter_context(terminal.working("starting", tell=tell))
         with importing():
             from provider import serve as server
-        server.serve(
+            from provider.processes import cards
+        run = cards.serve if settings.executor.per_card else server.serve
+        run(
             settings,
             source=config,
             ready_file=ready_file,

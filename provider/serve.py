@@ -49,8 +49,9 @@ class Provider:
         with Provider(config) as provider:
             connect_to(provider.address)
 
-    The file `source` of the configuration is read again when it changes. `on_move` is called in another thread when
-    other layers need this executor more; then `move` changes them."""
+    The file `source` of the configuration is read again when it changes, and passed through `adapt`. `on_move` is
+    called in another thread when other layers need this executor more; then `move` changes them. Quotas hold
+    `burst_s`."""
 
     def __init__(
         self,
@@ -59,7 +60,10 @@ class Provider:
         source: Path | None = None,
         progress: Progress | None = None,
         on_move: Callable[[], None] | None = None,
+        adapt: Callable[[ProviderConfig], ProviderConfig] = lambda config: config,
+        burst_s: float = 1.0,
     ) -> None:
+        self._adapt, self._burst_s = adapt, burst_s
         self.config = self._unplaced = self._reloaded = config  # `_reloaded`: as last read
         self._source, self._progress, self._on_move = source, progress, on_move
         self._credentials: Credentials | None = None
@@ -88,6 +92,8 @@ class Provider:
         """Quantise the model if necessary, start the executor, and listen. Raises `ConfigError`: the address is in use,
         or the executor does not start; `CertificateError`: a certificate, a key or the revocation list cannot be used;
         `CheckpointError`, `UnsupportedModelError`: the model cannot be read or served."""
+        if self.config.executor.per_card:
+            raise ConfigError("devices and processes under [executor] are for `symbiosis-priv provider serve`")
         self._reloader = Reloader(self._watched_files, self._reload)  # later changes are reloaded
         _require_free(self.config)
         if "helper" in self.config.roles:
@@ -112,6 +118,7 @@ class Provider:
                 executor=self.executor,
                 usage=self._usage,
             )
+            gateway.state.quotas.burst_s = self._burst_s
             gateway.listener.start()
             self._reloader.periodic.start()
             self._start_announcing(gateway, manifest, served)
@@ -202,7 +209,7 @@ class Provider:
         if revoking.revoked != self._credentials.revoked:
             self._credentials = revoking
             self._gateway.accept(revoking)
-        config = self.config if self._source is None else load(self._source, whole=True)
+        config = self.config if self._source is None else self._adapt(load(self._source, whole=True))
         credentials = Credentials.load(config.tls, helpers=config.relay.helpers, before=self._credentials)
         self._gateway.renew(config, credentials)
         self._credentials, self._reloaded = credentials, config
@@ -239,6 +246,8 @@ def serve(
     stop_with_stdin: bool = False,
     progress: Progress | None = None,
     on_ready: Callable[[], None] = lambda: None,
+    adapt: Callable[[ProviderConfig], ProviderConfig] = lambda config: config,
+    burst_s: float = 1.0,
 ) -> None:
     """Run a `Provider` until SIGTERM or SIGINT. When ready, write the bound address to `ready_file`, and print one line
     of JSON to stdout; logs go to stderr. SIGHUP and changed files make the provider read certificates, revocations and
@@ -246,7 +255,7 @@ def serve(
     logs.setup(config.log_level)
     _allow_descriptors(config)
     stop, started, wake = threading.Event(), threading.Event(), threading.Event()
-    provider = Provider(config, source=source, progress=progress, on_move=wake.set)
+    provider = Provider(config, source=source, progress=progress, on_move=wake.set, adapt=adapt, burst_s=burst_s)
 
     def on_signal(*_: object) -> None:
         stop.set()

@@ -35,6 +35,7 @@ _MAX_SOCKET_PATH = 100  # bytes; the smallest sockaddr_un of any supported syste
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 _Rate = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+_Card = Annotated[str, msgspec.Meta(pattern="^cuda:[0-9]+$")]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,6 +141,9 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         endpoint: `inproc://executor` for a thread of the gateway's process, `ipc:///absolute/path` for a process
             of its own, which is restarted when it dies.
         device: a torch device: "cpu" or "cuda".
+        devices: "all", or a list such as ["cuda:0", "cuda:1"]: a process for each card, with a range of the layers and
+            the next port. Replaces `device`. List the addresses under `address` in federation.toml.
+        processes: the same on CPUs, for this number of processes.
         threads: torch threads; torch chooses if left out.
         ranks: number of processes that each hold a shard of the model and multiply together (`provider.shards`).
         group_timeout_s: time that ranks wait for a running rank that does not take part. A rank that has died or
@@ -152,6 +156,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     endpoint: str = INPROC
     device: str = "cpu"
+    devices: Literal["all"] | Annotated[tuple[_Card, ...], msgspec.Meta(min_length=1)] | None = None
+    processes: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     threads: _Count | None = None
     ranks: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     group_timeout_s: _Seconds = 30.0
@@ -163,11 +169,22 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Bytes for weights of the float path; None if it is off."""
         return None if self.float_memory_mib is None else self.float_memory_mib * MIB
 
+    @property
+    def per_card(self) -> bool:
+        """True if each card or part of the CPU has a process of its own (`processes.cards`)."""
+        return self.devices is not None or self.processes > 1
+
     def __post_init__(self) -> None:
         if self.endpoint != INPROC and not self.endpoint.startswith("ipc:///"):
             raise ValueError(f"endpoint = {self.endpoint!r}: use {INPROC} or ipc:///absolute/path")
         if len(self.endpoint.encode()) > _MAX_SOCKET_PATH:
             raise ValueError(f"endpoint: a socket's path may have {_MAX_SOCKET_PATH} bytes; choose a shorter one")
+        if self.per_card and (self.ranks > 1 or self.endpoint != INPROC or (self.devices and self.processes > 1)):
+            raise ValueError("devices, processes, ranks and endpoint exclude each other: keep one of them")
+        if self.processes > 1 and self.device != "cpu":
+            raise ValueError(f"processes is for CPUs: write devices = 'all' in place of device = {self.device!r}")
+        if self.devices and len(set(self.devices)) < len(self.devices) and self.devices != "all":
+            raise ValueError(f"devices = {list(self.devices)!r} has a card twice")
         if self.ranks > 1 and self.device.startswith("cuda:"):
             raise ValueError(f"device = {self.device!r}: every rank needs its own GPU; write device = 'cuda'")
 
@@ -351,6 +368,17 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     f"[tenants.{tenant!a}] names no tenant: write the name in its certificate, or "
                     f'"NAME@sha256:0123456789abcdef" with 16 or all 64 digits of the key fingerprint '
                     "of its authority (`symbiosis-priv keys show`)"
+                )
+        if self.executor.per_card:
+            refused = {
+                'roles = ["executor", "helper"]': len(self.roles) > 1,  # no process sees the roles of another one
+                "[registry] announce": self.registry.announce,  # a descriptor has one address
+                "[relay] from": self.relay.helpers,  # a helper sends blocks to one address
+                "[executor] float_memory_mib": self.executor.float_memory,  # floats come from one address
+            }
+            for name in (name for name, given in refused.items() if given):
+                raise ValueError(
+                    f"[executor] devices and processes give each card an address of its own: remove {name}"
                 )
         if self.model.layers == AUTO and not (self.registry.announce and self.registry.capacity_layers):
             raise ValueError('layers = "auto" needs announce and capacity_layers under [registry]')

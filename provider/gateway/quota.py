@@ -1,6 +1,7 @@
 """Quotas of tenants: limits of their rates and of their rows in flight.
 
-Each rate has a token bucket that holds the tokens of one second. A request is admitted while no bucket is in debt, and
+Each rate has a token bucket that holds the tokens of one second (of `burst_s` where a tenant's requests are divided
+among several processes, which it asks one after the other). A request is admitted while no bucket is in debt, and
 may leave a bucket in debt. So a large request is admitted too, later requests wait for it, and the average rate stays
 within the limit. A request that would wait for more than one second is refused (BUSY: the tenant may send the same
 bytes again), so that requests do not pile up. The answer, the log and the metrics name the limit.
@@ -43,8 +44,8 @@ _NO_PRODUCT = QuotaConfig(requests_per_s=1000.0, rows_per_s=100.0 * MIB)  # here
 class QuotaMeter:
     """The token buckets of one tenant. The caller passes the time of a monotonic clock. Not thread-safe."""
 
-    def __init__(self, now: float) -> None:
-        self.rows_in_flight = 0
+    def __init__(self, now: float, burst_s: float = 1.0) -> None:
+        self.rows_in_flight, self._burst_s = 0, burst_s
         self.logged_at = -math.inf
         self._buckets: dict[str, TokenBucket] = {}
         self._now = now
@@ -54,10 +55,11 @@ class QuotaMeter:
         rates = _rates(quota)
         self._buckets = {name: bucket for name, bucket in self._buckets.items() if name in rates}
         for name, rate in rates.items():
+            burst = rate * self._burst_s
             if name in self._buckets:
-                self._buckets[name].change(per_s=rate, burst=rate)
+                self._buckets[name].change(per_s=rate, burst=burst)
             else:
-                self._buckets[name] = TokenBucket(per_s=rate, burst=rate, now=self._now)
+                self._buckets[name] = TokenBucket(per_s=rate, burst=burst, now=self._now)
         self._now = now
         return max((bucket.delay(now) for bucket in self._buckets.values()), default=0.0)
 
@@ -82,6 +84,7 @@ class QuotaGate:
 
     def __init__(self, quotas: Callable[[TenantIdentity], QuotaConfig]) -> None:
         self.renew(quotas)
+        self.burst_s = 1.0
         self._meters: dict[tuple[TenantIdentity, Party | None], QuotaMeter] = {}
         self._no_product: dict[Party, QuotaMeter] = {}  # for answers without a product
         self._limited: Counter[TenantIdentity] = Counter()
@@ -131,7 +134,7 @@ class QuotaGate:
         if most is not None and rows > most:
             raise Refusal(ErrorCode.TOO_LARGE, f"{rows} rows; this tenant's quota is {most}")
         with self._changed:
-            meter = self._meters.setdefault((tenant, blocks_of), QuotaMeter(time.monotonic()))
+            meter = self._meters.setdefault((tenant, blocks_of), QuotaMeter(time.monotonic(), self.burst_s))
             end = time.monotonic() + (_PATIENCE_S if blocks_of is None else 0.0)
             while True:
                 now = time.monotonic()

@@ -3,8 +3,10 @@
 import json
 import re
 import tomllib
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,10 +28,13 @@ def toml_table(header: str, **entries: object) -> str:
     return "\n".join([*([header] if header else []), *lines, ""])
 
 
-def load_toml(path: Path, kind: type[T], *, made_by: str, whole: bool = False) -> T:
+def load_toml(
+    path: Path, kind: type[T], *, made_by: str, whole: bool = False, renamed: Mapping[str, str] = MappingProxyType({})
+) -> T:
     """Read a TOML file into a typed, closed structure. Fields of type `Path` are relative to the file. `made_by` is
     the command that writes such a file, for the message about a missing file. `whole`: refuse a file that ends in the
-    middle of a line: half a file may be a valid one, with fewer limits. Raises `ConfigError`: the file cannot be read,
+    middle of a line: half a file may be a valid one, with fewer limits. `renamed`: the keys that have taken the place
+    of earlier ones, for messages. Raises `ConfigError`: the file cannot be read,
     or has an unknown, missing or wrong entry."""
     try:
         text = decode_text(read_limited(path, MAX_BYTES), name=str(path))
@@ -58,10 +63,10 @@ def load_toml(path: Path, kind: type[T], *, made_by: str, whole: bool = False) -
     try:
         return msgspec.convert(data, kind, dec_hook=relative)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}{_allowed(kind, str(error))}") from error
+        raise ConfigError(f"{path}: {error}{_allowed(kind, str(error), renamed)}") from error
 
 
-def _allowed(kind: type, message: str) -> str:
+def _allowed(kind: type, message: str, renamed: Mapping[str, str]) -> str:
     """The known fields, or the allowed values, as text for a message, at the place where msgspec found an unknown one;
     "" for other messages. msgspec's message ends with the place, for example "at `$.tenants[...]`"; for the top of the
     file there is none."""
@@ -76,7 +81,10 @@ def _allowed(kind: type, message: str) -> str:
         found = [alternative for one in inner for alternative in _alternatives(one)]
     if "unknown field" in message:
         names = [one.encode_name for struct in found if isinstance(struct, inspect.StructType) for one in struct.fields]
-        close = get_close_matches(message.split("`")[1], names, n=1)
+        unknown = message.split("`")[1]
+        if unknown in renamed:
+            return f"; {renamed[unknown]} takes its place"
+        close = get_close_matches(unknown, names, n=1)
         return f"; {''.join(f'did you mean {one}? ' for one in close)}known are {', '.join(names)}"
     values = [value for one in found if isinstance(one, inspect.LiteralType) for value in one.values]
     return f"; choose one of {', '.join(map(repr, values))}"

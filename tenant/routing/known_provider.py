@@ -220,6 +220,13 @@ class KnownProvider:
         welcome = self.welcome
         return welcome is not None and welcome.first_group <= index < welcome.end_group
 
+    def may_replace(self, other: "KnownProvider") -> bool:
+        """Returns False if the two have announced that they serve different layer groups."""
+        if self.welcome is None or other.welcome is None:
+            return True
+        mine, theirs = self.welcome.groups, other.welcome.groups
+        return mine.start < theirs.stop and theirs.start < mine.stop
+
     def cost(self, size: int) -> float:
         """Expected seconds of an exchange of `size` bytes after the requests in flight; 0 without a measurement."""
         return (self.health.seconds_for(size) or 0.0) * (1 + self.in_flight)

@@ -366,7 +366,9 @@ class Routes:
 
     def _others(self, provider: KnownProvider) -> bool:
         """Returns True if another provider could replace this one."""
-        return self.has_spares if provider.peer.role == "helper" else len(self.executors) > 1
+        if provider.peer.role == "helper":
+            return self.has_spares
+        return any(other is not provider and other.may_replace(provider) for other in self.executors)
 
     def record_verified(self, executor: KnownProvider, holders: Collection[Peer]) -> None:
         """Record that an answer of the executor, and the effects of these helpers, passed the check."""

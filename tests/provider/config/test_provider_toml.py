@@ -11,7 +11,17 @@ from provider.config.schema import Limits, ProviderConfig, from_json, to_json
 from symbiosis_priv.errors import ConfigError
 
 NO_DEFAULT = (
-    *("cache", "layers", "threads", "revoked", "requests_per_s", "rows_per_s", "giga_", "max_rows_in_flight"),
+    *(
+        "cache",
+        "layers",
+        "devices",
+        "threads",
+        "revoked",
+        "requests_per_s",
+        "rows_per_s",
+        "giga_",
+        "max_rows_in_flight",
+    ),
     *("weight =", "database", "float_memory_mib =", 'listen = "127.0.0.1:9464', "hosts ="),
     *("announce =", "authority =", "address =", "capacity_layers", "to =", "from ="),
 )
@@ -113,6 +123,22 @@ def test_paths_of_relays_are_relative_to_the_file(tmp_path: Path) -> None:
         (MINIMAL + "[limits]\nmax_inflight_mib = 600", "max_inflight_mib"),
         (MINIMAL + '[executor]\nendpoint = "tcp://0.0.0.0:1"', "endpoint"),
         (MINIMAL + f'[executor]\nendpoint = "ipc:///{"x" * 100}"', "endpoint"),
+        (MINIMAL + '[executor]\ngateways = "all"', "devices takes its place"),
+        (MINIMAL + '[executor]\ndevices = "some"', "devices"),
+        (MINIMAL + '[executor]\ndevices = ["cuda"]', "devices"),
+        (MINIMAL + '[executor]\ndevices = ["cuda:1", "cuda:1"]', "has a card twice"),
+        (MINIMAL + '[executor]\ndevices = "all"\nranks = 2', "exclude each other"),
+        (MINIMAL + "[executor]\nprocesses = 2\nranks = 2", "exclude each other"),
+        (MINIMAL + '[executor]\nprocesses = 2\nendpoint = "ipc:///run/a/b"', "exclude each other"),
+        (MINIMAL + '[executor]\nprocesses = 2\ndevices = "all"', "exclude each other"),
+        (MINIMAL + '[executor]\nprocesses = 2\ndevice = "cuda"', "write devices = 'all'"),
+        (MINIMAL + "[executor]\nprocesses = 2\nfloat_memory_mib = 9", "remove .executor. float"),
+        ('roles = ["executor", "helper"]\n' + MINIMAL + "[executor]\nprocesses = 2", "remove roles"),
+        (MINIMAL + '[executor]\ndevices = "all"\n[relay]\nfrom = ["b.pem"]', "remove .relay. from"),
+        (
+            MINIMAL + '[executor]\ndevices = "all"\n[registry]\nannounce = ["r.example:1"]\nauthority = "a.pem"',
+            "remove .registry. announce",
+        ),
         (MINIMAL.replace("[tls]", "weight_bits = 40\n[tls]"), "weight_bits"),
         (MINIMAL + '[relay]\nto = [{ address = "alpha.example:1", certificate = "a.pem" }]', '"helper" to roles'),
         ('roles = ["helper"]\n' + MINIMAL + '[relay]\nfrom = ["b.pem"]', '"executor" to roles'),

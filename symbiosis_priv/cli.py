@@ -51,6 +51,7 @@ _SHORT_HELP = {
     "bench.tasks": "Serve many tasks over one BERT.",
     "bench.endpoint": "Answer many requests together, and one after another.",
     "bench.kernels": "Time every exact kernel and float32.",
+    "bench.size": "Prepare and use a model of real size on this machine, end to end.",
     "bench.report": "Print --json files as tables in Markdown.",
     "bench.abuse": "Measure a tenant's requests alone and during the abuse of other tenants.",
 }
@@ -86,6 +87,7 @@ _EXAMPLES = {
     "tenant serve": "--model path/to/checkpoint --federation federation.toml --adapter my-name=my-adapter",
     "tenant prepare": "--model path/to/checkpoint --federation federation.toml --slim tenant-only",
     "tenant check": "--model path/to/checkpoint --text private.txt",
+    "tenant merge": "--model path/to/checkpoint --adapter my-adapter --output merged",
     "federation init": "--tenant alice --model path/to/checkpoint "
     "--executor 'alpha.example:7401,keys/alpha.pem,Alpha GmbH'",
     "federation check": "--federation federation.toml",

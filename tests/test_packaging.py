@@ -155,7 +155,7 @@ def test_folders_are_small_and_documented() -> None:
     assert all(ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) for folder in folders)
 
 
-BUDGETS = {"symbiosis_priv": 12_627, "provider": 9_104, "tenant": 29_832, "threat_model": 6_717, "tests": 51_774}
+BUDGETS = {"symbiosis_priv": 12_626, "provider": 9_090, "tenant": 29_832, "threat_model": 6_716, "tests": 51_748}
 """Lines of each package. Growth is decided: a change that needs more lines frees them elsewhere in its package, or
 raises the budget with the reason in its commit message. A change that frees many lines lowers the budget."""
 
@@ -169,10 +169,10 @@ def test_a_package_stays_within_its_budget(package: str) -> None:
 
 CHOICES = {
     "options of all commands": 299,
-    "different options": 178,
-    "keys of provider.toml": 54,
+    "different options": 176,
+    "keys of provider.toml": 52,
     "keys of federation.toml": 23,
-    "words, the changelog aside": 27_595,
+    "words, the changelog aside": 27_577,
 }
 """What a reader has to choose from and to read. A key or an option has a person who sets it."""
 

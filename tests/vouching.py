@@ -49,7 +49,6 @@ class Vouching:
             "model_digest": DIGEST,
             "weight_bits": 10,
             "layers": LayerRange.parse(layers),
-            "capacity": 1.0,
             "issued": self.began + after_ms,
             "lifetime_s": 600.0,
         }

@@ -108,7 +108,6 @@ class Announcer:
             model_digest=self._manifest.digest,
             weight_bits=self._manifest.weight_bits,
             layers=self._layers,
-            capacity=self._registry.capacity,
             issued=issued,
             lifetime_s=LIFETIME_S,
             draining=draining,

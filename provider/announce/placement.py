@@ -6,16 +6,16 @@ its federation needs most. A dishonest registry can cause a bad choice, and noth
 The rule of the choice is that of PETALS (Borzunov et al., 2023): of all contiguous ranges of the provider's length,
 take the range whose least served layer is served least; if ranges are equal, compare the second least served layer,
 and so on. If ranges are equal in all layers, the first range is taken, so providers with the same descriptors decide
-alike. An executor states its own capacity, and could keep all other providers away from its layers by a huge one. So
-layers with fewer operators come first, regardless of capacity, and a capacity counts at most four times the median.
+alike. Every executor counts once, whatever it says about itself, and layers with fewer operators come first.
 
 Providers leave, and the choice of those that stay becomes a bad one. So a running executor compares, once in a period,
 its layers with the best ones. It moves if the least served layer gains an operator, or if the least served layer has
-less than three quarters of the mean capacity (the threshold of PETALS) and the move improves that. It stays if one of
-its layers would have no other operator. Every move increases the sorted list of what layers have, so moves end.
+less than three quarters of the mean number of executors (the threshold of PETALS) and the move improves that. It stays
+if one of its layers would have no other operator. Every move increases the sorted list of what layers have, so moves
+end.
 
 Executors that decide at the same time do not see each other's moves. So those of one operator take turns, one in a
-period, and of all executors an eighth may move in a period for capacity alone. Pauses are random, and an executor
+period, and of all executors an eighth may move in a period for their number alone. Pauses are random, and an executor
 decides again after it has prepared its new weights: what others have announced meanwhile counts.
 """
 
@@ -46,8 +46,7 @@ log = logs.EventLog(__name__)
 _DEADLINE_S: Final = 10.0
 _FIRST_LAYER: Final = "0"
 _ENOUGH_OPERATORS: Final = 2
-_MOST_TIMES_USUAL: Final = 4.0  # capacity that counts, relative to the median
-_WORTH_MOVING: Final = 0.75  # share of the mean capacity; PETALS' threshold
+_WORTH_MOVING: Final = 0.75  # share of the mean number of executors; PETALS' threshold
 _TURNS: Final = 8
 _JITTER: Final = 0.3  # random share of a period
 
@@ -58,34 +57,26 @@ class Placed(NamedTuple):
     key: str
     operator: str
     layers: LayerRange
-    capacity: float
 
     @classmethod
     def of(cls, announced: VerifiedDescriptor) -> Self:
-        one = announced.descriptor
-        return cls(announced.key, plain(announced.operator), one.layers, one.capacity)
+        return cls(announced.key, plain(announced.operator), announced.descriptor.layers)
 
 
 class Served(NamedTuple):
-    """The number of operators that serve a layer, at most 2, and the sum of their capacities."""
+    """The number of operators that serve a layer, at most 2, and the number of their executors."""
 
     operators: int = 0
-    capacity: float = 0.0
+    executors: int = 0
 
 
 def coverage(layers: int, placed: Sequence[Placed]) -> list[Served]:
-    """The operators and the capacity that serve each layer of a model."""
-    most = _MOST_TIMES_USUAL * statistics.median_low([one.capacity for one in placed] or [0.0])
-    operators: list[set[str]] = [set() for _ in range(layers)]
-    capacities = [0.0] * layers
+    """The numbers of operators and executors that serve each layer of a model."""
+    operators: list[list[str]] = [[] for _ in range(layers)]  # of each executor
     for one in placed:
         for layer in range(one.layers.first, min(one.layers.last + 1, layers)):
-            operators[layer].add(one.operator)
-            capacities[layer] += min(one.capacity, most)
-    return [
-        Served(min(len(names), _ENOUGH_OPERATORS), capacity)
-        for names, capacity in zip(operators, capacities, strict=True)
-    ]
+            operators[layer].append(one.operator)
+    return [Served(min(len(set(names)), _ENOUGH_OPERATORS), len(names)) for names in operators]
 
 
 def most_needed(served: Sequence[Served], length: int) -> LayerRange:
@@ -101,7 +92,7 @@ def better(layers: int, own: Placed, others: Sequence[Placed], *, period: int) -
     of layers of the model, and `others` are the other executors that stay."""
     now = sorted(coverage(layers, [*others, own]))
     urgent = now[0].operators < _ENOUGH_OPERATORS
-    unbalanced = now[0].capacity < _WORTH_MOVING * statistics.fmean(one.capacity for one in now)
+    unbalanced = now[0].executors < _WORTH_MOVING * statistics.fmean(one.executors for one in now)
     if not (urgent or unbalanced) or not has_turn(own, others, period=period, turns=1 if urgent else _TURNS):
         return None
     alone = coverage(layers, others)
@@ -161,7 +152,7 @@ class Placement:
     def own(self, layers: LayerRange) -> Placed:
         certificate = load_certificates(self._config.tls.certificate)[0]
         operator = plain(operator_of(certificate) or "")
-        return Placed(key_fingerprint(certificate), operator, layers, self._config.registry.capacity)
+        return Placed(key_fingerprint(certificate), operator, layers)
 
 
 class Rebalancer:
@@ -214,7 +205,7 @@ def placed(config: ProviderConfig, *, progress: Progress | None = None) -> Provi
     assert length is not None, "the configuration requires it"
     chosen = most_needed(served, length)
     least = min(served[chosen.first : chosen.last + 1])
-    log.info("placed", layers=str(chosen), operators_there=least.operators, capacity_there=least.capacity)
+    log.info("placed", layers=str(chosen), operators_there=least.operators, executors_there=least.executors)
     return with_layers(config, chosen)
 
 

@@ -146,10 +146,9 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         processes: the same on CPUs, for this number of processes.
         threads: torch threads; torch chooses if left out.
         ranks: number of processes that each hold a shard of the model and multiply together (`provider.shards`).
-        group_timeout_s: time that ranks wait for a running rank that does not take part. A rank that has died or
-            stopped is noticed within seconds.
-        hang_timeout_s: an executor that does not answer for this time is killed and restarted. With ranks, the
-            group's timeout is added, so that the hanging rank can be found.
+        hang_timeout_s: an executor that does not answer for this time is killed and restarted. Ranks wait as long for a
+            running rank that does not take part, and the executor is given twice the time, so that the rank can be
+            found. A rank that has died or stopped is noticed within seconds.
         float_memory_mib: also serve float products, and keep so many MiB of float weights; the least recently used
             layer groups are dropped first. Only masking = "paper-pool" needs them.
     """
@@ -160,7 +159,6 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     processes: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     threads: _Count | None = None
     ranks: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
-    group_timeout_s: _Seconds = 30.0
     hang_timeout_s: _Seconds = 60.0
     float_memory_mib: _Count | None = None
 
@@ -275,7 +273,6 @@ class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         revoked: the authority's list of revoked certificates.
         address: where tenants reach this provider, `host:port`; `listen` if left out. The certificate names the host.
             `provider health` asks there, too.
-        capacity: throughput relative to other executors.
         capacity_layers: number of layers that fit into memory, for layers = "auto" under [model].
         rebalance_s: with layers = "auto", the time after which a running executor asks the registries again, and moves
             to layers that need it clearly more; 0: never.
@@ -285,7 +282,6 @@ class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     authority: Path | None = None
     revoked: Path | None = None
     address: str | None = None
-    capacity: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0
     capacity_layers: _Count | None = None
     rebalance_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 300.0
 

@@ -69,7 +69,7 @@ class ExecutorHandle(ABC):
     def _look(self) -> None:
         """Ask for a report; notice a start or a hang."""
         generation, settings = self.generation, self.config.executor
-        patience = settings.hang_timeout_s + (settings.group_timeout_s if settings.ranks > 1 else 0.0)
+        patience = settings.hang_timeout_s * (2 if settings.ranks > 1 else 1)
         if not self.present:  # a start takes longer than an answer
             patience = max(patience, STARTUP_S)
         if self._answers(generation, deadline=time.monotonic() + patience):

@@ -57,7 +57,7 @@ def _run(config: ProviderConfig, *, lead: Callable[[], None]) -> None:
     settings = config.executor
     if settings.threads:
         torch.set_num_threads(max(1, settings.threads // int(os.environ["LOCAL_WORLD_SIZE"])))
-    rank_group.join(settings.device, timeout=timedelta(seconds=settings.group_timeout_s))
+    rank_group.join(settings.device, timeout=timedelta(seconds=settings.hang_timeout_s))
     if dist.get_rank() == 0:
         lead()
     else:

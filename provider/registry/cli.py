@@ -73,7 +73,7 @@ def show(
     with RegistryClient(address, trust, deadline_s=_DEADLINE_S) as registry:
         listed = registry.list()
     found, refused = newest_of(listed, trust, now=time.time())
-    headings = ("executor", "operator", "address", "model", "layers", "capacity", "until", "state")
+    headings = ("executor", "operator", "address", "model", "layers", "until", "state")
     rows = []
     order = sorted(found, key=lambda one: (one.descriptor.model_digest, one.descriptor.layers))
     for one in order:
@@ -81,7 +81,7 @@ def show(
         cells = (one.name, one.operator, described.address, described.model_digest[:19], str(described.layers))
         until = f"{datetime.fromtimestamp(described.expires / MS, UTC):%Y-%m-%d %H:%M:%S} UTC"
         state = "leaving" if described.draining else "serving"
-        rows.append([*(escape(one_line(cell)) for cell in cells), f"{described.capacity:g}", until, state])
+        rows.append([*(escape(one_line(cell)) for cell in cells), until, state])
     if rows:
         terminal.console().print(terminal.table(headings, rows))
     else:

@@ -91,8 +91,7 @@ _Layer = Annotated[int, msgspec.Meta(ge=0, lt=MAX_LAYERS)]
 
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The description of an executor. If a key has signed several descriptors, the one issued last counts. The host is
-    exactly as the certificate (DER) names it, and the capacity is relative to other executors. An executor that is
-    `draining` is about to stop and takes no new work."""
+    exactly as the certificate (DER) names it. An executor that is `draining` is about to stop and takes no new work."""
 
     issued: Milliseconds
     certificate: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_CERTIFICATE)]
@@ -102,7 +101,7 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     weight_bits: WeightBits
     first_layer: _Layer
     last_layer: _Layer
-    capacity: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+    capacity: float = 1.0  # what release 0.5.0 expects to read; nobody else reads it
     expires: Milliseconds
     draining: bool
 
@@ -151,7 +150,6 @@ def describe(
     model_digest: str,
     weight_bits: int,
     layers: LayerRange,
-    capacity: float,
     issued: int,
     lifetime_s: float,
     draining: bool = False,
@@ -169,7 +167,6 @@ def describe(
         "weight_bits": weight_bits,
         "first_layer": layers.first,
         "last_layer": layers.last,
-        "capacity": capacity,
         "expires": issued + round(MS * lifetime_s),
         "draining": draining,
     }

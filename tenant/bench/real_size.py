@@ -101,8 +101,8 @@ def size(
     progress: Progress,
     *,
     shape: Annotated[str, typer.Option(help="llama-2-7b or llama-3-8b.")] = "llama-2-7b",
-    layers: Annotated[int, typer.Option(min=1, max=_LAYERS, help="Only the first layers.")] = _LAYERS,
-    tokens: Annotated[int, typer.Option(min=1, help="Generated tokens.")] = 10,
+    layers: Annotated[int, typer.Option(min=1, max=_LAYERS, help="Layers of the model.")] = _LAYERS,
+    tokens: Annotated[int, typer.Option(min=1, help="Generated tokens of each answer.")] = 10,
 ) -> Iterator[Row]:
     """Prepare and use a model of real size: time, processor time, bytes and peak memory of each process, by part.
 

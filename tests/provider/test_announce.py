@@ -85,11 +85,11 @@ def listed(vouching: Vouching, registry: RegistryServer, digest: str) -> dict[st
 def test_a_provider_is_listed_with_its_layers_and_announces_its_end(
     announcing: Announcing, vouching: Vouching, registry: RegistryServer
 ) -> None:
-    with Provider(announcing("gamma", layers="1", capacity=2.5)) as provider:
+    with Provider(announcing("gamma", layers="1")) as provider:
         until(lambda: provider.status().registries == {registry.address: True})
         digest = provider.model_digest
         said = listed(vouching, registry, digest)["gamma"].descriptor
-        assert (said.address, said.layers, said.capacity) == (provider.address, LayerRange(1, 1), 2.5)
+        assert (said.address, said.layers) == (provider.address, LayerRange(1, 1))
         assert not said.draining
     left = listed(vouching, registry, digest)["gamma"].descriptor
     assert left.draining
@@ -192,7 +192,7 @@ def test_an_executor_stays_where_it_is_while_the_new_weights_do_not_fit(
     """Layer 1 has no operator, so the executor would move there. It moves once there is room."""
     config = announcing("mover", layers="auto", capacity_layers=1, rebalance_s=0.1)
     config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, cache=tmp_path))
-    others = [Placed(name, name, LayerRange(0, 0), 1.0) for name in ("one", "two")]
+    others = [Placed(name, name, LayerRange(0, 0)) for name in ("one", "two")]
     monkeypatch.setattr(Placement, "others", lambda self: others)
     moved: list[ProviderConfig] = []
     rebalancer = Rebalancer(config, layers=LayerRange(0, 0), move=moved.append)
@@ -258,17 +258,17 @@ def test_an_unserved_layer_is_chosen_first(layers: list[Served], length: int) ->
 @given(layers=st.integers(1, 40), length=st.integers(1, 12))
 def test_providers_that_join_one_after_the_other_cover_all_layers(layers: int, length: int) -> None:
     """Enough providers cover all layers: none is left out while another layer is served twice as often as necessary."""
-    capacities = [0.0] * layers
+    counts = [0] * layers
     for _ in range(2 * math.ceil(layers / length)):
-        chosen = most_needed([Served(1, capacity) for capacity in capacities], length)
+        chosen = most_needed([Served(1, count) for count in counts], length)
         for layer in range(chosen.first, chosen.last + 1):
-            capacities[layer] += 1
-    assert min(capacities) >= 1
+            counts[layer] += 1
+    assert min(counts) >= 1
 
 
 def test_a_gap_is_filled_exactly() -> None:
-    def chosen(capacities: list[float], length: int) -> LayerRange:
-        return most_needed([Served(1, capacity) for capacity in capacities], length)
+    def chosen(counts: list[int], length: int) -> LayerRange:
+        return most_needed([Served(1, count) for count in counts], length)
 
     assert chosen([1, 1, 0, 0, 1, 1], 2) == LayerRange(2, 3)
     assert chosen([1, 1, 0, 0, 1, 1], 3) == LayerRange(1, 3)
@@ -276,38 +276,17 @@ def test_a_gap_is_filled_exactly() -> None:
     assert chosen([1, 1, 1], 9) == LayerRange(0, 2)
 
 
-@pytest.mark.parametrize("lied_about", ["0-3", "4-7"])
-def test_a_huge_claimed_capacity_keeps_no_other_provider_away(vouching: Vouching, lied_about: str) -> None:
-    """Some of four other providers, each with room for half of the model, also choose the layers of the claimant."""
-    layers = LayerRange.parse(lied_about)
-    there = [vouching.said("liar", layers=lied_about, capacity=1e9)]
-    for name in ("gamma", "delta", "epsilon", "zeta"):
-        chosen = most_needed(coverage(8, [*map(Placed.of, there)]), 4)
-        there.append(vouching.said(name, layers=str(chosen)))
-    served = coverage(8, [*map(Placed.of, there[1:])])
-    assert all(served[layer].operators for layer in range(layers.first, layers.last + 1))
-
-
-def test_a_claimed_capacity_counts_up_to_four_times_the_median(vouching: Vouching) -> None:
-    there = [
-        vouching.said(name, layers="0", capacity=capacity)
-        for name, capacity in (("gamma", 1.0), ("delta", 2.0), ("liar", 1e9))
-    ]
-    assert coverage(2, [*map(Placed.of, there)]) == [Served(2, 1.0 + 2.0 + 8.0), NOBODY]
-    assert coverage(1, []) == [NOBODY]
-
-
 # Moving while running
 
 
-def at(key: str, layers: str, *, operator: str | None = None, capacity: float = 1.0) -> Placed:
-    return Placed(key, operator or key, LayerRange.parse(layers), capacity)
+def at(key: str, layers: str, *, operator: str | None = None) -> Placed:
+    return Placed(key, operator or key, LayerRange.parse(layers))
 
 
 PLACES = st.lists(
     st.builds(
-        lambda first, length, operator, capacity: (f"{first}-{min(first + length, 7)}", operator, capacity),
-        st.integers(0, 7), st.integers(0, 7), st.sampled_from("abcd"), st.sampled_from([0.5, 1.0, 3.0]),
+        lambda first, length, operator: (f"{first}-{min(first + length, 7)}", operator),
+        st.integers(0, 7), st.integers(0, 7), st.sampled_from("abcd"),
     ),
     max_size=8,
 )  # fmt: skip
@@ -315,9 +294,9 @@ PLACES = st.lists(
 
 @given(places=PLACES, first=st.integers(0, 6), period=st.integers(0, 30))
 def test_a_move_helps_the_least_served_layers_and_leaves_no_layer_alone(
-    places: list[tuple[str, str, float]], first: int, period: int
+    places: list[tuple[str, str]], first: int, period: int
 ) -> None:
-    others = [at(str(i), layers, operator=who, capacity=size) for i, (layers, who, size) in enumerate(places)]
+    others = [at(str(i), layers, operator=who) for i, (layers, who) in enumerate(places)]
     own = at("own", f"{first}-{first + 1}")
     if (to := better(8, own, others, period=period)) is not None:
         before, after = coverage(8, [*others, own]), coverage(8, [*others, own._replace(layers=to)])
@@ -328,11 +307,11 @@ def test_a_move_helps_the_least_served_layers_and_leaves_no_layer_alone(
 
 def test_only_a_clear_lack_is_worth_a_move() -> None:
     """Less than three quarters of the mean is a lack."""
-    others = [at("a", "0", capacity=1.5), at("b", "0", capacity=1.5), at("a1", "1", operator="a")]
-    others += [at(key, "1") for key in "cd"]
+    others = [at(key, "0") for key in "abc"] + [at("a1", "1", operator="a")]
+    others += [at(key, "1") for key in "de"]
     moves = [better(2, at("own", "1"), others, period=period) for period in range(8)]
     assert moves == [None] * 8  # 3 of 3.5
-    others += [at("e", "1"), at("f", "1"), at("g", "1")]  # 3 of 5
+    others += [at("f", "1"), at("g", "1"), at("h", "1")]  # 3 of 5
     moves = [better(2, at("own", "1"), others, period=period) for period in range(8)]
     assert sorted(map(str, moves)) == ["0"] + ["None"] * 7  # in its turn
 
@@ -348,7 +327,7 @@ def test_executors_of_one_operator_take_turns() -> None:
 
 
 def test_a_swarm_settles_and_does_not_oscillate() -> None:
-    """Two hundred executors, a tenth of them with invented capacities, look at random times. Every second period some
+    """Two hundred executors look at random times. Every second period some
     leave and others join, and most executors of the last twelve layers leave in period 12. A move takes a fifth
     of a period, in which the executor serves nothing. Then nobody joins or leaves. Fixed seed.
     """
@@ -358,9 +337,8 @@ def test_a_swarm_settles_and_does_not_oscillate() -> None:
 
     def join(number: int) -> None:
         length = random.choice([4, 8, 8, 16])
-        size = 1e6 if number % 10 == 0 else random.choice([0.5, 1.0, 2.0])
         where = most_needed(coverage(layers, served), length)
-        served.append(at(f"{number:05}", str(where), operator=str(number % 90), capacity=size))
+        served.append(at(f"{number:05}", str(where), operator=str(number % 90)))
 
     for number in range(200):
         join(number)
@@ -373,7 +351,7 @@ def test_a_swarm_settles_and_does_not_oscillate() -> None:
         if period == 12:
             served = [one for one in served if one.layers.first < 12 or random.random() < 0.3]
         before = coverage(layers, served)
-        worst.append(min(before).capacity / statistics.fmean(one.capacity for one in before))
+        worst.append(min(before).executors / statistics.fmean(one.executors for one in before))
         moving: list[tuple[float, Placed]] = []
         moves.append(0)
         for moment, own in sorted((random.random(), own) for own in served):

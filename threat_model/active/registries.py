@@ -59,7 +59,6 @@ def attack_registry(federation: Federation) -> dict[str, bool]:
                 model_digest=federation.model_digest,
                 weight_bits=federation.weight_bits,
                 layers=LayerRange(0, 0),
-                capacity=1.0,
                 issued=round(MS * (_NOW + more.pop("after_s", 0))),
                 lifetime_s=_LIFE_S,
                 **more,

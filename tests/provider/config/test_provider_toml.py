@@ -150,7 +150,7 @@ def test_paths_of_relays_are_relative_to_the_file(tmp_path: Path) -> None:
         (MINIMAL + '[registry]\nannounce = ["r.example:1"]', "announce needs authority"),
         (MINIMAL + '[registry]\nannounce = ["r.example"]\nauthority = "a.pem"', "not host:port"),
         (MINIMAL + '[registry]\nannounce = ["r.example:1"]\nauthority = "a.pem"\naddress = "here"', "not host:port"),
-        (MINIMAL + "[registry]\ncapacity = 0.0", "capacity"),
+        (MINIMAL + "[registry]\ncapacity_layers = 0", "capacity_layers"),
         (
             'roles = ["helper"]\n' + MINIMAL + '[registry]\nannounce = ["r.example:1"]\nauthority = "a.pem"',
             "tenants choose their helpers by hand",

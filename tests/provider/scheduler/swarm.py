@@ -56,7 +56,7 @@ def placed(executors: int, *, rng: random.Random, operators: int) -> list[Placed
     there: list[Placed] = []
     for number in range(executors):
         where = most_needed(coverage(LAYERS, there), SERVED)
-        there.append(Placed(f"{number:04}", str(rng.randrange(operators)), where, 1.0))
+        there.append(Placed(f"{number:04}", str(rng.randrange(operators)), where))
     return there
 
 
@@ -115,7 +115,7 @@ def after_a_loss(executors: int, *, lost: float, seed: int = 0) -> Iterator[floa
     there = placed(executors, rng=rng, operators=executors // 2)
 
     def share() -> float:
-        served = [one.capacity for one in coverage(LAYERS, there)]
+        served = [one.executors for one in coverage(LAYERS, there)]
         return min(served) / statistics.fmean(served)
 
     yield share()

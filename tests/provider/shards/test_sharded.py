@@ -129,7 +129,7 @@ def test_a_group_uses_a_private_folder_restarts_after_a_hanging_rank_and_ends_wi
     """
     monkeypatch.setenv("PET_STANDALONE", "1")
     monkeypatch.setattr(supervisor, "_FIRST_BACKOFF_S", 2.0)  # forks start soon; tenants are refused for that long
-    settings = ExecutorConfig(ranks=2, threads=1, group_timeout_s=300, hang_timeout_s=300)
+    settings = ExecutorConfig(ranks=2, threads=1, hang_timeout_s=300)
     with Provider(configure(executor=settings)) as provider:
         assert isinstance(provider.executor, ExecutorGroup)
         assert not listening_addresses([provider.executor.pid])  # no store: the ranks meet in a folder

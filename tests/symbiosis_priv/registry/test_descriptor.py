@@ -60,7 +60,6 @@ class World:
             "weight_bits": 10,
             "first_layer": 0,
             "last_layer": 15,
-            "capacity": 1.0,
             "issued": now,
             "expires": now + 600 * MS,
             "draining": False,
@@ -202,8 +201,6 @@ def test_an_expired_certificate_is_refused(world: World) -> None:
     [
         {"first_layer": 3, "last_layer": 2},
         {"expires": 0},
-        {"capacity": float("nan")},
-        {"capacity": float("inf")},
         {"port": 0},
         {"weight_bits": 40},
         {"model_digest": "sha256:0"},

@@ -7,6 +7,7 @@ import anthropic
 import pytest
 from openai import OpenAI
 
+from tests.cases import cases
 from tests.tenant.endpoint.api.conftest import KEY, Served
 from tests.tenant.endpoint.api.test_guard import ask
 
@@ -85,25 +86,10 @@ def test_tools_are_called_and_answered(claude: Any, choice: Any) -> None:
     assert claude.messages.create(model="lora", max_tokens=2, messages=said).usage.output_tokens > 0
 
 
-PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "the last message": ({"messages": [*HELLO, {"role": "assistant", "content": "So"}]}, "end with one of the user"),
-    "a tool of Anthropic's servers": ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools"),
-    "a field": ({"extra_body": {"container": "abc"}}, "container is not supported"),
-    "a file": (
-        {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "text"}}]}]},
-        "a block of the type text, image",
-    ),
-    "a picture for a model of texts": ({"messages": [{"role": "user", "content": [PICTURE]}]}, "picture|image"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(claude: Any, case: str) -> None:
-    changes, says = REFUSED[case]
-    asked: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 2, **changes}
+@cases(__file__, "refused")
+def test_what_is_not_supported_is_refused_by_name(claude: Any, send: dict[str, Any], says: str) -> None:
     with pytest.raises(anthropic.BadRequestError, match=says) as error:
-        claude.messages.create(**asked)
+        claude.messages.create(**{"model": "tiny", "messages": HELLO, "max_tokens": 2, **send})
     assert error.value.body["type"] == "error"  # type: ignore[index]
 
 

@@ -296,7 +296,7 @@ class ScriptedProvider:
         self.fingerprint = fingerprint(identity.certificate)
         network.known_as[self.fingerprint] = self
         self.links = network.known_as
-        self._lines: list[Any] = []
+        self.lines: list[Any] = []
         self.show(identity)
         self.port = self._begin()
 
@@ -336,22 +336,22 @@ class ScriptedProvider:
 
     def accept(self, clock: Clock | None) -> _Line:
         line = _Line(self, self._identity, clock)
-        self._lines.append(line)
+        self.lines.append(line)
         return line
 
     def say(self, data: bytes) -> None:
         """Send bytes on the latest connection."""
-        self._lines[-1].say(data)
+        self.lines[-1].say(data)
 
     def hang_up(self) -> None:
         """Close every connection, as a crash would."""
-        lines, self._lines = self._lines, []
+        lines, self.lines = self.lines, []
         for line in lines:
             line.close()
 
     def finish(self) -> None:
         """Check that the tenant has closed all connections: every byte is in `heard`."""
-        lines, self._lines = self._lines, []
+        lines, self.lines = self.lines, []
         assert all(line.ended for line in lines), "a tenant has left a connection open"
 
     def close(self) -> None:
@@ -414,7 +414,7 @@ class ScriptedProvider:
                         groups=len(self._served),
                         groups_loaded=0,
                         requests=len(self.heard),
-                        connections=len(self._lines),
+                        connections=len(self.lines),
                     )
                 )
             case wire.PermitRequest():

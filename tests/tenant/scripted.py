@@ -52,11 +52,11 @@ class ListeningProvider(ScriptedProvider):
         self._context = _context(identity, self._network.authority)
 
     def say(self, data: bytes) -> None:
-        self._lines[-1].sendall(data)
+        self.lines[-1].sendall(data)
 
     def hang_up(self) -> None:
         with self._lock:
-            lines, self._lines = self._lines, []
+            lines, self.lines = self.lines, []
         for line in lines:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(line, socket.SHUT_RDWR)
@@ -99,7 +99,7 @@ class ListeningProvider(ScriptedProvider):
             with self._context.wrap_socket(raw, server_side=True) as connection:
                 connection.settimeout(None)
                 with self._lock:
-                    self._lines.append(connection)
+                    self.lines.append(connection)
                 end = Sealed(connection)
                 while not self.closing.is_set():
                     prefix = _exactly(connection, wire.PREFIX.size)

@@ -1,9 +1,17 @@
-"""Rule 8 over random schedules: a company that knows a pad's seed never sees a row masked with it, in any order.
+"""The rules of a session over random schedules, as a state machine.
 
-Executors and helpers fail, lie, join, leave and change their roles from one session to the next; large products are
-split over replicas. The data of all providers of a company, from all sessions, is combined. Then every row that an
+Executors and helpers fail, lie, are silent, refuse connections, join, leave, and change their roles and companies from
+one session to the next; products are of any layer group, direction and size, large ones are split over replicas. After
+every step:
+
+* a product has the bits of the clear product, or ends in an error, by its deadline in both cases;
+* every row of a product was checked, and no provider is asked again after its quarantine (rule 6);
+* no mask row was used for two rows (rule 3). The rows of all products of a place are equal, so two equal masked rows
+  have the same mask; a request that is sent again belongs to the same product.
+
+At the end of a session, the data of all providers of a company, from all sessions, is combined, and every row that an
 executor received is explained by the seeds of that session: it must be the true row plus exactly `k` streams, of
-helpers of k companies, none of them the executor's company.
+helpers of k companies, none of them the executor's company (rule 8).
 """
 
 import itertools
@@ -13,30 +21,30 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, assume, given, settings, strategies as st
+from hypothesis import HealthCheck, Phase, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
 from provider.products.model import ServedModel
 from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.checkpoints.manifest import GroupFacts
-from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
-from tenant.options import SessionOptions
-from tenant.preparation.prepared import Preparation
 from tenant.routing.known_provider import Tolerance
 from tenant.session.session import Session
-from tests.simulator import SILENCE, Said
-from tests.tenant.conftest import NewFederation, NewProvider
-from tests.tenant.scripted import Heard, ScriptedProvider, frame
+from tests.simulator import SILENCE, Clock, Said
+from tests.tenant.conftest import Scripted
+from tests.tenant.scripted import Heard, ScriptedProvider, frame, product_of, store_of
 from tests.waiting import until
 
 PROVIDERS, GROUPS = 6, (0, 1, 8)
 COMPANIES = "ABCD"
 FAILURES = ("lost", "late", "busy", "internal", "lie")
+DEADLINE_S = 5.0  # of the clock, which waits for silent providers set forward
+BUSY_S = 20.0  # a busy machine may need more
 HASTY = Tolerance(least_patience_s=0.1, unknown_s=0.01, first_pause_s=0.01, last_pause_s=0.1)
 """Short waits, and short pauses after failures."""
 Seeds = dict[int, Seed]
@@ -63,6 +71,7 @@ class World:
         self.failing.clear()
         for number, provider in enumerate(self.providers):
             provider.heard.clear()
+            provider.refuse_connections = False
             provider.behaviour = lambda *heard, number=number: self._answer(number, *heard)
             provider.block_wait_s = 0.05
 
@@ -136,11 +145,6 @@ def prefixes(rows: Tensor) -> list[bytes]:
     return words.view(f"V{_PREFIX * rows.itemsize}").ravel().tolist()
 
 
-@pytest.fixture
-def world(new_provider: NewProvider) -> World:
-    return World([new_provider() for _ in range(PROVIDERS)])
-
-
 @dataclass(frozen=True)
 class Roles:
     """The roles of a session: numbers of its providers. `guests` join and leave while it runs; k helpers share a pad,
@@ -168,130 +172,207 @@ def roles(draw: st.DrawFn) -> Roles:
     )
 
 
-Event = tuple[str, int, int, int]
-events = st.lists(
-    st.one_of(
-        st.tuples(st.just("product"), st.sampled_from(GROUPS), st.integers(0, 1), st.integers(1, 30)),
-        st.tuples(st.sampled_from(FAILURES), st.integers(0, PROVIDERS - 1), st.integers(1, 3), st.just(0)),
-        st.tuples(st.just("guests"), st.integers(0, 1), st.just(0), st.just(0)),
-    ),
-    min_size=3,
-    max_size=12,
-)
+def may_open(company: Sequence[str], cast: Roles) -> bool:
+    """Returns True if `load_federation` would accept these roles: each executor has k helpers of other companies."""
+    others = [{company[h] for h in cast.helpers} - {company[e]} for e in cast.executors + cast.guests]
+    return all(len(companies) >= cast.k for companies in others)
 
 
 @dataclass
-class Player:
-    """Runs schedules against the real session."""
+class Run:
+    """One session, and what it must not do again.
+
+    Args:
+        product: number of the product that is under way.
+        used: the product for which each masked row was sent.
+        after_quarantine: requests that each quarantined provider had received when it was.
+    """
 
     world: World
-    new_federation: NewFederation
-    preparation: Preparation
-    store: WeightStore
+    cast: Roles
+    session: Session
+    product: int = 0
+    used: dict[tuple[int, Direction, bytes], int] = field(default_factory=dict)
+    after_quarantine: dict[int, int] = field(default_factory=dict)
+    _read: dict[int, int] = field(default_factory=dict)
 
     def row_of(self, group: int, direction: Direction) -> Tensor:
-        return torch.arange(self.preparation.facts[group].inputs(direction), dtype=torch.int32) % 97 - 48
+        return torch.arange(self.session.preparation.facts[group].inputs(direction), dtype=torch.int32) % 97 - 48
 
-    def play(self, cast: Roles, schedule: Sequence[Event], *, memory: int) -> list[str]:
-        """Run one session to its end. Returns the breaches."""
-        world, peer = self.world, self.world.peer
-        for provider in world.providers:
-            provider.heard.clear()
-        federation = self.new_federation(
-            [peer(n, "executor") for n in cast.executors],
-            [peer(n, "helper") for n in cast.helpers],
-            pad_helpers=cast.k,
-            relay=cast.relay,
-        )
-        options = SessionOptions(masking="pad", deadline_s=1.0, pool_memory=memory, part_bytes=2048, tolerance=HASTY)
-        session = Session(federation, self.preparation, options=options)
+    def multiply(self, group: int, direction: Direction, count: int) -> None:
+        """Compute a product, which is right or fails, in time."""
+        row, session, began = self.row_of(group, direction), self.session, time.monotonic()
+        self.product += 1
         try:
-            seeds = {int(helper.peer.name[1:]): helper.seed for helper in session.runtime.helpers}
-            for event in schedule:
-                self.step(session, cast, event)
-        finally:
-            session.close()
-            for provider in world.providers:  # requests that were being sent belong to this session
-                provider.finish()
-        return breaches(world, self.preparation.facts, seeds, cast.k, self.row_of)
-
-    def step(self, session: Session, cast: Roles, event: Event) -> None:
-        kind, number, amount, count = event
-        if kind == "guests":
-            session.routes.update([self.world.peer(n, "executor") for n in cast.guests] if number else [])
-        elif kind != "product":
-            self.world.failing[number] = (kind, amount)
+            product = session.product(GroupIndex(group), direction, row.repeat(count, 1))
+        except SymbiosisError:
+            pass  # no provider was left, or none that may see the row
         else:
-            direction = DIRECTIONS[amount]
-            row = self.row_of(number, direction)
-            weight = self.store.group(number).weight.to(torch.int64)
-            expected = (row.to(torch.int64) @ (weight.t() if direction == FORWARD else weight)).to(torch.int32)
-            try:
-                product = session.product(GroupIndex(number), direction, row.repeat(count, 1))
-            except SymbiosisError:
-                return  # no provider was left, or none that may see the row
+            expected = product_of(store_of(session), group, direction, row[None])
             assert torch.equal(product, expected.repeat(count, 1))
             self.world.right += 1
+        assert time.monotonic() - began < DEADLINE_S + BUSY_S
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until no request for pads is under way, and check what the providers have heard since."""
+        workers = [channel.worker for helper in self.session.runtime.helpers for channel in helper.channels]
+        until(lambda: not any(worker.unfinished for worker in (*workers, self.session.runtime.pads.refill)))
+        ledger = self.session.ledger()
+        assert ledger.answers_verified >= ledger.rows
+        assert not ledger.answers_rejected or self.session.routes.quarantined
+        for number, provider in enumerate(self.world.providers):
+            peers = [self.world.peer(number, role) for role in ("executor", "helper")]
+            if any(peer in self.session.routes.quarantined for peer in peers):
+                assert self.after_quarantine.setdefault(number, len(provider.heard)) == len(provider.heard)
+            for heard in provider.heard[self._read.get(number, 0) :]:
+                if isinstance(heard.request, wire.Execute):
+                    for row in prefixes(heard.rows):
+                        place = heard.request.group, heard.request.direction, row
+                        assert self.used.setdefault(place, self.product) == self.product, "a mask was used twice"
+            self._read[number] = len(provider.heard)
+
+    def end(self) -> None:
+        seeds = {int(helper.peer.name[1:]): helper.seed for helper in self.session.runtime.helpers}
+        self.session.close()
+        for provider in self.world.providers:  # requests that were being sent belong to this session
+            provider.finish()
+        assert breaches(self.world, self.session.preparation.facts, seeds, self.cast.k, self.row_of) == []
+
+
+def opened(world: World, scripted: Scripted, cast: Roles, *, memory: int) -> Run:
+    """A session with these roles."""
+    for provider in world.providers:
+        provider.heard.clear()
+    session = scripted.new_session(
+        "relay" if cast.relay else "pad",
+        [world.peer(n, "executor") for n in cast.executors],
+        [world.peer(n, "helper") for n in cast.helpers],
+        pad_helpers=cast.k,
+        deadline_s=DEADLINE_S,
+        pool_memory=memory,
+        part_bytes=2048,
+        tolerance=HASTY,
+    )
+    return Run(world, cast, session)
+
+
+numbers = st.integers(0, PROVIDERS - 1)
+memories = st.sampled_from((0, 1 << 20))
+products = st.tuples(st.sampled_from(GROUPS), st.sampled_from(DIRECTIONS), st.integers(1, 30))
+
+
+class Schedule(RuleBasedStateMachine):
+    """Sessions of one world. `world` and `scripted` are those of the test."""
+
+    world: World
+    scripted: Scripted
+    run: Run | None = None
+
+    @initialize(
+        start=st.tuples(st.tuples(*[st.sampled_from(COMPANIES)] * PROVIDERS), roles()).filter(lambda s: may_open(*s)),
+        memory=memories,
+    )
+    def begin(self, start: tuple[tuple[str, ...], Roles], memory: int) -> None:
+        self.world.begin(start[0])
+        self.open(start[1], memory)
+
+    @precondition(lambda self: self.run is None)
+    @rule(cast=roles(), memory=memories)
+    def open(self, cast: Roles, memory: int) -> None:
+        if may_open(self.world.company, cast):
+            self.run = opened(self.world, self.scripted, cast, memory=memory)
+
+    @precondition(lambda self: self.run is not None)
+    @rule(products=st.lists(products, min_size=1, max_size=4))
+    def multiply(self, products: list[tuple[int, Direction, int]]) -> None:
+        assert self.run is not None
+        for product in products:
+            self.run.multiply(*product)
+
+    @rule(number=numbers, how=st.sampled_from(FAILURES), times=st.integers(1, 3))
+    def fail(self, number: int, how: str, times: int) -> None:
+        self.world.failing[number] = (how, times)
+
+    @rule(number=numbers)
+    def hang_up(self, number: int) -> None:
+        for line in self.world.providers[number].lines:
+            line.close()
+
+    @rule(number=numbers, refuses=st.booleans())
+    def refuse_connections(self, number: int, refuses: bool) -> None:
+        self.world.providers[number].refuse_connections = refuses
+
+    @precondition(lambda self: self.run is not None)
+    @rule(here=st.booleans())
+    def guests(self, here: bool) -> None:
+        assert self.run is not None
+        guests = [self.world.peer(n, "executor") for n in self.run.cast.guests if here]
+        self.run.session.routes.update(guests)
+
+    @precondition(lambda self: self.run is not None)
+    @rule()
+    def close(self) -> None:
+        assert self.run is not None
+        run, self.run = self.run, None
+        run.end()
+
+    def teardown(self) -> None:
+        if self.run is not None:
+            self.close()
 
 
 @pytest.fixture
-def player(world: World, new_federation: NewFederation, preparation: Preparation, store: WeightStore) -> Player:
-    return Player(world, new_federation, preparation, store)
+def world(scripted: Scripted) -> World:
+    return World([scripted.new_provider() for _ in range(PROVIDERS)])
 
 
-def may_open(federation: Federation, k: int) -> bool:
-    """Returns True if `load_federation` would accept this federation."""
-    return all(
-        federation.companies_of([h for h in federation.helpers if federation.admissible(executor, [h])]) >= k
-        for executor in federation.executors
+@pytest.mark.parametrize("network", [Clock()], ids=["clock"], indirect=True)
+def test_rule_8_holds_over_random_schedules(world: World, scripted: Scripted) -> None:
+    schedule = type("", (Schedule,), {"world": world, "scripted": scripted})
+    run_state_machine_as_test(
+        schedule,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=25,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.explicit, Phase.reuse, Phase.generate),
+        ),
     )
-
-
-def test_rule_8_holds_over_random_schedules(player: Player) -> None:
-    world = player.world
-
-    @given(
-        company=st.lists(st.sampled_from(COMPANIES), min_size=PROVIDERS, max_size=PROVIDERS),
-        sessions=st.lists(st.tuples(roles(), events, st.sampled_from((0, 1 << 20))), min_size=1, max_size=2),
-    )
-    @settings(
-        max_examples=40,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.explicit, Phase.reuse, Phase.generate),
-    )
-    def holds(company: list[str], sessions: list[tuple[Roles, list[Event], int]]) -> None:
-        world.begin(company)
-        for cast, schedule, memory in sessions:
-            everybody = player.new_federation(
-                [world.peer(n, "executor") for n in cast.executors],
-                [world.peer(n, "helper") for n in cast.helpers],
-                pad_helpers=cast.k,
-            )
-            assume(may_open(everybody, cast.k))
-            assert player.play(cast, schedule, memory=memory) == []
-
-    holds()
-    assert world.explained > 100  # rows were sent, so the rule was tested
+    assert world.explained > 100  # rows were sent, so the rules were tested
     assert world.right > 20
 
 
 PLANTED = Roles(executors=(0, 1), guests=(), helpers=(2, 3), k=1)
-SCHEDULE: list[Event] = [("product", 1, DIRECTIONS.index(BACKWARD), 2), ("lost", 3, 3, 0), ("product", 1, 0, 2)] * 4
 
 
-def test_rule_8_breach_every_executor_is_admissible(player: Player, monkeypatch: pytest.MonkeyPatch) -> None:
+def played(world: World, scripted: Scripted, *, cast: Roles = PLANTED) -> None:
+    """One session with a schedule that is known to show each planted fault."""
+    run = opened(world, scripted, cast, memory=0)
+    try:
+        for _ in range(4):
+            run.multiply(1, BACKWARD, 2)
+            world.failing[3] = ("lost", 3)
+            run.multiply(1, FORWARD, 2)
+    finally:
+        run.end()
+
+
+def test_rule_8_breach_every_executor_is_admissible(
+    world: World, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Executor 0 and helper 2 are one company. Without the rule, the checker must find a breach."""
-    player.world.begin("ABAC")
-    assert player.play(PLANTED, SCHEDULE, memory=0) == []
-    assert player.world.right == 8
+    world.begin("ABACDD")
+    played(world, scripted)
+    assert world.right == 8
     monkeypatch.setattr(Federation, "admissible", lambda *parties: True)
-    found = player.play(PLANTED, SCHEDULE, memory=0)
-    assert "p0 has heard a row under a pad of its own company" in found
+    with pytest.raises(AssertionError, match="p0 has heard a row under a pad of its own company"):
+        played(world, scripted)
 
 
 def test_a_request_that_arrives_late_is_judged_in_its_own_session(
-    player: Player, monkeypatch: pytest.MonkeyPatch
+    world: World, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pool's request is in flight while its session closes, and the next session sends nothing."""
     mask_rows, close = ServedModel.mask_rows, Session.close
@@ -308,8 +389,10 @@ def test_a_request_that_arrives_late_is_judged_in_its_own_session(
 
     monkeypatch.setattr(ServedModel, "mask_rows", arrive_late)
     monkeypatch.setattr(Session, "close", close_when_sent)
-    player.world.begin("ABCD" + "AB")
+    world.begin("ABCDAB")
     one_helper = Roles(executors=(0,), guests=(), helpers=(1,), k=1)
-    assert player.play(one_helper, [("product", 1, 0, 2)], memory=1 << 20) == []
-    assert len(player.world.providers[1].effects) == 2
-    assert player.play(one_helper, [], memory=0) == []
+    run = opened(world, scripted, one_helper, memory=1 << 20)
+    run.session.product(GroupIndex(1), FORWARD, run.row_of(1, FORWARD).repeat(2, 1))
+    run.end()
+    assert len(world.providers[1].effects) == 2
+    opened(world, scripted, one_helper, memory=0).end()

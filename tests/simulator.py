@@ -318,13 +318,13 @@ class ScriptedProvider:
         name = name or f"{role} {self.port}"
         return Peer(name, operator or f"operator of {name}", role, "127.0.0.1", self.port, self.certificate)
 
-    def product(self, heard: Heard, *, group: int | None = None) -> Tensor:
+    def product(self, heard: Heard, *, index: int | None = None) -> Tensor:
         """The honest answer, or the honest answer of another layer group."""
         request = heard.request
         with _ONE_PRODUCT:
             return self._model.product(
                 heard.rows,
-                group=request.group if group is None else group,
+                index=request.group if index is None else index,
                 direction=request.direction,
                 arithmetic=request.arithmetic,
                 counts=request.counts,

@@ -377,7 +377,7 @@ class Executor:
                 rows = rows[order]
             product = self._model.product(
                 rows,
-                group=key.group,
+                index=key.group,
                 direction=key.direction,
                 arithmetic=key.arithmetic,
                 counts=counts,

@@ -53,7 +53,7 @@ class Operands(ABC):
         self,
         rows: Tensor,
         *,
-        group: int,
+        index: int,
         direction: Direction,
         counts: Counts | None = None,
         ring_bits: RingBits = DEFAULT_RING_BITS,
@@ -64,7 +64,7 @@ class Operands(ABC):
         each row is multiplied by its own expert's matrix (`RingMatrix.product`).
         """
 
-    def few(self, *, group: int, direction: Direction, count: int, ring_bits: RingBits) -> PayloadProduct | None:
+    def few(self, *, index: int, direction: Direction, count: int, ring_bits: RingBits) -> PayloadProduct | None:
         """The product of `count` rows as one compiled call, for any thread; None if there is none (`Kernel.few`)."""
         return None
 
@@ -100,31 +100,31 @@ class LocalOperands(Operands):
         self,
         rows: Tensor,
         *,
-        group: int,
+        index: int,
         direction: Direction,
         counts: Counts | None = None,
         ring_bits: RingBits = DEFAULT_RING_BITS,
     ) -> Tensor:
-        matrix = self._matrix(group)
+        matrix = self._matrix(index)
         if self._transfers:
             return self._transfers.product(matrix, rows, direction, counts=counts, ring_bits=ring_bits)
         return matrix.product(rows, direction, counts=counts, ring_bits=ring_bits)
 
-    def few(self, *, group: int, direction: Direction, count: int, ring_bits: RingBits) -> PayloadProduct | None:
-        return self._matrix(group).few(direction, count, ring_bits)
+    def few(self, *, index: int, direction: Direction, count: int, ring_bits: RingBits) -> PayloadProduct | None:
+        return self._matrix(index).few(direction, count, ring_bits)
 
     def warm_up(self) -> Iterator[None]:
-        for group in self._store.served:
-            self._matrix(group)
+        for index in self._store.served:
+            self._matrix(index)
             yield
 
     def close(self) -> None:
         self._matrices.clear()
 
-    def _matrix(self, group: int) -> RingMatrix:
-        matrix = self._matrices.get(group)
+    def _matrix(self, index: int) -> RingMatrix:
+        matrix = self._matrices.get(index)
         if matrix is None:
-            matrix = self._matrices[group] = self._store.matrix(group)
+            matrix = self._matrices[index] = self._store.matrix(index)
         return matrix
 
 
@@ -335,7 +335,7 @@ class ServedModel:
         self,
         rows: Tensor,
         *,
-        group: int,
+        index: int,
         direction: Direction,
         arithmetic: Arithmetic,
         counts: Counts | None = None,
@@ -346,10 +346,10 @@ class ServedModel:
         `ring_bits` (ring only), see `Operands.product`. Raises `ConfigError`: a float product without a float path.
         (The gateway refuses such requests.)"""
         if arithmetic == "ring":
-            return self.operands.product(rows, group=group, direction=direction, counts=counts, ring_bits=ring_bits)
+            return self.operands.product(rows, index=index, direction=direction, counts=counts, ring_bits=ring_bits)
         if self._floats is None:
             raise ConfigError("float products are not served here: set float_memory_mib under [executor]")
-        weight, bias = self._floats.group(group)
+        weight, bias = self._floats.group(index)
         rows = rows.to(self._device)
         product = (
             linear(rows, weight, bias if arithmetic == "float" else None) if direction == FORWARD else rows @ weight
@@ -361,7 +361,7 @@ class ServedModel:
         if request.counts is not None or request.arithmetic != "ring":
             return None
         direction, ring_bits = request.direction, request.ring_bits
-        return self.operands.few(group=request.group, direction=direction, count=request.rows, ring_bits=ring_bits)
+        return self.operands.few(index=request.group, direction=direction, count=request.rows, ring_bits=ring_bits)
 
     def require_device(self) -> None:
         """Compute a small product, to test the device.

@@ -216,31 +216,31 @@ class ShardedOperands(Operands):
         self,
         rows: Tensor,
         *,
-        group: int,
+        index: int,
         direction: Direction,
         counts: Counts | None = None,
         ring_bits: RingBits = DEFAULT_RING_BITS,
     ) -> Tensor:
         """See `Operands.product`. Ranks multiply modulo 2^32, whatever the ring. Raises `RankLostError`: a rank did
         not take part. The group cannot be used any more."""
-        return self._product(rows, group, direction, None, counts)
+        return self._product(rows, index, direction, None, counts)
 
     def _product(
-        self, rows: Tensor, group: int, direction: Direction, mode: Mode | None, counts: Counts | None = None
+        self, rows: Tensor, index: int, direction: Direction, mode: Mode | None, counts: Counts | None = None
     ) -> Tensor:
         """Compute a product. `mode`: the way to multiply dense rows; None for the faster one."""
         use(self._device)
-        direction, total = self._packed(group, direction), len(rows)
-        _, outputs = self._widths(group, direction, by_expert=counts is not None)
+        direction, total = self._packed(index, direction), len(rows)
+        _, outputs = self._widths(index, direction, by_expert=counts is not None)
         out = torch.empty((total, outputs), dtype=torch.int32, device="cpu")
         if not total:
             return out
         if counts is not None:
             mode = Mode.EXPERTS
         elif mode is None:
-            crossover = self._crossover.get((*self._widths(group, direction), direction), _NEVER)
+            crossover = self._crossover.get((*self._widths(index, direction), direction), _NEVER)
             mode = self._fixed or (Mode.GATHERED if total >= crossover else Mode.COLUMNS)
-        plan = _Plan(self._sequence + 1, mode, group, direction, total)
+        plan = _Plan(self._sequence + 1, mode, index, direction, total)
         with self._ending_on_error(self._name_of(plan)):
             self._announce(plan)
             self._compute(plan, rows.contiguous(), out, counts)
@@ -248,10 +248,10 @@ class ShardedOperands(Operands):
 
     def warm_up(self) -> Iterator[None]:
         """Measure both ways to multiply for every shape, on rank 0; one product per `next`."""
-        for group in self._units:
+        for index in self._units:
             for direction in DIRECTIONS:
-                packed = self._packed(group, direction)
-                shape = (*self._widths(group, packed), packed)
+                packed = self._packed(index, direction)
+                shape = (*self._widths(index, packed), packed)
                 if self._fixed is not None or shape in self._crossover:
                     continue
                 for count in _TIMED_ROWS:
@@ -259,7 +259,7 @@ class ShardedOperands(Operands):
                     seconds = dict.fromkeys((Mode.COLUMNS, Mode.GATHERED), math.inf)
                     for mode in (*seconds, *seconds):
                         start = time.perf_counter()
-                        self._product(rows, group, direction, mode)
+                        self._product(rows, index, direction, mode)
                         seconds[mode] = min(seconds[mode], time.perf_counter() - start)
                         yield
                     if seconds[Mode.GATHERED] < seconds[Mode.COLUMNS]:
@@ -294,14 +294,14 @@ class ShardedOperands(Operands):
 
     # Together
 
-    def _packed(self, group: int, direction: Direction) -> Direction:
+    def _packed(self, index: int, direction: Direction) -> Direction:
         """The direction of the packed weights that a direction of the model's matrix has."""
-        return opposite(direction) if self._entries[group].transposed else direction
+        return opposite(direction) if self._entries[index].transposed else direction
 
-    def _widths(self, group: int, direction: Direction, *, by_expert: bool = False) -> Widths:
+    def _widths(self, index: int, direction: Direction, *, by_expert: bool = False) -> Widths:
         """The widths of a product in a direction of the packed weights."""
-        experts = self._entries[group].experts if by_expert else 1
-        return self._units[group].columns(direction, experts=experts)
+        experts = self._entries[index].experts if by_expert else 1
+        return self._units[index].columns(direction, experts=experts)
 
     def _announce(self, plan: _Plan) -> None:
         self._sequence = plan.sequence

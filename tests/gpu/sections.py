@@ -211,8 +211,8 @@ def nccl(options: Options) -> Iterator[Row]:
             for direction in DIRECTIONS:
                 width, _ = store.manifest().groups[0].columns(direction)
                 rows = probe_rows(65, width)
-                got = operands.product(rows, group=0, direction=direction)
-                equal = torch.equal(got, local.product(rows, group=0, direction=direction))
+                got = operands.product(rows, index=0, direction=direction)
+                equal = torch.equal(got, local.product(rows, index=0, direction=direction))
                 yield {"backend": dist.get_backend(), "sharding": sharding, "direction": direction, "equal": equal}
             operands.close()
         dist.destroy_process_group()

@@ -185,7 +185,7 @@ Product = Callable[..., Tensor]
 
 @pytest.fixture
 def tamper(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Tensor]], None]:
-    """`tamper(fault)`: products become `fault(honest, served, rows, group=..., direction=..., arithmetic=...)`."""
+    """`tamper(fault)`: products become `fault(honest, served, rows, index=..., direction=..., arithmetic=...)`."""
     honest = ServedModel.product
 
     def tamper(fault: Callable[..., Tensor]) -> None:
@@ -608,9 +608,9 @@ def test_effect_agreement_names_the_wrong_provider(
 
 
 def test_one_group_backward_only(judge: Judge, tamper: Callable[..., None]) -> None:
-    def mixed_up(honest: Product, rows: Tensor, *, group: int, direction: str, **which: Any) -> Tensor:
+    def mixed_up(honest: Product, rows: Tensor, *, index: int, direction: str, **which: Any) -> Tensor:
         y = honest(rows)
-        return y.flip(1) if (group, direction) == (2, "backward") else y
+        return y.flip(1) if (index, direction) == (2, "backward") else y
 
     tamper(mixed_up)
     outcomes = judge("every-layer", "batching", "linear", "independent-rows")
@@ -783,7 +783,7 @@ def test_one_provider_by_address_and_the_wrong_checkpoint(
     local: LocalFederation, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "verify.json"
-    fails(local, "executor", place.other, examples=10, json_file=report)
+    fails(local, "executor", place.other, examples=10, json=report)
     shown = capsys.readouterr().out
     assert "breaks digest" in shown
     assert "breaks every-layer" in shown

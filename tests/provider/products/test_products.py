@@ -109,7 +109,7 @@ class CountingModel(ServedModel):
         self.rings: list[int] = []
 
     def product(self, rows: Tensor, **what: Any) -> Tensor:
-        self.calls.append((what["group"], len(rows)))
+        self.calls.append((what["index"], len(rows)))
         self.rings.append(what["ring_bits"])
         return super().product(rows, **what)
 
@@ -397,7 +397,7 @@ def test_floats_are_off_by_default(connect: Connect, store: WeightStore) -> None
 def test_a_model_without_a_float_path_refuses_floats(store: WeightStore) -> None:
     rows = torch.zeros((1, store.manifest().groups[0].inputs))
     with pytest.raises(ConfigError, match="float_memory_mib"):
-        ServedModel(store).product(rows, group=0, direction="forward", arithmetic="float")
+        ServedModel(store).product(rows, index=0, direction="forward", arithmetic="float")
 
 
 def test_the_least_recently_used_groups_are_dropped(store: WeightStore) -> None:

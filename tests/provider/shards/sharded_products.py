@@ -43,8 +43,8 @@ def products(store: WeightStore, *, quick: bool) -> None:
             for direction in DIRECTIONS:
                 for count in (3,) if quick else ROWS:
                     rows = probe_rows(max(2, count), entry.columns(direction)[0])[:count]
-                    want = local.product(rows, group=group, direction=direction)
-                    got = operands.product(rows, group=group, direction=direction)
+                    want = local.product(rows, index=group, direction=direction)
+                    got = operands.product(rows, index=group, direction=direction)
                     assert torch.equal(got, want), (sharding, entry.name, direction, count)
                     assert got.is_contiguous()
                     if entry.experts > 1:
@@ -59,8 +59,8 @@ def by_expert(
     """Check products of rows for some experts only, whose matrices lie on one rank or on several."""
     counts = (count, 0, count // 2, 1)[: entry.experts]
     rows = probe_rows(max(2, sum(counts)), entry.by_expert.columns(direction)[0])[: sum(counts)]
-    want = local.product(rows, group=group, direction=direction, counts=counts)
-    got = operands.product(rows, group=group, direction=direction, counts=counts)
+    want = local.product(rows, index=group, direction=direction, counts=counts)
+    got = operands.product(rows, index=group, direction=direction, counts=counts)
     assert torch.equal(got, want), (entry.name, direction, counts)
 
 
@@ -79,7 +79,7 @@ def limited(store: WeightStore, *, whole: int) -> None:
     if operands.leads:
         for group, entry in enumerate(store.manifest().groups):
             for direction in DIRECTIONS:
-                operands.product(probe_rows(2, entry.columns(direction)[0]), group=group, direction=direction)
+                operands.product(probe_rows(2, entry.columns(direction)[0]), index=group, direction=direction)
         operands.close()
         with contextlib.suppress(RuntimeError):  # the limit is effective
             torch.empty(whole, dtype=torch.int8)

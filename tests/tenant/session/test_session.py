@@ -251,7 +251,7 @@ class WrongLayer:
     def __call__(self, rng: random.Random, heard: Heard, reply: wire.Result, answer: Tensor) -> Any:
         if reply.group == HEAD:
             return reply, answer.roll(1, dims=1)
-        return reply, self.provider.product(heard, group=(reply.group + 4) % 8)
+        return reply, self.provider.product(heard, index=(reply.group + 4) % 8)
 
 
 LIES: tuple[Lie, ...] = (

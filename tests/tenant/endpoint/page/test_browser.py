@@ -431,23 +431,7 @@ def test_languages_run_in_their_own_direction(page: Any, states: Path) -> None:
     page.screenshot(path=states / "arabic.png")
 
 
-CONTRAST = """(button) => {
-  const context = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-  const behind = [];
-  for (let one = button; one; one = one.parentElement) behind.unshift(getComputedStyle(one).backgroundColor);
-  const light = (...colours) => {
-    for (const colour of ["white", ...colours]) {
-      context.fillStyle = colour;
-      context.fillRect(0, 0, 1, 1);
-    }
-    const [red, green, blue] = [...context.getImageData(0, 0, 1, 1).data].map((part) => part / 255)
-      .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
-  };
-  const [low, high] = [light(...behind), light(...behind, getComputedStyle(button).color)].sort((a, b) => a - b);
-  return (high + 0.05) / (low + 0.05);
-}"""
-"""The contrast of a button's text with what is behind it, as WCAG 2 defines it."""
+CONTRAST, DROP = (Path(__file__).with_name(f"{name}.js").read_text(encoding="utf-8") for name in ("contrast", "drop"))
 
 
 def contrasts(page: Any) -> dict[tuple[str, str], float]:
@@ -529,16 +513,6 @@ def test_a_phone_shows_the_conversation_first(page: Any, states: Path) -> None:
     page.get_by_role("button", name="Settings").click()
     drawer = page.locator("#settings").bounding_box()
     assert (drawer["x"], drawer["width"], drawer["y"] + drawer["height"]) == (0, 390, 844)
-
-
-DROP = """([place, kind, file]) => {
-  const data = new DataTransfer();
-  data.items.add(new File([Uint8Array.from(atob(file), (c) => c.charCodeAt(0))], "a.png", { type: kind }));
-  const given = { bubbles: true, cancelable: true };
-  const event = place === "paste" ? new ClipboardEvent(place, { ...given, clipboardData: data })
-    : new DragEvent(place, { ...given, dataTransfer: data });
-  document.querySelector("#message").dispatchEvent(event);
-}"""
 
 
 def test_a_server_of_texts_says_that_it_takes_no_pictures(page: Any) -> None:

@@ -110,20 +110,29 @@ def test_names(name: str) -> None:
             assert list(Path(root).rglob("*")) == []
 
 
+UNSAFE = [
+    *("A\u202e", "A\u3164", "A\u2800B", "A\U0001d159", "\U00016fe4A"),
+    *("A\u00a0B", "\u0410lpha", "A\u034f", "A\u0301", "\uff21"),
+]
+# Invisible or blank characters, another script, or another way to write a letter.
+HOSTS = ("", "*.example.org", "https://example.org", "example.org:443", "10.0.0.256", "-a.b", "a b", "a" * 64)
+
+
 @pytest.mark.parametrize(
-    "host", ["", "*.example.org", "https://example.org", "example.org:443", "10.0.0.256", "-a.b", "a b", "a" * 64]
+    ("option", "value", "words"),
+    [
+        *(("hosts", [host], "use a DNS name or an IP address") for host in HOSTS),
+        *(("days", days, "choose a lifetime") for days in (-1, 0, 36_501)),
+        *(("operator", name, "operator") for name in ("", " A", "A\n", "Symbiosis-Priv", "x" * 65, *UNSAFE)),
+    ],
 )
-def test_bad_hosts(tmp_path: Path, host: str) -> None:
-    with pytest.raises(ConfigError, match="use a DNS name or an IP address"):
-        issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p", hosts=[host])
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("days", [-1, 0, 36_501])
-def test_bad_lifetimes(tmp_path: Path, days: int) -> None:
-    with pytest.raises(ConfigError, match="choose a lifetime"):
-        issuing.create_authority(tmp_path, days=days)
-    assert list(tmp_path.iterdir()) == []
+def test_bad_hosts_lifetimes_and_operators(
+    tmp_path: Path, authority: Identity, option: str, value: Any, words: str
+) -> None:
+    before = set(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=words):
+        issuing.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="p", **{option: value})
+    assert set(tmp_path.iterdir()) == before
 
 
 # Files
@@ -161,34 +170,36 @@ def _swap(identity: Identity) -> None:
     identity.key.write_bytes(other.key.read_bytes())
 
 
+def _replace(identity: Identity) -> None:
+    alice = issuing.issue(identity.key.parent, authority=identity, kind=Kind.TENANT, name="other")
+    for own, others in zip((identity.certificate, identity.key), (alice.certificate, alice.key), strict=True):
+        own.write_bytes(others.read_bytes())
+
+
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "days", "message"),
     [
-        (lambda identity: identity.key.unlink(), r"cannot read .*authority\.key"),
-        (lambda identity: identity.key.write_bytes(b"no key"), r"authority\.key is not an unencrypted PEM private key"),
-        (_encrypt, r"authority\.key is not an unencrypted PEM private key"),
-        (_swap, r"authority\.key is not the key of .*authority\.pem"),
+        (lambda identity: identity.key.unlink(), 0, r"cannot read .*authority\.key"),
+        (lambda identity: identity.key.write_bytes(b"no key"), 0, r"authority\.key is not an unencrypted PEM private"),
+        (_encrypt, 0, r"authority\.key is not an unencrypted PEM private key"),
+        (_swap, 0, r"authority\.key is not the key of .*authority\.pem"),
+        (_replace, 0, "is not a CA certificate"),
+        (lambda identity: None, 3651, r"authority\.pem is valid only from"),
     ],
 )
-def test_damaged_authority(
-    tmp_path: Path, authority: Identity, damage: Callable[[Identity], object], message: str
+def test_a_damaged_or_expired_authority_and_a_leaf_issue_nothing(
+    tmp_path: Path,
+    authority: Identity,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Identity], object],
+    days: int,
+    message: str,
 ) -> None:
     damage(authority)
+    monkeypatch.setattr(reading, "now", lambda: datetime.now(UTC) + timedelta(days=days))
     with pytest.raises(CertificateError, match=message):
         issuing.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
     assert not (tmp_path / "alice.pem").exists()
-
-
-def test_a_leaf_certificate_cannot_issue(tmp_path: Path, authority: Identity) -> None:
-    alice = issuing.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
-    with pytest.raises(CertificateError, match="is not a CA certificate"):
-        issuing.issue(tmp_path, authority=alice, kind=Kind.TENANT, name="bob")
-
-
-def test_expired_authority(tmp_path: Path, authority: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "now", lambda: datetime.now(UTC) + timedelta(days=3651))
-    with pytest.raises(CertificateError, match=r"authority\.pem is valid only from"):
-        issuing.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
 
 
 # Rotation

@@ -26,7 +26,7 @@ from threat_model.attacks.reused_noise import RepeatedRows
 from threat_model.attacks.statistics_of_masks import Distinguisher, Uniformity
 from threat_model.attacks.tokens import TokensFromRoutes
 from threat_model.evidence.schemes import NONE, PAD, PAD_RELAY, QUICK_SCHEMES, SCHEMES, AttackedScheme
-from threat_model.lab import FULL, QUICK, Lab, Recording, Workload
+from threat_model.lab import FULL, PLANTED, QUICK, Lab, Recording, Workload
 from threat_model.planted import PlantedFault, plant
 
 MODES: dict[Experts, bool] = {"all": True, "flat": True, "counts": False}
@@ -173,7 +173,7 @@ def run_suite(
     step("routes of a mixture of experts")
     routes = attack_routes(60 if quick else 240)
     step("composed groups")
-    composed = attack_composed(workload)
+    composed = attack_composed(PLANTED if quick else FULL)
     on_progress("done", total, total)
     passed = tuple(schemes), tuple(cells), planted, masks, active, routes, composed
     return Suite(quick, *passed, workload.seed, began, time.monotonic() - started)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from symbiosis_priv.harness.local import LocalFederation
+from tests import warm
 
 TIMEOUT_S = 300
 WORK = """
@@ -44,9 +45,11 @@ with backend_of(model):
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user does; torchrun needs new processes."""
+    """Run a script in a fork, or with `-m` as a user does, because torchrun needs new processes."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     words = [sys.executable, "-W", "ignore", *command]
+    if command[0] != "-m":
+        return warm.run(words, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     return subprocess.run(words, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 

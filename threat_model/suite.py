@@ -6,7 +6,7 @@ the table shows how much they reveal.
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -140,13 +140,12 @@ def run_suite(
     lab: Lab,
     *,
     quick: bool,
-    attacks: Sequence[Attack[Any, Any]] = ATTACKS,
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> Suite:
     """Record every scheme, run every attack on it, plant every fault, and run every lie."""
     started, began = time.monotonic(), datetime.now(UTC)
     schemes, workload = (QUICK_SCHEMES, QUICK) if quick else (SCHEMES, FULL)
-    total = len(schemes) * (1 + len(attacks)) + 11
+    total = len(schemes) * (1 + len(ATTACKS)) + 11
     done = 0
 
     def step(what: str) -> None:
@@ -162,7 +161,7 @@ def run_suite(
         on_ring = recording.views.executor.exchanges[0].arithmetic == "ring"
         if scheme is NONE or not on_ring:
             kept.setdefault(on_ring, recording)
-        for attack in attacks:
+        for attack in ATTACKS:
             step(f"{scheme.name}: {attack.name}")
             cells.append(examine(attack, recording, lab))
     planted = tuple(plant(lab, kept[True], kept[False], step))

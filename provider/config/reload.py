@@ -9,10 +9,12 @@ from symbiosis_priv.system.pacing import Periodic
 
 log = logs.EventLog(__name__)
 
+_AT_LEAST_EVERY_S = 86_400.0
+
 
 class Reloader:
     """Calls `reload` in its own thread: after one of `files()` has changed and then stayed unchanged between two
-    checks, on `request`, and after `at_least_every_s`, so that the log warns of certificates that expire soon. A
+    checks, on `request`, and once a day, so that the log warns of certificates that expire soon. A
     missing file counts as changed when it exists again. An exception of `reload` sets `succeeded` to False, and
     `reload` is called again at every check until it succeeds. An error is logged when it is new."""
 
@@ -22,12 +24,11 @@ class Reloader:
         reload: Callable[[], None],
         *,
         interval_s: float = 0.5,
-        at_least_every_s: float = 86_400.0,
     ) -> None:
         self._files = files
         self._reload = reload
         self._requested = False
-        self._at_least_every_s, self._last_reload = at_least_every_s, time.monotonic()
+        self._last_reload = time.monotonic()
         self._error = ""  # of the last reload
         self.succeeded = True  # true if the last reload succeeded, so that the settings in use are those of the files
         self._seen = self._last = self._stamps()
@@ -40,7 +41,7 @@ class Reloader:
 
     def _check(self) -> None:
         requested, self._requested = self._requested, False
-        requested |= time.monotonic() - self._last_reload > self._at_least_every_s
+        requested |= time.monotonic() - self._last_reload > _AT_LEAST_EVERY_S
         found = self._stamps()
         stable = self._last == found  # otherwise a file may be half written
         if requested or (stable and (found != self._seen or not self.succeeded)):

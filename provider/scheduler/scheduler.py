@@ -1,5 +1,5 @@
 """The scheduler: keeps jobs, and hands out their rows. Requests for the same layer group share a product, and wait to
-be batched where that saves time (`Opportunistic`).
+be batched where that saves time (`Discipline`).
 
 * **Choice.** Tenants go through a model in the same order. A request that is passed over is reached by the tenants
   behind it, and shares its later products with them. The scheduler therefore picks the layer group with the largest
@@ -45,33 +45,6 @@ _ALONE_S = 1.0  # a tenant is alone if no other one has asked for this long
 _SLICES_ALONE = 4  # slices of its products then
 _MOST_LATE = 2.0  # a product that takes longer is charged as if it took this many times the expected time
 _MAX_LEAD = 8  # layer groups: the largest lead that counts
-
-
-class Discipline(Generic[J]):
-    """The interface of an order of products. Itself, it multiplies every job separately, for comparison."""
-
-    def __init__(self, config: SchedulerConfig, waiting: RunnableJobs[J], pace: Pace) -> None:
-        self._slice_s, self._max_wait_s, self._wait_share = config.slice_ms / 1000, MAX_WAIT_S, WAIT_SHARE
-        self._waiting = waiting
-        self._pace = pace
-
-    def arrived(self, job: J) -> None:
-        """Called when a tenant without jobs sends a job."""
-
-    def departed(self, job: J, now: float) -> None:
-        """Called when the last job of a tenant has been multiplied."""
-
-    def is_alone(self, job: J) -> bool:
-        """Returns True if no other tenant is expected while this job is multiplied. No job waits."""
-        return False
-
-    def next_leader(self, now: float) -> tuple[J | None, float | None]:
-        """Return the job that leads the next product; or None, and the time to call again (None: after an event)."""
-        return next((firsts[0] for _, firsts in self._waiting.in_turn()), None), None
-
-    def batch(self, leader: J, room: int) -> list[Piece[J]]:
-        """Return the pieces of a product of at most `room` rows that `leader` leads. Includes rows of `leader`."""
-        return [Piece.next_of(leader, room)]
 
 
 def fill(jobs: list[J], room: int, *, cut: bool = False) -> list[Piece[J]]:
@@ -149,24 +122,30 @@ class _Absent:
         return found
 
 
-class Opportunistic(Discipline[J]):
-    """Batches requests that wait for the same layer group."""
+class Discipline(Generic[J]):
+    """The order of products."""
 
     def __init__(self, config: SchedulerConfig, waiting: RunnableJobs[J], pace: Pace) -> None:
-        super().__init__(config, waiting, pace)
+        self._slice_s, self._max_wait_s, self._wait_share = config.slice_ms / 1000, MAX_WAIT_S, WAIT_SHARE
+        self._waiting = waiting
+        self._pace = pace
         self._absent = _Absent(_HORIZON_WAITS * self._max_wait_s)
 
     def arrived(self, job: J) -> None:
+        """Called when a tenant without jobs sends a job."""
         self._absent.arrived(job.tenant, job.stage, job.key, job.arrival)
 
     def departed(self, job: J, now: float) -> None:
+        """Called when the last job of a tenant has been multiplied."""
         self._absent.departed(job.tenant, job.stage, job.key, now)
 
     def is_alone(self, job: J) -> bool:
+        """Returns True if no other tenant is expected while this job is multiplied. No job waits."""
         absent = self._absent.tenants
         return len(absent) == (job.tenant in absent)
 
     def next_leader(self, now: float) -> tuple[J | None, float | None]:
+        """Return the job that leads the next product; or None, and the time to call again (None: after an event)."""
         waiting: list[float] = []
         if not self._waiting:
             return None, None
@@ -248,6 +227,7 @@ class Opportunistic(Discipline[J]):
         return max(heads.values(), key=lambda job: (leads[job.key], self._tenants(job.key)))
 
     def batch(self, leader: J, room: int) -> list[Piece[J]]:
+        """Return the pieces of a product of at most `room` rows that `leader` leads. Includes rows of `leader`."""
         others = [job for job in self._waiting.of_key(leader.key) if job is not leader]
         if leader.key.by_expert:  # rows for more experts take longer, and the room is counted in rows of the leader
             others = [job for job in others if self._pace.rows(job) >= self._pace.rows(leader)]
@@ -274,7 +254,7 @@ class Scheduler(Generic[J]):
     """Waiting jobs, and the order in which their rows are multiplied. Not thread-safe. Another `discipline` is for
     comparison."""
 
-    def __init__(self, config: SchedulerConfig, discipline: type[Discipline[J]] = Opportunistic) -> None:
+    def __init__(self, config: SchedulerConfig, discipline: type[Discipline[J]] = Discipline) -> None:
         self.pace = Pace(config.slice_ms / 1000)
         self._waiting: RunnableJobs[J] = RunnableJobs(config.inference_weight, config.slice_ms / 1000)
         self._discipline = discipline(config, self._waiting, self.pace)

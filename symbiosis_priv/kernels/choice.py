@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _COMPILED: tuple[Kernel, ...] = tuple(map(CompiledKernel, sorted(Isa, key=lambda isa: (isa is Isa.AMX, -isa))))
 _TRITON = TritonKernel(floats=False), TritonKernel(floats=True)
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (*_COMPILED, Int32Kernel(), *_TRITON, Float64Kernel())}
-"""Every kernel by name: the values of `[executor] kernel` in provider.toml, besides "auto"."""
+"""Every kernel by name."""
 
 _RING_BITS: tuple[RingBits, ...] = get_args(RingBits)
 # larger than one block of every kernel, and a multiple of no block size
@@ -41,10 +41,9 @@ def kernel_of(layout: str) -> Kernel:
     return next(kernel for kernel in KERNELS.values() if kernel.layout == layout)
 
 
-def bits_per_weight(weight_bits: int, device: str, *, kernel: str = "auto") -> int:
+def bits_per_weight(weight_bits: int, device: str) -> int:
     """The bits that a packed weight probably takes on a device, which may not exist. Tests no kernel."""
-    if kernel == "auto":
-        kernel = "triton-int8" if device != "cpu" else "native-portable" if vectorised() else "fp64"
+    kernel = "triton-int8" if device != "cpu" else "native-portable" if vectorised() else "fp64"
     dtype, shape = KERNELS[kernel].form(128, 128, weight_bits=weight_bits)
     return math.prod(shape) * dtype.itemsize * 8 // (128 * 128)
 

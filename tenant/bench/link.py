@@ -77,13 +77,12 @@ class Condition:
 
 
 class Link:
-    """An emulated link. Providers must listen at `host`. The processor time of `emulator` is the emulation's."""
+    """An emulated link. Providers must listen at `host`."""
 
     host = _HERE
 
     def __init__(self, proxy: "Child[Condition | list[int], list[int]]") -> None:
         self._proxy = proxy
-        self.emulator = proxy.pid
 
     def apply(self, condition: Condition) -> None:
         """Emulate this condition from now on; `Condition()` has no limits."""

@@ -19,7 +19,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.local import METRICS
 from tenant.bench.measured_models import HALF_THE_CORES, provide, small_llama
-from tenant.bench.options import Progress, Seconds, Threads, benchmark, numbers
+from tenant.bench.options import Progress, Seconds, Threads, benchmark
 from tenant.bench.processes import Child
 from tenant.bench.report import Goal, Row, by, figure, percentile, ratio, where
 from tenant.bench.request_load import DEADLINE_S, Kind, LoadResult, Phase, RequestLoad, serve_load
@@ -51,13 +51,6 @@ def provider(
     tenants: Annotated[
         str, typer.Option(help="How many at once, generating+training, separated by commas.")
     ] = "1+0,16+0,6+0,6+2,8+4",
-    generating_rows: Annotated[
-        str,
-        typer.Option(
-            help="Rows of generating tenants' requests, in rotation; with slashes, one mix after the other: "
-            "1/2,4,8,16,32,64,128,256 for one row each, then for batches."
-        ),
-    ] = "1",
     hidden: Annotated[int, typer.Option(min=8, help="Width of the synthetic model, a multiple of 8.")] = 2048,
     seconds: Seconds = 8.0,
     threads: Threads = HALF_THE_CORES,
@@ -70,7 +63,6 @@ def provider(
     """
     if hidden % 8:
         raise ConfigError("--hidden: write a multiple of 8")
-    mixes = [numbers(rows, "--generating-rows") for rows in generating_rows.split("/")]
     counts = [re.fullmatch(r"(\d+)\+(\d+)", part.strip()) for part in tenants.split(",")]
     scenarios = [Scenario(generating=int(count[1]), training=int(count[2])) for count in counts if count is not None]
     if len(scenarios) < len(counts) or not all(scene.generating + scene.training for scene in scenarios):
@@ -79,8 +71,8 @@ def provider(
     most = max(scene.generating + scene.training for scene in scenarios)
     bench = _Bench(folder / "provider", model, threads=threads, tenants=most)
     with bench.local:
-        for rows, scenario in itertools.product(mixes, scenarios):
-            yield bench.run(scenario, rows, seconds=seconds)
+        for scenario in scenarios:
+            yield bench.run(scenario, seconds=seconds)
 
 
 class Scenario(NamedTuple):
@@ -89,11 +81,11 @@ class Scenario(NamedTuple):
     generating: int
     training: int
 
-    def loads(self, generating_rows: Sequence[int]) -> Iterator[tuple[str, Kind, int, int]]:
+    def loads(self) -> Iterator[tuple[str, Kind, int, int]]:
         """Yield (name, kind, rows of a request, rank of the adapter) of each tenant: the tenants of a kind use the rows
         and ranks in rotation."""
         kinds: tuple[tuple[Kind, int, Sequence[int]], ...] = (
-            ("generating", self.generating, generating_rows),
+            ("generating", self.generating, (1,)),
             ("training", self.training, _TRAINING_ROWS),
         )
         for kind, count, sizes in kinds:
@@ -117,8 +109,8 @@ class _Bench:
         self._groups = tuple((group.inputs, group.stacked_outputs) for group in groups)
         self._identities: dict[str, Identity] = {}
 
-    def run(self, scenario: Scenario, generating_rows: Sequence[int], *, seconds: float) -> Row:
-        loads = [self._load(*tenant, seconds=seconds) for tenant in scenario.loads(generating_rows)]
+    def run(self, scenario: Scenario, *, seconds: float) -> Row:
+        loads = [self._load(*tenant, seconds=seconds) for tenant in scenario.loads()]
         with contextlib.ExitStack() as running:
             tenants: list[Child[Phase, Any]] = [
                 running.enter_context(Child(load.name, serve_load, load)) for load in loads
@@ -130,10 +122,8 @@ class _Bench:
             results: list[LoadResult] = _ask_together(tenants, "measured", seconds=seconds)
             after = self.local.status("executor")["executor"]
         found = list(zip(loads, results, strict=True))
-        sizes = sorted({load.rows for load in loads if load.kind == "generating"})
         return {
             "generating": scenario.generating,
-            "generating_rows": ", ".join(map(str, sizes)) or None,
             "training": scenario.training,
             **_speed(found, "generating", "tokens_per_s", "token", seconds),
             **_speed(found, "training", "trained_rows_per_s", "step", seconds),

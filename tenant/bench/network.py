@@ -1,10 +1,8 @@
-"""`bench network`: times a step and a token over an emulated link, and compares them with a prediction. `bench bytes`:
-the bytes that a tenant moves for a token and for a step of Llama-2-7B and Llama-3-8B.
+"""`bench network`: times a step and a token over an emulated link. `bench bytes`: the bytes that a tenant moves for a
+token and for a step of Llama-2-7B and Llama-3-8B.
 
-The prediction is the time of the same work over a link without limits, plus the number of turns times the round trip,
-plus the bytes divided by the bandwidth, as if computing and transfers never took place at the same time. The parts of
-an overlapped batch share their round trips. Each condition uses a new tenant process, because TCP keeps an estimate of
-the link's state.
+The parts of an overlapped batch share their round trips. Each condition uses a new tenant process, because TCP keeps an
+estimate of the link's state.
 
 `bench bytes` computes the bytes from the shapes (`session.traffic`). `bench network` counts the bytes of smaller models
 at the socket, and its test requires that both are equal.
@@ -12,7 +10,7 @@ at the socket, and its test requires that both are equal.
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -25,12 +23,11 @@ from symbiosis_priv.checkpoints.discovery.skeleton import traced
 from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
 from tenant.bench import measured_models as models
 from tenant.bench.link import Condition, open_link
 from tenant.bench.options import Batch, Maskings, Progress, Tokens, benchmark, show
-from tenant.bench.processes import Child, check_supported, cpu_seconds
+from tenant.bench.processes import Child, check_supported
 from tenant.bench.report import Goal, Row, figure, where
 from tenant.bench.steps_and_tokens import TURN_S
 from tenant.session.traffic import PredictedTraffic, Transport, of_pass, of_step, of_token
@@ -61,13 +58,9 @@ def network_goals(rows: Sequence[Row]) -> Iterator[Goal]:
 
 
 def show_network(rows: Sequence[Row]) -> None:
-    """Show a table for each kind of work, and the differences between measurements and predictions."""
+    """Show a table for each kind of work."""
     for work in dict.fromkeys(row["work"] for row in rows):
-        show([{name: row[name] for name in row if name != "difference"} for row in where(rows, work=work)])
-    for row in rows:
-        if row["difference"] is not None:
-            what = f"{row['condition']}, {row['work']}, {row['masking']}"
-            terminal.console().print(f"{what}: {row['difference']}", soft_wrap=True)
+        show(where(rows, work=work))
 
 
 @benchmark("network", goals=network_goals, show=show_network)
@@ -87,7 +80,7 @@ def network(
     masking: Maskings = "pad,pad/two,pad/24/relay",
     effort: models.Effort = _FIVE_TIMES,
 ) -> Iterator[Row]:
-    """Measure steps and tokens per second over a slow network, and predict them from round trips and bytes.
+    """Measure steps and tokens per second over a slow network, with round trips and bytes.
 
     The tenant's link is emulated on loopback.
 
@@ -112,7 +105,6 @@ def network(
         groups = WeightStore(model, cache=local.cache, scope=local.scope).manifest().groups
         federation = link.federation(local.federation)
         found: dict[tuple[Condition, str], list[Row]] = {}
-        free: dict[tuple[str, str], Measured] = {}  # over the link without limits, which comes first
         first: dict[tuple[Condition, str], float] = {}  # seconds of a whole batch, or a token, with the first masking
         for link_condition, variant in product((Condition(), *conditions), maskings):
             progress(f"{variant.name}: {link_condition}")
@@ -122,16 +114,12 @@ def network(
                 for what, task in work.items():
                     if variant.transport.round_trips == 2 and isinstance(task, models.Step):
                         continue  # with gradients, a pass takes four
-                    before = cpu_seconds([link.emulator])
                     costs = tenant.ask(task, timeout_s=TURN_S)
-                    emulation_s = (cpu_seconds([link.emulator]) - before) / len(costs)
-                    measured = Measured(first_s=costs[0].seconds, costs=costs[WARM_UP:], emulation_s=emulation_s)
-                    unlimited = free.setdefault((what, variant.name), measured)
-                    first_s = first.setdefault((link_condition, what.partition(",")[0]), measured.seconds)
                     labels: Row = {"condition": str(link_condition), "work": what, "masking": variant.name}
-                    row = _row(link_condition, _predicted(groups, task, variant.transport), measured, unlimited)
+                    row = _row(link_condition, _predicted(groups, task, variant.transport), costs)
+                    first_s = first.setdefault((link_condition, what.partition(",")[0]), figure(row, "measured_s"))
                     rows = found.setdefault((link_condition, what), [])
-                    rows.append({**labels, **row, "over_first": measured.seconds / first_s})
+                    rows.append({**labels, **row, "over_first": figure(row, "measured_s") / first_s})
     shared: Row = {"width": shape.width, "inner": shape.inner, "layers": shape.layers, "batch": batch}
     yield from ({**shared, "tokens": tokens, **row} for rows in found.values() for row in rows)
 
@@ -144,71 +132,29 @@ def _predicted(groups: Sequence[GroupEntry], task: models.Task, transport: Trans
     return replace(whole, turns=part.turns) if task.overlap else whole
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """One kind of work under one condition: `first_s` are the seconds of the first step or token, which uses new
-    connections, and `emulation_s` the CPU seconds of the emulation per step or token."""
+def _row(condition: Condition, design: PredictedTraffic, costs: Sequence[models.Cost]) -> Row:
+    """Figures of a step or token: means of `costs`, of which the first `WARM_UP` do not count."""
 
-    first_s: float
-    costs: Sequence[models.Cost]
-    emulation_s: float
-
-    @property
-    def seconds(self) -> float:
-        """Mean seconds of one step or token."""
-        return fmean(cost.seconds for cost in self.costs)
-
-    def counted(self, name: str) -> float:
-        """Return the mean of a count of the session's ledger."""
-        mean = fmean(cost.counted[name] for cost in self.costs)
+    def counted(name: str) -> float:
+        mean = fmean(cost.counted[name] for cost in costs[WARM_UP:])
         return int(mean) if mean.is_integer() else mean
 
-
-def _row(condition: Condition, design: PredictedTraffic, found: Measured, free: Measured) -> Row:
-    up, down = found.counted("bytes_to_executors"), found.counted("bytes_from_executors")
-    effects = found.counted("bytes_to_helpers") + found.counted("bytes_from_helpers")
-    latency_s = design.turns * condition.round_trip_ms / 1e3
-    transfer_s, effects_s = (up + down) / condition.bytes_per_s, effects / condition.bytes_per_s
-    predicted_s = free.seconds + latency_s + transfer_s + effects_s
-    difference_s = found.seconds - predicted_s
+    seconds = fmean(cost.seconds for cost in costs[WARM_UP:])
     return {
-        "per_second": 1 / found.seconds,
-        "round_trips": found.counted("executor_round_trips"),
+        "per_second": 1 / seconds,
+        "round_trips": counted("executor_round_trips"),
         "round_trips_by_design": design.round_trips,
         "turns": design.turns,
-        "bytes_up": round(up),
+        "bytes_up": round(counted("bytes_to_executors")),
         "bytes_up_by_design": design.up,
-        "bytes_down": round(down),
+        "bytes_down": round(counted("bytes_from_executors")),
         "bytes_down_by_design": design.down,
-        "bytes_of_effects": round(effects),
+        "bytes_of_effects": round(counted("bytes_to_helpers") + counted("bytes_from_helpers")),
         "bytes_of_effects_by_design": design.effects,
-        "without_limits_s": free.seconds,
-        "latency_s": latency_s,
-        "transfer_s": transfer_s,
-        "effects_s": effects_s,
-        "predicted_s": predicted_s,
-        "measured_s": found.seconds,
-        "measured_over_predicted": found.seconds / predicted_s,
-        "first_s": found.first_s,
-        "difference": explain(difference_s, effects_s, turns=design.turns, emulation_s=found.emulation_s)
-        if found is not free
-        else None,
+        "latency_s": design.turns * condition.round_trip_ms / 1e3,
+        "measured_s": seconds,
+        "first_s": costs[0].seconds,
     }
-
-
-def explain(difference_s: float, effects_s: float, *, turns: int, emulation_s: float) -> str:
-    """Explain the difference between a measured time and the prediction, of which `effects_s` are for effects."""
-    if difference_s >= 0:
-        each = f"{_time(difference_s / turns)} more per turn"
-        return f"{each}; the emulation takes {_time(emulation_s / turns)} of CPU" if emulation_s else each
-    hidden = min(-difference_s, effects_s)
-    noise = -difference_s - hidden
-    parts = [f"{_time(hidden)} of effects arrive while rows are sent"] if hidden else []
-    return "; ".join([*parts, f"{_time(noise)} is noise"] if noise else parts)
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 0.095 else f"{1e3 * seconds:.2g} ms"
 
 
 def bytes_goals(rows: Sequence[Row]) -> Iterator[Goal]:

@@ -61,14 +61,13 @@ def benchmark(
     name: str,
     *,
     goals: Callable[[Sequence[Row]], Iterable[Goal]] = lambda _: (),
-    faults: Callable[[Sequence[Row]], Iterable[str]] = lambda _: (),
     show: Callable[[Sequence[Row]], None] = show,
 ) -> Callable[[Callable[Concatenate[Path, Progress, ...], Iterable[Row]]], Callable[..., None]]:
     """Decorator: make the command of a benchmark from the function that measures, which yields rows.
 
     The function takes an empty folder, a function that shows progress, and keywords, which become options as in
     `takes`. The command also has --json. It shows the rows and the goals for them, and writes them. Then it raises
-    `ProtocolError` if `faults` finds some in the rows, or a figure `wrong`, which counts wrong answers, is not 0.
+    `ProtocolError` if a figure `wrong`, which counts wrong answers, is not 0.
     """
 
     def command(work: Callable[Concatenate[Path, Progress, ...], Iterable[Row]]) -> Callable[..., None]:
@@ -90,11 +89,8 @@ def benchmark(
                 terminal.console().print(f"[{style}]{goal.verdict}[/]: {goal.what}: {measured:.3g}, {goal.wanted}")
             if json is not None:
                 write(json, this_run(name, rows, reached))
-            found = list(faults(rows))
             if wrong := sum(int(number(row.get("wrong", 0))) for row in rows):
-                found.append(f"{wrong} answers differ from those that the same tenant received alone")
-            if found:
-                raise ProtocolError("; ".join(found))
+                raise ProtocolError(f"{wrong} answers differ from those that the same tenant received alone")
 
         _, _, *options = inspect.signature(work, eval_str=True).parameters.values()
         options.append(inspect.signature(run).parameters["json"])

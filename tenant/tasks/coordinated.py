@@ -86,9 +86,9 @@ def coordinated(requests: Sequence[Request], costs: Costs) -> Batches:
     return _joined(by_task(requests, costs), costs)
 
 
-def padded(batch: Sequence[Request], *, pad: int = 0) -> tuple[Tensor, Tensor]:
+def padded(batch: Sequence[Request]) -> tuple[Tensor, Tensor]:
     """Return `input_ids` and `attention_mask`, both int64 `[rows, tokens]`, padded on the right."""
-    ids = torch.nn.utils.rnn.pad_sequence([r.input_ids for r in batch], batch_first=True, padding_value=pad)
+    ids = torch.nn.utils.rnn.pad_sequence([r.input_ids for r in batch], batch_first=True)
     lengths = torch.tensor([r.tokens for r in batch], dtype=torch.long, device="cpu")
     return ids, (torch.arange(ids.shape[1], dtype=torch.long, device="cpu") < lengths[:, None]).long()
 

@@ -20,12 +20,13 @@ from provider.executor.executor import Executor
 from provider.executor.queues import ExecutorReport, LocalInbox, ProductRequest, ReportRequest, RequestPipe
 from provider.products.model import ServedModel
 from provider.scheduler.jobs import Job, Piece, Stage
-from provider.scheduler.scheduler import Discipline, Opportunistic, Scheduler, fill
+from provider.scheduler.scheduler import Discipline, Scheduler, fill
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import DeviceLostError, RankLostError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from tests.provider.clients import execute
+from tests.provider.scheduler.playing import Separate
 from tests.waiting import until
 
 TIMEOUT_S = 20.0
@@ -83,7 +84,7 @@ class Asker:
 @contextlib.contextmanager
 def running(
     model: Watched,
-    discipline: type[Discipline[Any]] = Opportunistic,
+    discipline: type[Discipline[Any]] = Discipline,
 ) -> Iterator[tuple[LocalInbox, Future[None]]]:
     """An executor in a separate thread."""
     inbox = LocalInbox()
@@ -106,7 +107,7 @@ def find_it_at_rest(asker: Asker, model: Watched) -> None:
         asker.ask(1)
 
 
-@pytest.mark.parametrize("discipline", [Discipline, Opportunistic])
+@pytest.mark.parametrize("discipline", [Separate, Discipline])
 def test_few_rows_are_multiplied_in_the_senders_thread(store: WeightStore, discipline: type[Discipline[Any]]) -> None:
     model = Watched(store)
     with running(model, discipline) as (inbox, _):
@@ -172,7 +173,7 @@ def test_requests_during_a_product_share_the_next_product(store: WeightStore) ->
         assert model.taken[before][0] not in (threading.current_thread(), model.taken[before - 1][0])
 
 
-class Waiting(Discipline[Any]):
+class Waiting(Separate):
     """Waits a moment for each tenant that was served, and multiplies all requests at once."""
 
     wait_s = 0.1

@@ -7,12 +7,27 @@ from hypothesis import strategies as st
 
 from provider.config.schema import SchedulerConfig
 from provider.scheduler.jobs import Job, Key, Piece, Stage
-from provider.scheduler.scheduler import Discipline, Opportunistic, Scheduler
+from provider.scheduler.scheduler import Discipline, Scheduler
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 
 PolicyName = Literal["none", "opportunistic"]
 POLICIES = get_args(PolicyName)
-DISCIPLINES: dict[PolicyName, type[Discipline[Any]]] = {"none": Discipline, "opportunistic": Opportunistic}
+
+
+class Separate(Discipline[Any]):
+    """Multiplies every job separately, for comparison."""
+
+    def is_alone(self, job: Any) -> bool:
+        return False
+
+    def next_leader(self, now: float) -> tuple[Any, float | None]:
+        return next((firsts[0] for _, firsts in self._waiting.in_turn()), None), None
+
+    def batch(self, leader: Any, room: int) -> list[Piece[Any]]:
+        return [Piece.next_of(leader, room)]
+
+
+DISCIPLINES: dict[PolicyName, type[Discipline[Any]]] = {"none": Separate, "opportunistic": Discipline}
 STAGES = get_args(Stage)
 ROW_WORK = 1000
 SLICE_ROWS = 8

@@ -17,7 +17,7 @@ from typing import Any
 
 from provider.config.schema import SchedulerConfig
 from provider.scheduler.jobs import Job, Key
-from provider.scheduler.scheduler import Discipline, Opportunistic, Scheduler
+from provider.scheduler.scheduler import Discipline, Scheduler
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 
 HIDDEN = 4096
@@ -192,7 +192,7 @@ def rehearse(
     config: SchedulerConfig,
     tenants: Sequence[Tenant],
     *,
-    discipline: type[Discipline[Job]] = Opportunistic,
+    discipline: type[Discipline[Job]] = Discipline,
     seconds: float = 12.0,
     seed: int = 0,
     held_up: float = 0.0,

@@ -93,7 +93,6 @@ def check_network(rows: list[Row], shown: str) -> None:
     for row in rows[9:]:
         turns = 7 if row["work"] == works[2] else trips[str(row["work"])] - (row["masking"] == "pad/24/two")
         assert number(row["measured_s"]) >= number(row["latency_s"]) == pytest.approx(0.005 * turns)
-        assert str(row["difference"]) in shown
 
 
 def check_bytes(rows: list[Row], shown: str) -> None:
@@ -107,7 +106,7 @@ def check_bytes(rows: list[Row], shown: str) -> None:
 
 def check_provider(rows: list[Row], shown: str) -> None:
     """Four tenants in separate processes: every answer equals the answer that the tenant got alone."""
-    assert [(row["generating"], row["generating_rows"], row["training"]) for row in rows] == [(3, "1", 1)]
+    assert [(row["generating"], row["training"]) for row in rows] == [(3, 1)]
     assert all(row["wrong"] == 0 and number(row["answers"]) > 0 for row in rows)
     assert all(0 < number(row["product_share"]) <= 1 for row in rows)
     assert all(number(row["tokens_per_s"]) > 0 and number(row["trained_rows_per_s"]) > 0 for row in rows)

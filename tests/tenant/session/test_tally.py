@@ -16,7 +16,6 @@ from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.errors import QuarantinedError, VerificationError
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
-from tenant.bench.network import explain
 from tenant.connections.executor_client import PARALLEL_CHANNELS
 from tenant.session.part_queue import multiply_parts
 from tenant.session.traffic import PredictedTraffic, of_step, of_token
@@ -97,16 +96,6 @@ def test_a_step_goes_forward_and_back_in_parts() -> None:
     assert step.turns == 7 * 4 // PARALLEL_CHANNELS
     assert of_step(groups, 1).round_trips == of_step(groups, 1).turns == 7
     assert sum([step, step], PredictedTraffic()).up == 2 * step.up
-
-
-def test_differences_are_explained_by_measurements() -> None:
-    assert explain(-0.3, 1.2, turns=31, emulation_s=0) == "0.30 s of effects arrive while rows are sent"
-    assert (
-        explain(-0.3, 0.2, turns=31, emulation_s=0) == "0.20 s of effects arrive while rows are sent; 0.10 s is noise"
-    )
-    assert explain(-0.02, 0, turns=16, emulation_s=0) == "20 ms is noise"
-    assert explain(0.16, 0, turns=16, emulation_s=0) == "10 ms more per turn"
-    assert explain(0.16, 0, turns=16, emulation_s=0.016) == "10 ms more per turn; the emulation takes 1 ms of CPU"
 
 
 FAULT = VerificationError(provider="beta", group_name="mlp", direction="forward", what="an effect")

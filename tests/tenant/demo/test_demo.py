@@ -227,19 +227,14 @@ def write(path: Path, model: LlamaForCausalLM) -> None:
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(len(WORDS) - 1)
     writer.add_bos_token_id(len(WORDS) - 1)
-    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "input_layernorm": "attn_norm"}
-    names |= {"post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output", "model.layers": "blk"}
-    names |= {f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"}
-    names |= {f"mlp.{one}_proj": f"ffn_{one}" for one in ("gate", "up", "down")}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight":
             continue
         if "q_proj" in name or "k_proj" in name:
             heads = config.num_attention_heads
             tensor = tensor.view(heads, 2, -1, config.hidden_size).transpose(1, 2).reshape(tensor.shape)
-        for ours, theirs in names.items():
-            name = name.replace(ours, theirs)
-        writer.add_tensor(name, tensor.contiguous().numpy())
+        writer.add_tensor(names.get_name(name, (".weight",)), tensor.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -461,9 +461,11 @@ class ScriptedProvider:
         return expand(key, first_row=request.first_row, rows=request.rows, width=entry.columns(request.direction)[1])
 
     def _deposit(self, to: "ScriptedProvider", request: wire.Effect, reply: bytes) -> bytes:
-        """Sign the payload of a reply and give it to an executor. Replies without a payload stay as they are."""
+        """Sign the payload of a reply and give it to an executor. Replies of another size stay as they are."""
         header_size, size = wire.decode_prefix(reply[: wire.PREFIX.size], max_payload=self._max_payload)
-        if not size or request.relay is None:
+        entry = self._model.manifest.entry(request.group, by_expert=request.counts is not None)
+        expected = request.encoding.size(request.rows, entry.columns(request.direction)[1])
+        if not size or size != expected or request.relay is None:
             return reply
         body = reply[wire.PREFIX.size + header_size :]
         permit, nonce = request.relay.permit, block_id(request)

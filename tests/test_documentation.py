@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import tenant
+from tests.gpu import scale
+from tests.gpu.chips import SHEETS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("symbiosis_priv", "provider", "tenant", "threat_model")
@@ -53,6 +55,12 @@ def test_no_word_is_used_in_place_of_the_tables() -> None:
         for match in pattern.finditer(path.read_text(encoding="utf-8"))
     ]
     assert found == []
+
+
+def test_the_tables_of_scale_are_those_of_the_command() -> None:
+    sheet, text = SHEETS["H100 SXM"], (ROOT / "docs/scale.md").read_text(encoding="utf-8")
+    assert "\n".join(scale.alone(sheet)) in text
+    assert "\n".join(scale.table(sheet)) in text
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.local import METRICS
 from tenant.bench.measured_models import HALF_THE_CORES, provide, small_llama
 from tenant.bench.options import Progress, Seconds, Threads, benchmark
-from tenant.bench.processes import Child
+from tenant.bench.processes import Child, cpu_seconds
 from tenant.bench.report import Goal, Row, by, figure, percentile, ratio, where
 from tenant.bench.request_load import DEADLINE_S, Kind, LoadResult, Phase, RequestLoad, serve_load
 
@@ -118,9 +118,11 @@ class _Bench:
             for tenant in tenants:
                 tenant.ask("alone", timeout_s=DEADLINE_S)
             _ask_together(tenants, "checked", seconds=loads[0].checked_s)
-            before = self.local.status("executor")["executor"]
+            pid = self.local.pid("executor")
+            assert pid is not None, "it runs"
+            before, cpu = self.local.status("executor")["executor"], cpu_seconds([pid])
             results: list[LoadResult] = _ask_together(tenants, "measured", seconds=seconds)
-            after = self.local.status("executor")["executor"]
+            after, cpu = self.local.status("executor")["executor"], cpu_seconds([pid]) - cpu
         found = list(zip(loads, results, strict=True))
         return {
             "generating": scenario.generating,
@@ -128,6 +130,8 @@ class _Bench:
             **_speed(found, "generating", "tokens_per_s", "token", seconds),
             **_speed(found, "training", "trained_rows_per_s", "step", seconds),
             **_products(before, after),
+            # of the whole provider; for a narrow model nearly all of it is the gateway's
+            "request_cpu_ms": 1000 * cpu / max(1, sum(result.answers for result in results)),
             "answers": sum(result.answers for result in results),
             "wrong": sum(result.wrong for result in results),
         }

@@ -50,8 +50,8 @@ class Scheme:
     speed: float
     tile: int = 16
 
-    def seconds(self, sheet: Sheet, rows: int) -> float:
-        weights, entries = INPUTS * OUTPUTS, rows * (INPUTS + OUTPUTS)
+    def seconds(self, sheet: Sheet, rows: int, *, inputs: int = INPUTS, outputs: int = OUTPUTS) -> float:
+        weights, entries = inputs * outputs, rows * (inputs + outputs)
         multiplied = -(-rows // self.tile) * self.tile
         reading = (self.stored * weights + 4 * entries) / (sheet.memory * 1e12 * _MEMORY)
         return max(reading, 2 * self.products * weights * multiplied / (self.speed * 1e12))

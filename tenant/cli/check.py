@@ -25,14 +25,21 @@ from symbiosis_priv.limits import (
     HintBits,
     RingBits,
 )
-from tenant.cli.options import Masking, Model, checked_hint_bits, loading, table_of
+from symbiosis_priv.system.files import default_cache
+from symbiosis_priv.system.machine import look
+from tenant.cli.options import Masking, checked_hint_bits, loading, table_of
 from tenant.training import corpus
 from tenant.training.options import Length, check_installed
 
 
 def check(
     *,
-    model: Model,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Checkpoint folder, or a hub name: owner/name@revision.")
+    ] = None,
+    machine: Annotated[
+        bool, typer.Option("--machine", help="Show what of a tenant other programs and users of this machine may see.")
+    ] = False,
     text: Annotated[Path | None, typer.Option("--text", "--data", "-t", help="Text to measure the quality on.")] = None,
     inputs: Annotated[
         Path | None,
@@ -68,6 +75,12 @@ def check(
     the next token, else the last hidden states. With --inputs, it compares the logits, or another first output, on
     tensors that the model's processor has made. Without both, it reads no weights.
     """
+    if machine:
+        _show_machine()
+        if model is None:
+            return
+    if model is None:
+        raise ConfigError("name the checkpoint to check with --model, or use --machine to check this machine")
     folder = resolve(model)
     pinned = None if federation is None else load_federation(federation)
     if show is not None and text is None:
@@ -135,6 +148,16 @@ def check(
         models["bf16"] = compare(reference, load(dtype=torch.bfloat16), measured, progress=progress)
     terminal.console().print(_comparison(models, of="outputs" if text is None else "hidden states"))
     _show_rounding(folder, Scope(tied_head=tied_head), weight_bits=weight_bits)
+
+
+def _show_machine() -> None:
+    """Show what is open on this machine, and what to do about it."""
+    found = list(look(default_cache()))
+    table = table_of("this machine", "found", "open: what to do")
+    for finding in found:
+        table.add_row(*map(Text, finding))
+    terminal.console().print(table)
+    terminal.say(f"{sum(bool(finding.advice) for finding in found)} of {len(found)} are open")
 
 
 def _show_examples(data: corpus.Corpus, tokenizer: Any, *, length: int, count: int) -> None:

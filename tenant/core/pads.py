@@ -17,9 +17,8 @@ subtracts the blocks from its product, and the tenant adds the m_j to the answer
 
 Forks. Secrets, pads and connections belong to the process that made them (rule 12). A fork is detected by two signs:
 Python's fork hook runs in every child of `os.fork`, even if the child has its parent's process id, as in a new pid
-namespace. C code that calls libc's `fork` does not run the hook, but the child has another process id, which
-`generation` compares. A fork by C code into a new pid namespace can escape both signs. A copy of the whole machine (a
-snapshot of a virtual machine, CRIU) is not detected either.
+namespace. C code that calls libc's `fork` runs no hook, but the child has another process id, which `generation`
+compares. A fork by C code into a new pid namespace can escape both, and a copy of the machine (a snapshot, CRIU) does.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.errors import BurntRowError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex
+from symbiosis_priv.system.locked import LockedSecret
 
 if TYPE_CHECKING:
     from tenant.worker import Promise, Worker
@@ -80,14 +80,14 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class SessionSecret:
-    """A fresh 256-bit secret and its row counters. They are never stored or copied.
+    """A fresh 256-bit secret, in memory that is not swapped, and its row counters. They are never stored or copied.
 
     In a forked child every method raises `BurntRowError`, because parent and child would use the same rows (rule 2).
     The child opens its own session.
     """
 
     def __init__(self) -> None:
-        self._secret = secrets.token_bytes(SEED_BYTES)
+        self._secret = LockedSecret(secrets.token_bytes(SEED_BYTES))
         self._generation = generation()
         self._lock = Lock()
         self._next_row: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -95,7 +95,7 @@ class SessionSecret:
     def seed_for(self, *holder: str) -> Seed:
         """Return the 32-byte seed for one holder, for a helper its name and its key's fingerprint (rule 11)."""
         self._check_alive()
-        return Seed(derive(self._secret, "helper", *holder))
+        return Seed(derive(bytes(self._secret), "helper", *holder))
 
     def burn(self, *, group_name: str, direction: str, rows: int) -> int:
         """Burn `rows` fresh row indices of a (group, direction). Returns the first. No index is returned twice."""

@@ -25,6 +25,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
+from symbiosis_priv.system.locked import protect_process
 from tenant.connections.channel import Channel
 from tenant.connections.executor_client import ExecutorClient
 from tenant.connections.helper_client import HelperClient
@@ -75,6 +76,7 @@ class Runtime:
         routes: Routes,
         tally: Tally,
     ) -> None:
+        protect_process()
         self.preparation, self.options, self.store = preparation, options, store
         self.routes, self.tally = routes, tally
         self.gate = Gate(federation, federation.helpers if routes.helpers else (), routes.quarantined)

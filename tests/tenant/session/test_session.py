@@ -1,9 +1,11 @@
 """Sessions with providers that lie, disappear or have limits: exact answers, or none."""
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import random
+import resource
 import sys
 import threading
 import time
@@ -760,3 +762,9 @@ def test_a_backend_closes_itself_after_a_with_block(new_session: NewSession) -> 
     session.close()  # again
     with pytest.raises(errors.SymbiosisError, match="closed; load the model again"):
         session.product(OUT, FORWARD, rows)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_a_tenant_with_a_session_makes_no_core_file_and_is_not_traced(session: Session) -> None:
+    assert resource.getrlimit(resource.RLIMIT_CORE) == (0, 0)
+    assert ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0  # PR_GET_DUMPABLE

@@ -1,0 +1,79 @@
+"""`look` on machines made of files: a closed one, and the same one with each fault made on purpose."""
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from symbiosis_priv.system.machine import look
+
+CLOSED = {
+    "proc/swaps": "Filename Type Size Used Priority\n/dev/zram0 partition 1 0 1\n/dev/dm-1 partition 1 0 1",
+    "sys/block/dm-1/dm/uuid": "CRYPT-LUKS2-0-swap",
+    "proc/mounts": "/dev/vda / ext4 rw 0 0\ntmpfs {cache} tmpfs rw 0 0",
+    "proc/sys/kernel/yama/ptrace_scope": "1",
+    "proc/sys/kernel/core_pattern": "|/bin/false",
+    "proc/self/status": "Name:\ttenant\nTracerPid:\t0",
+    "proc/1/status": "Uid:\t0\t0\t0\t0",
+    "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
+    "sys/kernel/mm/ksm/run": "0",
+    "run/systemd/timesync/synchronized": "",
+    "proc/cpuinfo": "processor : 0\nflags\t\t: fpu tdx_guest sse",
+}
+FAULTS = {
+    "swap": {"proc/swaps": "Filename Type Size Used Priority\n/dev/vdb partition 1 0 1"},
+    "cache": {"proc/mounts": "/dev/vda / ext4 rw 0 0"},
+    "other programs of the same user": {"proc/sys/kernel/yama/ptrace_scope": "0"},
+    "debugger": {"proc/self/status": "TracerPid:\t77"},
+    "pages": {"sys/kernel/mm/ksm/run": "1"},
+    "clock": {"run/systemd/timesync/synchronized": None},
+    "other users": {"proc/9/status": "Uid:\t4321\t4321\t4321\t4321"},
+    "isolation": {"proc/cpuinfo": "flags : fpu", ".dockerenv": ""},
+}
+
+
+@pytest.fixture
+def open_on(tmp_path: Path) -> Callable[..., set[str]]:
+    """`open_on(files)`: the names of what is open on the closed machine with these files; None: without the file."""
+
+    def open_on(files: dict[str, str | None]) -> set[str]:
+        cache = tmp_path / "cache"
+        cache.mkdir(mode=0o700, exist_ok=True)
+        for name, text in {**CLOSED, **files}.items():
+            if text is not None:
+                path = tmp_path / "root" / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text.format(cache=cache) if "{" in text else text)
+        return {finding.name for finding in look(cache, root=tmp_path / "root") if finding.advice}
+
+    return open_on
+
+
+@pytest.fixture(autouse=True)
+def no_core_files() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def test_nothing_is_open_on_a_closed_machine(open_on: Callable[..., set[str]]) -> None:
+    assert open_on({}) == set()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_is_found_and_no_other(open_on: Callable[..., set[str]], name: str) -> None:
+    assert open_on(FAULTS[name]) == {name}
+
+
+def test_a_cache_that_others_can_read_is_found(open_on: Callable[..., set[str]], tmp_path: Path) -> None:
+    assert open_on({}) == set()
+    (tmp_path / "cache").chmod(0o750)
+    assert open_on({}) == {"rights of the cache"}
+
+
+def test_core_files_are_found(open_on: Callable[..., set[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert open_on({}) == {"core files"}
+
+
+def test_this_machine_can_be_looked_at() -> None:
+    assert len(list(look(Path.home() / ".cache"))) == 10

@@ -126,7 +126,6 @@ _EXAMPLES: Mapping[str, object] = {
     "quota.requests_per_s": 1000.0,
     "quota.rows_per_s": 100_000.0,
     "quota.giga_multiply_adds_per_s": 50.0,
-    "quota.max_rows_in_flight": 65_536,
     "usage.database": "provider.usage.sqlite",
     "metrics.listen": "127.0.0.1:9464",
     "metrics.hosts": ["gpu1.internal"],

@@ -13,7 +13,7 @@ import msgspec
 from symbiosis_priv.certificates.naming import NAME
 from symbiosis_priv.checkpoints.layers import LayerRange, RoundTrips, Scope
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_PAYLOAD, MAX_ROWS, MAX_SECONDS, Role, WeightBits
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_PAYLOAD, MAX_SECONDS, Role, WeightBits
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import TenantIdentity
 from symbiosis_priv.system.files import UNDECODABLE
@@ -97,7 +97,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Limits on all memory and connections that clients can take.
 
     Args:
-        max_rows: largest number of rows of a request.
         max_payload_mib: largest matrix of a request or a reply, in MiB.
         max_inflight_mib: MiB for the matrices of all requests and replies, reserved before memory is allocated. A
             quarter is kept for small requests, with an equal part for every connection, so they never wait for large
@@ -112,7 +111,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         stop_timeout_s: time for requests in flight when the provider stops.
     """
 
-    max_rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)] = 16_384
     max_payload_mib: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAYLOAD // MIB)] = 256
     max_inflight_mib: _Count = 2048
     max_inflight_mib_per_tenant: _Count = 1024
@@ -220,19 +218,16 @@ class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         requests_per_s: products per second.
         rows_per_s: rows per second.
         giga_multiply_adds_per_s: work per second in 10^9 multiply-adds, including the keystream of effects.
-        max_rows_in_flight: rows of requests that are not answered yet.
     """
 
     weight: Annotated[float, msgspec.Meta(ge=0.01, le=100)] | None = None
     requests_per_s: _Rate | None = None
     rows_per_s: _Rate | None = None
     giga_multiply_adds_per_s: _Rate | None = None
-    max_rows_in_flight: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
     @property
     def limits_nothing(self) -> bool:
-        limits = self.requests_per_s, self.rows_per_s, self.giga_multiply_adds_per_s, self.max_rows_in_flight
-        return limits == (None, None, None, None)
+        return (self.requests_per_s, self.rows_per_s, self.giga_multiply_adds_per_s) == (None, None, None)
 
 
 class UsageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

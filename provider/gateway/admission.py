@@ -28,6 +28,9 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from symbiosis_priv.network.wire import ErrorCode, Role
 
+MAX_REQUEST_ROWS = 16_384
+"""Most rows of a request."""
+
 
 class Sizes(NamedTuple):
     """The encoding of an accepted request, its sizes in bytes, and its cost."""
@@ -59,8 +62,8 @@ def check_shape(binding: wire.Binding, config: ProviderConfig, manifest: Manifes
     stack = manifest.groups[binding.group]
     if binding.group not in served:
         raise Refusal(wire.ErrorCode.NOT_SERVED, f"{stack.name} is not in layers {config.model.layers}")
-    if binding.rows > config.limits.max_rows:
-        raise Refusal(wire.ErrorCode.TOO_LARGE, f"{binding.rows} rows; at most {config.limits.max_rows}")
+    if binding.rows > MAX_REQUEST_ROWS:
+        raise Refusal(wire.ErrorCode.TOO_LARGE, f"{binding.rows} rows; at most {MAX_REQUEST_ROWS}")
     if binding.counts is not None:
         if stack.experts == 1:
             refuse_bad(f"{stack.name} is not a stack of experts; send no counts")

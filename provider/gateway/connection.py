@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from provider import logs
 from provider.executor.client import ExecutorRequester
 from provider.executor.queues import ProductRequest
+from provider.gateway import admission
 from provider.gateway.admission import Sizes, Slot, check_shape, entry_of, refuse_bad, sizes_of
 from provider.gateway.credentials import HelperIdentity
 from provider.gateway.frames import NOTHING, FrameLoop, GatewayState
@@ -174,16 +175,14 @@ class Connection(FrameLoop[wire.Request]):
         if not self._state.can_bill:
             raise Refusal(wire.ErrorCode.BUSY, "this provider cannot write its usage database; ask again later")
         if not request.rows:  # needs no executor, and has a limited rate
-            with self._state.quotas.admitted(self._tenant, rows=0, work=0) as limit:
-                self._state.register.count_request(self._tenant)
-                self._bill(UsageCounts(requests=1))
-                self._frames.send(wire.encode(wire.Result.answering(request, limit=limit)))
+            limit = self._state.quotas.admit(self._tenant, rows=0, work=0)
+            self._state.register.count_request(self._tenant)
+            self._bill(UsageCounts(requests=1))
+            self._frames.send(wire.encode(wire.Result.answering(request, limit=limit)))
             self._pause(0)
             return
-        with (
-            self._state.quotas.admitted(self._tenant, rows=request.rows, work=sizes.cost) as limit,
-            self._state.budget.taken(self._tenant, sizes.memory, timeout=self._limits.request_timeout_s),
-        ):
+        limit = self._state.quotas.admit(self._tenant, rows=request.rows, work=sizes.cost)
+        with self._state.budget.taken(self._tenant, sizes.memory, timeout=self._limits.request_timeout_s):
             try:
                 # the deadlines start now: the tenant did not cause the wait for bytes
                 work = self._multiply(request, self._read_payload(sizes.encoding), sizes, limit=limit)
@@ -344,7 +343,7 @@ class Connection(FrameLoop[wire.Request]):
             model_digest=self._state.digest,
             first_group=self._state.served.start,
             end_group=self._state.served.stop,
-            max_rows=self._limits.max_rows,
+            max_rows=admission.MAX_REQUEST_ROWS,
             max_payload=self._frames.max_payload,
         )
         self._frames.send(wire.encode(welcome))
@@ -378,10 +377,8 @@ class Connection(FrameLoop[wire.Request]):
         kept = self._state.blocks.fetch(self._tenant, request.block)
         assert kept.payload is not None  # `fetch` returns blocks that have arrived
         size, header = len(kept.payload), kept.header
-        with (
-            self._state.quotas.admitted(self._tenant, rows=header.rows, work=0, blocks_of=self._tenant),
-            self._state.budget.taken(self._tenant, size, timeout=self._limits.request_timeout_s),
-        ):
+        self._state.quotas.admit(self._tenant, rows=header.rows, work=0, blocks_of=self._tenant)
+        with self._state.budget.taken(self._tenant, size, timeout=self._limits.request_timeout_s):
             block = wire.Block(**msgspec.structs.asdict(header), helper=kept.helper)
             self._bill(UsageCounts(bytes_sent=size))
             self._frames.send(wire.encode(block, payload_bytes=size), kept.payload)
@@ -445,10 +442,8 @@ class DepositConnection(FrameLoop[wire.Deposit]):
         _, outputs = check_shape(deposit, state.config, state.manifest, state.served)
         size = deposit.encoding.size(deposit.rows, outputs)
         self._frames.expect_payload(size)
-        with (
-            state.quotas.admitted(tenant, rows=deposit.rows, work=0, blocks_of=self._helper),
-            state.blocks.arriving(tenant, deposit, helper=self._helper.fingerprint, size=size) as block,
-        ):
+        state.quotas.admit(tenant, rows=deposit.rows, work=0, blocks_of=self._helper)
+        with state.blocks.arriving(tenant, deposit, helper=self._helper.fingerprint, size=size) as block:
             payload = np.empty(size, dtype=np.uint8).data
             self._frames.read(payload)
             message = statement(deposit, permit=deposit.permit, executor=self._executor, payload=payload)

@@ -1,4 +1,4 @@
-"""Quotas of tenants: limits of their rates and of their rows in flight.
+"""Quotas of tenants: limits of their rates.
 
 Each rate has a token bucket that holds the tokens of one second (of `burst_s` where a tenant's requests are divided
 among several processes, which it asks one after the other). A request is admitted while no bucket is in debt, and
@@ -21,8 +21,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 
 from provider import logs
 from provider.config.schema import MIB, QuotaConfig
@@ -37,7 +36,6 @@ log = logs.EventLog(__name__)
 _PATIENCE_S = 1.0  # longest wait of a request
 _LOG_AGAIN_S = 60.0
 _REMEMBERED = 1024  # tenants whose quota is cached
-_AT_ONCE: AbstractContextManager[None] = nullcontext()
 _NO_PRODUCT = QuotaConfig(requests_per_s=1000.0, rows_per_s=100.0 * MIB)  # here, rows are bytes read and dropped
 
 
@@ -45,7 +43,7 @@ class QuotaMeter:
     """The token buckets of one tenant. The caller passes the time of a monotonic clock. Not thread-safe."""
 
     def __init__(self, now: float, burst_s: float = 1.0) -> None:
-        self.rows_in_flight, self._burst_s = 0, burst_s
+        self._burst_s = burst_s
         self.logged_at = -math.inf
         self._buckets: dict[str, TokenBucket] = {}
         self._now = now
@@ -76,7 +74,6 @@ class QuotaMeter:
         for name, amount in (("requests", 1), ("rows", rows), ("work", work)):
             if name in self._buckets:
                 self._buckets[name].take(amount)
-        self.rows_in_flight += rows
 
 
 class QuotaGate:
@@ -100,16 +97,31 @@ class QuotaGate:
         with self._changed:
             return dict(self._limited)
 
-    def admitted(
+    def admit(
         self, tenant: TenantIdentity, *, rows: int, work: int, blocks_of: Party | None = None
-    ) -> AbstractContextManager[QuotaLimit | None]:
-        """Wait until the quota admits a request, and count the request as in flight until the context ends. The context
-        gives the limit that the request waited for, or None. Blocks do not wait: `blocks_of` is the helper that sends
-        one for the tenant, or the tenant that fetches one; None for a product. Entering the context raises `Refusal`:
-        BUSY if the request would wait for more than one second, TOO_LARGE if the quota never admits it."""
+    ) -> QuotaLimit | None:
+        """Wait until the quota admits a request. Returns the limit that the request waited for, or None. Blocks do not
+        wait: `blocks_of` is the helper that sends one for the tenant, or the tenant that fetches one; None for a
+        product. Raises `Refusal` BUSY if the request would wait for more than one second."""
         if self.limits_nothing(tenant):
-            return _AT_ONCE
-        return self._in_turn(tenant, blocks_of, self.of(tenant), rows=rows, work=work)
+            return None
+        limit: QuotaLimit | None = None
+        quota = self.of(tenant)
+        with self._changed:
+            meter = self._meters.setdefault((tenant, blocks_of), QuotaMeter(time.monotonic(), self.burst_s))
+            end = time.monotonic() + (_PATIENCE_S if blocks_of is None else 0.0)
+            while delay := meter.delay(quota, now := time.monotonic()):
+                if limit is None:
+                    self._limited[tenant] += 1
+                limit = meter.limit(quota)
+                if now - meter.logged_at > _LOG_AGAIN_S:
+                    meter.logged_at = now
+                    log.warning("over_quota", tenant=str(tenant), quota=str(limit), requests=self._limited[tenant])
+                if delay > end - now:
+                    raise Refusal(ErrorCode.BUSY, f"your quota is {limit}; ask again later", limit=limit)
+                self._changed.wait(delay)
+            meter.take(rows=rows, work=work)
+        return limit
 
     def debt(self, tenant: Party) -> float:
         """Seconds until the client has paid for answers without a product, on all its connections."""
@@ -125,38 +137,6 @@ class QuotaGate:
             meter.delay(_NO_PRODUCT, now)
             meter.take(rows=size, work=0)
             return meter.delay(_NO_PRODUCT, now)
-
-    @contextmanager
-    def _in_turn(
-        self, tenant: TenantIdentity, blocks_of: Party | None, quota: QuotaConfig, *, rows: int, work: int
-    ) -> Iterator[QuotaLimit | None]:
-        limit, most = None, quota.max_rows_in_flight
-        if most is not None and rows > most:
-            raise Refusal(ErrorCode.TOO_LARGE, f"{rows} rows; this tenant's quota is {most}")
-        with self._changed:
-            meter = self._meters.setdefault((tenant, blocks_of), QuotaMeter(time.monotonic(), self.burst_s))
-            end = time.monotonic() + (_PATIENCE_S if blocks_of is None else 0.0)
-            while True:
-                now = time.monotonic()
-                delay, left = meter.delay(quota, now), end - now
-                if not delay and (most is None or meter.rows_in_flight + rows <= most):
-                    break
-                if limit is None:
-                    self._limited[tenant] += 1
-                limit = meter.limit(quota) if delay or most is None else QuotaLimit(amount=most, unit="rows in flight")
-                if now - meter.logged_at > _LOG_AGAIN_S:
-                    meter.logged_at = now
-                    log.warning("over_quota", tenant=str(tenant), quota=str(limit), requests=self._limited[tenant])
-                if left <= 0 or delay > left:
-                    raise Refusal(ErrorCode.BUSY, f"your quota is {limit}; ask again later", limit=limit)
-                self._changed.wait(delay or left)
-            meter.take(rows=rows, work=work)
-        try:
-            yield limit
-        finally:
-            with self._changed:
-                meter.rows_in_flight -= rows
-                self._changed.notify_all()
 
 
 def _rates(quota: QuotaConfig) -> dict[str, float]:

@@ -88,8 +88,8 @@ Configure = Callable[..., ProviderConfig]
 
 @pytest.fixture(scope="session")
 def configure(keys: Keys, cache: Path, llama: Path) -> Configure:
-    """A configuration for tests: `configure(checkpoint=..., max_rows=..., quota=..., ...)`, with the fields of `Limits`
-    and of `ProviderConfig`."""
+    """A configuration for tests: `configure(checkpoint=..., max_payload_mib=..., quota=..., ...)`, with the fields of
+    `Limits` and of `ProviderConfig`."""
 
     def configure(*, checkpoint: Path = llama, **options: Any) -> ProviderConfig:
         default = Limits(max_payload_mib=8, max_inflight_mib=64, max_inflight_mib_per_tenant=32)

@@ -48,7 +48,7 @@ def test_the_fullest_card_is_as_empty_as_possible(sizes: list[int], memory: list
 
 
 def test_cards_have_ranges_of_layers_ports_and_parts_of_the_rates(configure: Configure, store: WeightStore) -> None:
-    quota = QuotaConfig(weight=2.0, requests_per_s=100.0, giga_multiply_adds_per_s=5.0, max_rows_in_flight=64)
+    quota = QuotaConfig(weight=2.0, requests_per_s=100.0, giga_multiply_adds_per_s=5.0)
     config = configure(
         roles=("executor",),
         listen="127.0.0.1:7401",
@@ -66,7 +66,7 @@ def test_cards_have_ranges_of_layers_ports_and_parts_of_the_rates(configure: Con
     assert sum(one.quota.giga_multiply_adds_per_s or 0 for one in own) == pytest.approx(5)
     assert sum(one.tenants["alice"].rows_per_s or 0 for one in own) == pytest.approx(30)
     for one in own:  # what each process has to itself
-        assert (one.quota.weight, one.quota.max_rows_in_flight, one.limits) == (2.0, 64, config.limits)
+        assert (one.quota.weight, one.limits) == (2.0, config.limits)
         assert (one.name, one.tls, one.usage) == (config.name, config.tls, config.usage)
     with pytest.raises(ConfigError, match="3 cards cannot divide 2 layers"):
         cards_of(configure(roles=("executor",), executor=ExecutorConfig(processes=3)))

@@ -72,6 +72,12 @@ def make_checkpoint(path: Path, *, seed: int, layers: int = 1) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of the largest size are smaller, and faster."""
+    monkeypatch.setattr("provider.gateway.admission.MAX_REQUEST_ROWS", 2048)
+
+
 @dataclass(frozen=True)
 class Place:
     """A checkpoint, another one of the same shape, certificates, a cache."""
@@ -98,11 +104,7 @@ class Place:
                 key=self.provider.key,
                 tenant_authority=self.authority.certificate,
             ),
-            limits=msgspec.structs.replace(
-                # one tenant makes hundreds of connections, which would wait for their share of handshakes
-                Limits(max_rows=2048),
-                **limits,
-            ),
+            limits=msgspec.structs.replace(Limits(), **limits),
             executor=ExecutorConfig(threads=1, float_memory_mib=2048 if floats else None),
         )
 
@@ -210,8 +212,9 @@ def test_an_honest_provider_passes(judge: Judge, role: wire.Role) -> None:
     assert all(outcome.examples for outcome in outcomes.values() if outcome.verdict == "holds")
 
 
-def test_a_provider_with_small_limits_passes(judge: Judge, place: Place) -> None:
-    assert not broken(judge(config=place.config(max_rows=3, max_connections_per_tenant=5)))
+def test_a_provider_with_small_limits_passes(judge: Judge, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("provider.gateway.admission.MAX_REQUEST_ROWS", 3)
+    assert not broken(judge(config=place.config(max_connections_per_tenant=5)))
 
 
 def test_a_provider_without_floats_passes_unless_floats_are_required(judge: Judge, place: Place) -> None:

@@ -20,7 +20,6 @@ NO_DEFAULT = (
         "requests_per_s",
         "rows_per_s",
         "giga_",
-        "max_rows_in_flight",
     ),
     *("weight =", "database", "float_memory_mib =", 'listen = "127.0.0.1:9464', "hosts ="),
     *("announce =", "authority =", "address =", "capacity_layers", "to =", "from ="),

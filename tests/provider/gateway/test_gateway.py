@@ -18,7 +18,7 @@ import torch
 from provider.config.schema import MIB, Limits, UsageConfig
 from provider.executor.client import ExecutorRequester
 from provider.executor.queues import ExecutorReport
-from provider.gateway.admission import ByteBudget
+from provider.gateway.admission import MAX_REQUEST_ROWS, ByteBudget
 from provider.gateway.connection import Connection
 from provider.gateway.usage import read
 from provider.products.model import ServedModel
@@ -196,7 +196,7 @@ def test_refused_requests_leave_the_connection_usable(connect: Connect, provider
     code = wire.ErrorCode
     client = connect()
     seed = Seed(secrets.token_bytes(32))
-    too_many = provider.config.limits.max_rows + 1
+    too_many = MAX_REQUEST_ROWS + 1
     for request, payload, expected in [
         (execute(9, 1), b"\0" * 4 * WIDTH, code.BAD_REQUEST),  # no such group
         (execute(0, 1), b"\0" * 4 * (WIDTH + 1), code.BAD_REQUEST),
@@ -245,9 +245,12 @@ def test_seeds_are_taken_under_a_key_of_ml_kem_only(connect: Connect, provider: 
 
 
 @pytest.mark.parametrize("role", ["executor", "helper"])
-def test_requests_of_too_many_rows_are_refused(configure: Configure, connect: Connect, role: wire.Role) -> None:
+def test_requests_of_too_many_rows_are_refused(
+    configure: Configure, connect: Connect, monkeypatch: pytest.MonkeyPatch, role: wire.Role
+) -> None:
     """The limit of rows on its own: the matrices are far smaller than the largest payload."""
-    with Provider(configure(max_rows=4)) as provider:
+    monkeypatch.setattr("provider.gateway.admission.MAX_REQUEST_ROWS", 4)
+    with Provider(configure()) as provider:
         client = connect(role=role, to=provider)
         for rows in (4, 5):
             request = execute(0, rows) if role == "executor" else effect(0, rows, seed=bytes(32))
@@ -387,7 +390,7 @@ def test_a_client_that_does_not_read_is_dropped(
         with keys.context("bob").wrap_socket(raw, server_hostname="127.0.0.1") as deaf:
             hello = wire.Hello(version=wire.VERSION, role="executor", model_digest=provider.model_digest)
             deaf.sendall(wire.encode(hello))
-            rows = provider.config.limits.max_rows
+            rows = MAX_REQUEST_ROWS
             deaf.sendall(wire.encode(execute(0, rows), payload_bytes=rows * WIDTH * 4) + bytes(rows * WIDTH * 4))
             client = connect("bob", role=None, to=provider)
 

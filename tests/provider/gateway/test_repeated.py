@@ -185,15 +185,21 @@ def without_authorities(provider: Provider) -> Credentials:
     return dataclasses.replace(provider._gateway._credentials, authorities={})
 
 
+def over_quota(patch: pytest.MonkeyPatch, provider: Provider) -> None:
+    """A quota that the tenants have used for the next minute."""
+    assert provider._gateway is not None
+    quotas = provider._gateway.state.quotas
+    quotas.renew(lambda _: QuotaConfig(rows_per_s=1.0))
+    for tenant, _ in provider._usage.totals():
+        quotas.admit(tenant, rows=100, work=0)
+
+
 Break = Callable[[pytest.MonkeyPatch, Provider], None]
 REASONS: dict[str, tuple[Break, wire.ErrorCode]] = {
     "revoked": (lambda patch, p: patch.setattr(p._gateway, "_credentials", without_authorities(p)), CODE.REVOKED),
     "unbilled": (lambda patch, _: patch.setattr(UsageCounters, "unwritten_s", 1e9), CODE.BUSY),
     "no executor": (lambda patch, _: patch.setattr(ExecutorHandle, "present", False), CODE.BUSY),
-    "quota": (
-        lambda patch, p: p._gateway.state.quotas.renew(lambda _: QuotaConfig(max_rows_in_flight=0)),  # type: ignore[union-attr]
-        CODE.TOO_LARGE,
-    ),
+    "quota": (over_quota, CODE.BUSY),
 }
 
 

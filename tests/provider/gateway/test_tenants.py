@@ -75,41 +75,19 @@ def test_quotas_are_each_tenants_own() -> None:
     quotas = {ALICE: QuotaConfig(requests_per_s=0.1), BOB: QuotaConfig()}
     gate = QuotaGate(quotas.__getitem__)
     for _ in range(100):
-        with gate.admitted(BOB, rows=10**6, work=10**12):
-            pass
+        gate.admit(BOB, rows=10**6, work=10**12)
     for _ in range(2):  # the first request leaves the bucket in debt
-        with contextlib.suppress(Refusal), gate.admitted(ALICE, rows=1, work=1):
-            pass
-    with pytest.raises(Refusal) as refused, gate.admitted(ALICE, rows=1, work=1):
-        pass
+        with contextlib.suppress(Refusal):
+            gate.admit(ALICE, rows=1, work=1)
+    with pytest.raises(Refusal) as refused:
+        gate.admit(ALICE, rows=1, work=1)
     assert refused.value.code == wire.ErrorCode.BUSY
     gate.renew(lambda _: QuotaConfig(requests_per_s=0.1))
-    with gate.admitted(BOB, rows=1, work=1):  # the same quota, and Alice has used hers
-        pass
+    gate.admit(BOB, rows=1, work=1)  # the same quota, and Alice has used hers
     gate.renew(lambda _: QuotaConfig(giga_multiply_adds_per_s=1.0))
-    with gate.admitted(BOB, rows=1, work=10 * 10**9):
-        pass
-    with pytest.raises(Refusal), gate.admitted(BOB, rows=1, work=1):
-        pass
-
-
-def test_rows_in_flight_wait_for_earlier_rows() -> None:
-    gate = QuotaGate(lambda _: QuotaConfig(max_rows_in_flight=10))
-    with pytest.raises(Refusal) as refused, gate.admitted(ALICE, rows=11, work=0):
-        pass
-    assert refused.value.code == wire.ErrorCode.TOO_LARGE
-    entered = threading.Event()
-
-    def second() -> None:
-        with gate.admitted(ALICE, rows=5, work=0):
-            entered.set()
-
-    waiter = threading.Thread(target=second)
-    with gate.admitted(ALICE, rows=6, work=0):
-        waiter.start()
-        assert not entered.wait(0.05)
-    assert entered.wait(20)
-    waiter.join()
+    gate.admit(BOB, rows=1, work=10 * 10**9)
+    with pytest.raises(Refusal):
+        gate.admit(BOB, rows=1, work=1)
 
 
 @pytest.mark.parametrize("digits", [16, 64])
@@ -153,12 +131,6 @@ def test_a_tenant_over_its_quota_is_told_which_one(
             ("alice", 2)
         ]
     assert caplog.messages.count("over_quota") == 1
-    gate = QuotaGate(lambda _: QuotaConfig(max_rows_in_flight=1))
-    with gate.admitted(BOB, rows=1, work=1) as free:
-        assert free is None
-        with pytest.raises(Refusal) as refused, gate.admitted(BOB, rows=1, work=1):
-            pass
-    assert str(refused.value.limit) == "1 rows in flight"
 
 
 def test_refusals_and_reports_have_a_rate_of_their_own() -> None:
@@ -168,8 +140,7 @@ def test_refusals_and_reports_have_a_rate_of_their_own() -> None:
     assert 0.5 < [gate.pause(ALICE, size=0) for _ in range(1000)][-1] <= 1.0
     assert not gate.pause(BOB, size=0)
     assert gate.pause(BOB, size=512 * MIB) > 3.0
-    with gate.admitted(ALICE, rows=1, work=1):  # products do not wait for this rate
-        pass
+    gate.admit(ALICE, rows=1, work=1)  # products do not wait for this rate
 
 
 def test_refused_requests_have_a_limited_rate_and_are_billed(

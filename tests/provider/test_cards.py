@@ -2,8 +2,10 @@
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -17,9 +19,11 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import chip as chips
 from symbiosis_priv.kernels.chip import Chip
+from symbiosis_priv.network.tls import TenantIdentity
 from symbiosis_priv.network.wire import ErrorCode
 from tests.provider.clients import failure
 from tests.provider.conftest import Configure, Connect
+from tests.waiting import until
 
 LAYERS = 2
 
@@ -149,3 +153,21 @@ def test_connections_are_limited_by_each_process(configure: Configure, connect: 
 def test_a_provider_in_code_has_one_card(configure: Configure) -> None:
     with pytest.raises(ConfigError, match="provider serve"):
         Provider(configure(roles=("executor",), executor=ExecutorConfig(processes=2))).start()
+
+
+def test_rates_are_divided_again_when_the_file_changes(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of a card reads the whole file."""
+    whole, source = configure(roles=("executor",), executor=ExecutorConfig(processes=2, threads=1)), tmp_path / "a.toml"
+    source.touch()
+    found = [msgspec.structs.replace(whole, quota=QuotaConfig(rows_per_s=100.0))]
+    monkeypatch.setattr("provider.serve.load", lambda path, whole: found[-1])
+    card, tenant = cards_of(whole)[1], TenantIdentity("alice", "sha256:a")
+    with Provider(card.config(found[-1]), source=source, adapt=card.config, burst_s=BURST_S) as provider:
+        assert provider._gateway is not None
+        quotas = provider._gateway.state.quotas
+        assert (quotas.of(tenant).rows_per_s, quotas.burst_s) == (100.0 * card.requests, BURST_S)
+        found.append(msgspec.structs.replace(whole, quota=QuotaConfig(rows_per_s=40.0)))
+        provider.reload()
+        until(lambda: quotas.of(tenant).rows_per_s == 40.0 * card.requests)

@@ -5,6 +5,7 @@ toml           reads TOML into typed configuration, with errors that name the fi
 interrupts     SIGINT and SIGTERM
 pacing         pauses after failures, and periodic threads
 fair_share     no client holds more than stays free for others
+cache_key      the key that encrypts a tenant's preparation, from outside
 locked         memory for a secret, and a process that other programs do not read
 machine        what other programs, users, disks and devices may see of a tenant
 amx            asks for AMX, the matrix units of some processors, and keeps torch from them where it would trap

@@ -39,6 +39,7 @@ from symbiosis_priv.checkpoints.weights import Progress, WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, RangeError
 from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.limits import GroupIndex
+from symbiosis_priv.system.cache_key import cache_key, decrypted, encrypted
 from symbiosis_priv.system.files import PrivateFolder, default_cache, lock, storing, write_atomically
 from tenant.core.blame import DEFAULT_COLUMNS, BlameKeys
 from tenant.core.verifier import VerificationKeys
@@ -87,7 +88,8 @@ def prepare(
     root = cache or default_cache()
 
     def place(digest: str) -> Path:
-        return root / "tenant" / f"v{_VERSION}-{digest.removeprefix('sha256:')}-{DEFAULT_COLUMNS}"
+        under_key = "" if cache_key() is None else "-encrypted"
+        return root / "tenant" / f"v{_VERSION}-{digest.removeprefix('sha256:')}-{DEFAULT_COLUMNS}{under_key}"
 
     if digest is None:
         assert store is not None
@@ -246,7 +248,7 @@ def _read(folder: PrivateFolder, *, digest: str) -> Preparation:
     """Read the files of `_save`. Each file is read once, so the bytes that the seal covers are the bytes in use."""
     with contextlib.suppress(FileNotFoundError):
         folder.subfolder(_KNOWN).close()
-    files = {name: folder.read(name) for name in (*_SMALL, _SEAL)}
+    files = {name: decrypted(name, folder.read(name)) for name in (*_SMALL, _SEAL)}
     manifest = Manifest.from_json(files[_MANIFEST])
     keys = read_keys(load(files[_KEYS]), groups=len(manifest.groups))
     origin = msgspec.json.decode(files[_ORIGIN], type=_Origin)
@@ -315,8 +317,17 @@ def _open_second(folder: PrivateFolder, *, groups: int) -> tuple[Callable[[], Ve
 
 @contextlib.contextmanager
 def _digested(folder: PrivateFolder, name: str) -> Iterator[tuple[Path, str]]:
-    """Context manager that opens a file. Yields the path of the open file, and its SHA-256."""
-    with os.fdopen(folder.open_file(name), "rb") as file:
+    """Context manager that opens a file. Yields the path of the open file, or of its content in memory if it is
+    encrypted, and the SHA-256 of the content."""
+    descriptor = folder.open_file(name)
+    if cache_key() is not None:
+        with os.fdopen(descriptor, "rb") as stored:
+            content = decrypted(name, stored.read())
+        descriptor = os.memfd_create(name)
+        with os.fdopen(os.dup(descriptor), "wb") as file:
+            file.write(content)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+    with os.fdopen(descriptor, "rb") as file:
         yield Path(f"/dev/fd/{file.fileno()}"), hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -355,7 +366,7 @@ def _save(folder: Path, prepared: Preparation) -> Preparation:
         try:
             with parent.subfolder(partial, create=True) as opened:
                 for name, content in (files | {_BLAME: blame, _SECOND: second, _SEAL: seal}).items():
-                    opened.write(name, content)
+                    opened.write(name, encrypted(name, content))
                 on_disk, _ = _open_blame(opened, prepared.manifest, checkpoint=prepared.checkpoint)
                 second_on_disk, _ = _open_second(opened, groups=len(prepared.manifest.groups))
             parent.delete(folder.name)

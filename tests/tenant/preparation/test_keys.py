@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from symbiosis_priv.checkpoints.manifest import GroupFacts, Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError
 from symbiosis_priv.limits import GroupIndex
+from symbiosis_priv.system.cache_key import cache_key
 from tenant.core.verifier import VerificationKeys
 from tenant.preparation import keys as preparation
 from tenant.preparation.keys import _alone, prepare
@@ -529,3 +530,61 @@ def test_weight_bits_are_checked_also_when_everything_is_cached(store: WeightSto
         prepare(store, digest=digest, weight_bits=bits, cache=tmp_path)
     with pytest.raises(ConfigError, match=r"has 10 weight bits, but the federation file says 8; correct weight_bits"):
         prepare(store, digest=digest, weight_bits=8, cache=tmp_path)
+
+
+# A key from outside
+
+
+def give_key(monkeypatch: pytest.MonkeyPatch, way: str, key: bytes, folder: Path) -> None:
+    """Give this process a key as its starter does: through a descriptor, or as a credential of systemd."""
+    cache_key.cache_clear()
+    monkeypatch.delenv("SYMBIOSIS_PRIV_CACHE_KEY_FD", raising=False)
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY", raising=False)
+    if way == "descriptor":
+        reader, writer = os.pipe()
+        os.write(writer, key)
+        os.close(writer)
+        monkeypatch.setenv("SYMBIOSIS_PRIV_CACHE_KEY_FD", str(reader))
+    elif way == "credential":
+        (folder / "symbiosis-priv.cache-key").write_bytes(key)
+        monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(folder))
+
+
+@pytest.fixture
+def no_key_afterwards() -> Iterator[None]:
+    yield
+    cache_key.cache_clear()
+
+
+@pytest.mark.usefixtures("no_key_afterwards")
+@pytest.mark.parametrize("way", ["descriptor", "credential"])
+def test_a_copied_cache_is_useless_without_its_key(
+    store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    digest, cache = store.manifest().digest, tmp_path / "cache"
+    give_key(monkeypatch, way, b"k" * 32, tmp_path)
+    made = prepared(store, digest, cache)
+    stored = b"".join(path.read_bytes() for path in folder_of(cache).rglob("*") if path.is_file())
+    secrets_of = [made.keys.secret, made.blame.secret, made.second().secret]
+    assert not any(secret in stored for secret in secrets_of)
+    columns = made.keys.products[GroupIndex(0), FORWARD].numpy().tobytes()
+    assert columns[:16] not in stored
+    again = prepared(None, digest, cache)
+    assert [again.keys.secret, again.blame.secret, again.second().secret] == secrets_of
+    assert all(same_facts(a, b) for a, b in zip(made.facts, again.facts, strict=True))
+    give_key(monkeypatch, way, b"l" * 32, tmp_path)
+    with pytest.raises(CheckpointError, match="under another key"):
+        prepared(None, digest, cache)
+    give_key(monkeypatch, "none", b"", tmp_path)
+    with pytest.raises(CheckpointError, match="nothing is prepared"):
+        prepared(None, digest, cache)
+    assert cache_key() is None
+
+
+@pytest.mark.usefixtures("no_key_afterwards")
+@pytest.mark.parametrize("key", [b"", b"k" * 31, b"k" * 33])
+def test_a_key_of_another_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: bytes) -> None:
+    for way in ("descriptor", "credential"):
+        give_key(monkeypatch, way, key, tmp_path)
+        with pytest.raises(ConfigError, match="32 bytes"):
+            cache_key()

@@ -184,19 +184,6 @@ def test_another_executor_gets_the_same_bytes(
     assert f"executor '{other.peer('executor').name}' took over from executor 'executor {failing.port}'" in caplog.text
 
 
-@pytest.mark.parametrize("code", ["busy", "stopping"])
-def test_a_single_executor_is_asked_again_with_identical_requests(scripted: Scripted, code: str) -> None:
-    def busy(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        if len(scripted.executor.executed) < 4:
-            return frame(wire.Failure(code=wire.ErrorCode(code), detail="later"))
-        return frame(reply, answer)
-
-    scripted.executor.behaviour = busy
-    session = scripted.new_session("local")
-    assert is_right(session, OUT, FORWARD, 3, 0)
-    assert len({heard.header + heard.payload for heard in scripted.executor.executed}) == 1
-
-
 def test_a_connection_that_was_closed_between_requests_is_no_failure(scripted: Scripted) -> None:
     """Connections close between requests if a provider restarts or closes an idle connection."""
     providers = [scripted.new_provider(), scripted.new_provider()]
@@ -441,7 +428,7 @@ def python_interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("python_interrupts")
+@pytest.mark.usefixtures("python_interrupts", "sockets")
 def test_an_interrupt_while_a_session_opens_ends_the_interrupted_call_alone(scripted: Scripted) -> None:
     session, (asked, go_on) = scripted.new_session("pad"), (threading.Event(), threading.Event())
 

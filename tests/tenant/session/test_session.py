@@ -694,13 +694,6 @@ def test_no_piece_begins_after_one_has_failed(executor: ScriptedProvider, new_se
 # Away, full, closed
 
 
-def test_a_helper_that_is_away_for_a_moment_only_costs_time(scripted: Scripted, session: Session) -> None:
-    for seed in range(4):
-        assert is_right(session, QKV, FORWARD, 50, seed)
-        scripted.helper.hang_up()
-        scripted.executor.hang_up()
-
-
 @pytest.mark.parametrize("absent", ["executor", "helper"])
 def test_a_provider_that_stays_away_is_an_error_within_the_deadline(scripted: Scripted, absent: str) -> None:
     """Many pads may be on order: the product does not wait for each of them in turn."""

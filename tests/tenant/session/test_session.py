@@ -759,5 +759,6 @@ def test_a_backend_closes_itself_after_a_with_block(new_session: NewSession) -> 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_a_tenant_with_a_session_makes_no_core_file_and_is_not_traced(session: Session) -> None:
+    assert is_right(session, OUT, FORWARD, 1)  # connects
     assert resource.getrlimit(resource.RLIMIT_CORE) == (0, 0)
     assert ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0  # PR_GET_DUMPABLE

@@ -115,7 +115,7 @@ class Guard:
                     message = "too many requests of this key are in progress; try again later"
                     raise ApiError(429, message, code="overloaded")
                 try:
-                    receive = await _whole_body(receive, headers, self._settings) if client else _no_body
+                    receive = await _whole_body(receive, headers, self._settings) if client else _no_body(receive)
                     await self.app(scope, receive, noted)
                 finally:
                     self._places.give_back(client)
@@ -168,8 +168,21 @@ async def _whole_body(receive: Receive, headers: Headers, settings: Settings) ->
     return replay
 
 
-async def _no_body() -> Message:
-    return {"type": "http.request", "body": b"", "more_body": False}
+def _no_body(receive: Receive) -> Receive:
+    """Return a `receive` of an empty body. After it, only the end of the connection is told: who waits for that would
+    otherwise never give the event loop back."""
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            while (message := await receive())["type"] != "http.disconnect":
+                pass
+            return message
+        given = True
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    return replay
 
 
 def create_app(service: Service, settings: Settings, *, routers: Sequence[APIRouter] = ()) -> Guard:

@@ -56,8 +56,8 @@ def connect(tinker: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     with ExitStack() as stack:
 
-        def connected(number: int = 0, *, at: str = address) -> Any:
-            return stack.enter_context(tinker.ServiceClient(base_url=at, api_key=KEYS[number]))
+        def connected(number: int = 0) -> Any:
+            return stack.enter_context(tinker.ServiceClient(base_url=address, api_key=KEYS[number]))
 
         yield connected
     with warnings.catch_warnings():  # the client leaves a connection open

@@ -125,11 +125,12 @@ class Checkpoints:
     def folder(self, place: Place) -> Path:
         return self._folder.joinpath(*place)
 
-    def record(self, place: Place) -> Record:
-        """Read the record of a checkpoint. Raises `ApiError` if there is none, or its time is over."""
+    def record(self, place: Place, *, expired: bool = False) -> Record:
+        """Read the record of a checkpoint. Raises `ApiError` if there is none, or its time is over and not
+        `expired`."""
         with self._lock:
             found = self._read(place)
-            if found is None or (found.expires is not None and found.expires <= time.time()):
+            if found is None or (not expired and found.expires is not None and found.expires <= time.time()):
                 raise ApiError(404, f"there is no checkpoint {place.uri}", code="not_found", param="path")
             return found
 

@@ -31,7 +31,7 @@ from tenant.endpoint.tinker.checkpoints import (
     Record,
 )
 from tenant.endpoint.tinker.futures import Future, Futures
-from tenant.endpoint.tinker.sampling import Samples, requests_of, task_of
+from tenant.endpoint.tinker.sampling import Samples, requests_of, task_name, task_of
 from tenant.endpoint.tinker.training import Job, Run, StepsJob, Training
 from tenant.endpoint.tinker.wire import Sizes, read_request, steps_of
 
@@ -141,10 +141,10 @@ class Tinker:
 
     def delete(self, place: Place) -> None:
         """Delete a checkpoint. Raises `ApiError` if requests use it."""
-        tasks = self.training.tasks
-        task = task_of(place, tasks, self.checkpoints)
+        tasks, task = self.training.tasks, task_name(place, self.checkpoints.record(place, expired=True))
         try:
-            tasks.unregister(task)
+            if task in tasks:
+                tasks.unregister(task)
         except SymbiosisError as error:
             raise ApiError(400, f"{place.uri} is in use; delete it later") from error
         self.checkpoints.delete(place)
@@ -155,7 +155,10 @@ class Tinker:
             if now - session.heard > _SESSION_S:
                 self.end(session)
         for place in self.checkpoints.expired():
-            self.checkpoints.delete(place)
+            try:
+                self.delete(place)
+            except ApiError:  # samples use it
+                continue
         self.files = {token: one for token, one in self.files.items() if one[1] > now}
 
 

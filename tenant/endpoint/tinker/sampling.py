@@ -12,7 +12,7 @@ from tenant.endpoint.api.errors import ApiError, refused
 from tenant.endpoint.api.service import OWNED, Service
 from tenant.endpoint.engine.requests import Done, EngineRequest, Event, Failed, Handle, Sampling, Started, Token
 from tenant.endpoint.engine.requests import TokenLogprob as Logprob
-from tenant.endpoint.tinker.checkpoints import Checkpoints, Place
+from tenant.endpoint.tinker.checkpoints import Checkpoints, Place, Record
 from tenant.endpoint.tinker.futures import Future
 from tenant.endpoint.tinker.wire import Sample, Sizes, checked_tokens, sample_message
 from tenant.tasks import Tasks
@@ -22,12 +22,16 @@ _MOST_TOP = 20
 _SEED = 1 << 63
 
 
+def task_name(place: Place, record: Record) -> str:
+    """Return the name of a checkpoint's task. Another checkpoint at the same place has another one."""
+    identity = "\n".join((*place, str(record.time)))
+    return f"{OWNED}{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
+
+
 def task_of(place: Place, tasks: Tasks, checkpoints: Checkpoints) -> str:
     """Return the task of a checkpoint, which is registered if it is not. Raises `ApiError` if there is no such
     checkpoint, or its folder is not a PEFT folder."""
-    record = checkpoints.record(place)
-    identity = "\n".join((*place, str(record.time)))
-    task = f"{OWNED}{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
+    task = task_name(place, checkpoints.record(place))
     if task not in tasks:
         try:
             tasks.register(task, checkpoints.folder(place), within=checkpoints.folder(place))

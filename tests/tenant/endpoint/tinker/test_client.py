@@ -301,7 +301,7 @@ def test_paths_cannot_leave_the_folder(tinker: Any, connect: Connect, path: str)
 def test_what_is_not_offered_is_refused_by_name(tinker: Any, connect: Connect, address: str) -> None:
     service = connect()
     training = service.create_lora_training_client("tiny", rank=1, train_mlp=False).result()
-    data = [datum(tinker, [1, 2, 3])]
+    data, rest = [datum(tinker, [1, 2, 3])], tinker.RestClient(base_url=address, api_key=KEYS[0])
     refused: list[tuple[Callable[[], Any], str]] = [
         (lambda: training.forward_backward(data, "gspo"), "gspo"),
         (lambda: training.forward_backward(data, "cross_entropy", {"beta": 1.0}), "beta"),
@@ -313,7 +313,7 @@ def test_what_is_not_offered_is_refused_by_name(tinker: Any, connect: Connect, a
         (lambda: training.optim_step(tinker.types.DimuonParams(learning_rate=0.1)), "dimuon"),
         (lambda: training.save_weights_and_get_sampling_client(kind="inflight"), "kind"),
         (lambda: service.create_lora_training_client("other"), "other"),
-        (lambda: service.copy_weights("tinker://a/weights/b"), "copy_weights"),
+        (lambda: rest.publish_checkpoint_from_tinker_path("tinker://a/weights/b"), "publish"),
         (lambda: service.create_sampling_client(base_model="other"), "other"),
     ]
     for call, name in refused:

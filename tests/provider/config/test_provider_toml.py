@@ -116,7 +116,7 @@ def test_paths_of_relays_are_relative_to_the_file(tmp_path: Path) -> None:
         ('roles = ["boss"]\n' + MINIMAL, "roles"),
         ("roles = []\n" + MINIMAL, "roles"),
         ('listen = "nowhere"\n' + MINIMAL, "nowhere"),
-        (MINIMAL + "[limits]\nmax_rows = 0", "max_rows"),
+        (MINIMAL + "[limits]\nmax_payload_mib = 0", "max_payload_mib"),
         (MINIMAL + "[limits]\nstop_timeout_s = -1.0", "stop_timeout_s"),
         (MINIMAL + "[limits]\nmax_payload_mib = 1000", "max_inflight_mib_per_tenant"),
         (MINIMAL + "[limits]\nmax_inflight_mib = 600", "max_inflight_mib"),

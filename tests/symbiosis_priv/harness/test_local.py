@@ -68,8 +68,11 @@ def test_layers_of_an_unknown_provider_are_an_error(llama_path: Path, tmp_path: 
 
 
 def test_a_provider_that_fails_to_start_is_an_error_with_the_reason(llama_path: Path, tmp_path: Path) -> None:
-    options = {"limits": {"max_rows": 0}}
-    with pytest.raises(ConfigError, match="max_rows"), LocalFederation(llama_path, tmp_path, provider_options=options):
+    options = {"limits": {"max_connections": 0}}
+    with (
+        pytest.raises(ConfigError, match="max_connections"),
+        LocalFederation(llama_path, tmp_path, provider_options=options),
+    ):
         pytest.fail("it started")
 
 

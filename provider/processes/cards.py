@@ -9,7 +9,6 @@ and `rows_per_s` that its layer groups are of all, and of the multiply-adds that
 every process for exactly these parts, so the parts add up to the quota, for passes of up to `BURST_S`.
 """
 
-import argparse
 import os
 import signal
 import sys
@@ -93,7 +92,7 @@ def cards_of(config: ProviderConfig, *, progress: Progress | None = None) -> lis
     for index, size in sizes.items():
         layers[manifest.layers[index]] = layers.get(manifest.layers[index], 0) + size
     first, threads = min(layers), config.executor.threads or os.cpu_count() or 1
-    cards = []
+    cards, needs = [], []
     for number, part in enumerate(divided(list(layers.values()), [chip.memory if chip else 1 for chip in chips])):
         own = LayerRange(first + part.start, first + part.stop - 1)
         groups = own.groups(manifest.layers)
@@ -107,8 +106,8 @@ def cards_of(config: ProviderConfig, *, progress: Progress | None = None) -> lis
             work=sum(sizes[index] for index in groups) / sum(sizes.values()),
         )
         cards.append(card)
-    needs = [(card.config(config), LayerRange.parse(card.layers).groups(manifest.layers)) for card in cards]
-    check_plan([need for own, groups in needs for need in memory_plan(own, manifest, groups)])
+        needs += memory_plan(card.config(config), manifest, groups)
+    check_plan(needs)
     return cards
 
 
@@ -189,7 +188,7 @@ class _Process:
 
     def _live(self, backoff: Backoff) -> int:
         """Start the process, and wait until it has ended. Returns its status."""
-        words = "--config", str(self._source), "--card", msgspec.json.encode(self.card).decode()
+        words = str(self._source), msgspec.json.encode(self.card).decode()
         with Popen(command("provider.processes.cards", *words), stdin=PIPE, stdout=PIPE) as process:
             self._process = process
             if self._stopping.is_set():  # `stop` has not seen this process
@@ -262,14 +261,10 @@ def serve(
 
 def main() -> None:
     """Run the process of one card, until its parent ends. Exits with status 1 if it cannot start."""
-    parser = argparse.ArgumentParser(prog="provider.processes.cards")
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--card", required=True)
-    words = parser.parse_args()
-    card = msgspec.json.decode(words.card, type=Card)
+    source, card = Path(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=Card)
     try:
-        config = card.config(load(words.config))
-        server.serve(config, source=words.config, adapt=card.config, burst_s=BURST_S, stop_with_stdin=True)
+        config = card.config(load(source))
+        server.serve(config, source=source, adapt=card.config, burst_s=BURST_S, stop_with_stdin=True)
     except SymbiosisError as error:
         sys.exit(f"error: {error}")
     end_now()

@@ -219,12 +219,15 @@ def test_no_block_is_ordered_that_the_executor_would_refuse(
     assert [order.rows for order in orders] == [4]
 
 
-def test_pads_for_a_lost_executor_are_opened_directly_at_another_one(scripted: Scripted) -> None:
+def test_pads_for_a_lost_executor_are_opened_directly_at_another_one(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     executors, helper = [scripted.new_provider(), scripted.new_provider()], scripted.new_provider()
+    lost, other = executors
     session = scripted.new_session("relay", executors, [helper])
+    monkeypatch.setattr(session.routes, "likely", lambda group: session.routes.executors[0])  # blocks are for `lost`
     while not session.ledger().rows_relayed:  # pads that were drawn before there was a permit come first
         assert is_right(session, OUT, FORWARD, 2, 0)
-    lost, other = sorted(executors, key=lambda e: len(e.executed), reverse=True)
     lost.behaviour = lambda *_: None
     before, drawn = len(lost.executed), len(helper.effects)
     while len(lost.executed) == before:

@@ -133,10 +133,11 @@ def _scales(state: _State, parts: dict[str, Tensor]) -> Tensor:
     ):
         raise ValueError("its quantised scales lack a part, or the parts do not fit together")
     made = code[scales.int()] * outer.repeat_interleave(state.nested_blocksize)[: len(scales)]
-    return made + torch.tensor(state.nested_offset, dtype=torch.float32)
+    return made + torch.tensor(state.nested_offset, dtype=torch.float32, device="cpu")
 
 
 def _code(kind: str) -> Tensor:
     if kind == "nf4":
-        return torch.tensor(_NF4, dtype=torch.float32)
-    return torch.tensor([*_TWELFTHS, *(-number for number in _TWELFTHS)], dtype=torch.float32) / 12
+        return torch.tensor(_NF4, dtype=torch.float32, device="cpu")
+    twelfths = [*_TWELFTHS, *(-number for number in _TWELFTHS)]
+    return torch.tensor(twelfths, dtype=torch.float32, device="cpu") / 12

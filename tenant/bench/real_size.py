@@ -58,9 +58,9 @@ def write_checkpoint(config: LlamaConfig, folder: Path) -> None:
     for number, (file, shapes) in enumerate(files.items()):
         drawn = torch.Generator().manual_seed(number)
         tensors = {
-            name: torch.ones(shape, dtype=torch.bfloat16)
+            name: torch.ones(shape, dtype=torch.bfloat16, device="cpu")
             if len(shape) == 1
-            else torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02, generator=drawn)
+            else torch.empty(shape, dtype=torch.bfloat16, device="cpu").normal_(std=0.02, generator=drawn)
             for name, shape in shapes.items()
         }
         save_file(tensors, folder / f"{file}.safetensors", metadata={"format": "pt"})

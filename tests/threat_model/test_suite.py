@@ -181,7 +181,8 @@ def test_a_recording_tells_rows_with_ml_kems_secrets_and_nothing_with_x25519s_al
     assert len(harvested.links) >= scheme.helpers
     assert all(link.kem is None for link in harvested.links)
     assert all(len(request.seed) > SEED_BYTES for link in harvested.links for request, _ in link.effects)
-    assert scheme.relay or all(payload for link in harvested.links for _, payload in link.effects)
+    for link in harvested.links:  # the session may end before its last effects arrive
+        assert scheme.relay or any(payload for _, payload in link.effects)
     for direction in DIRECTIONS:
         without = examine(Harvest(direction), recording, lab).outcome
         assert without is not None

@@ -24,7 +24,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "of the model": {"quantization_config": OURS},
     "of its text model": {"text_config": {"model_type": "llama", "quantization_config": OURS}},
     "deep inside": {"encoders": [{"inner": {"compression_config": OURS}}]},
-    "of another library": {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+    "of another library": {"quantization_config": {"quant_method": "hqq", "bits": 4}},
     "of a part of the model": {"vision_config": {"quantization_config": {"quant_method": "fp8"}}},
     "of no library": {"quantization_config": "unheard of"},
     "another config.json": {"configuration_files": ["config.4.0.0.json"]},

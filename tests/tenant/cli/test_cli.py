@@ -77,7 +77,8 @@ def finetuning(model: Path, text: Path, local: LocalFederation, output: Path) ->
 
 
 def tenant(*arguments: str, stdin: str | None = None) -> str:
-    return str(checked(CliRunner().invoke(cli.app, arguments, input=stdin)).output)
+    """Run a command in a terminal of 120 columns."""
+    return str(checked(CliRunner().invoke(cli.app, arguments, input=stdin, env={"COLUMNS": "120"})).output)
 
 
 def checked(result: Any) -> Any:

@@ -25,7 +25,7 @@ from symbiosis_priv.errors import ConfigError
 from tenant.bench import measured_models as models
 from tenant.bench.options import Progress, benchmark
 from tenant.bench.processes import Child, check_supported, cpu_seconds, peak_mib
-from tenant.bench.report import Goal, Row, by, figure
+from tenant.bench.report import Goal, Row, by, figure, number
 from tenant.cli.options import quiet
 from tenant.preparation.keys import prepare
 
@@ -40,7 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 _PROCESSES = ("preparation", "tenant", "executor", "helper")
-_LAYERS, _WEIGHT_BITS = 32, 8
+_LAYERS, _WEIGHT_BITS, _PROMPT = 32, 8, 16
 _PREPARE_S = 7200.0
 _MIB = 1 << 20
 _SPARE_PROVIDER_MIB, _SPARE_TENANT_MIB = 1536, 2560
@@ -55,8 +55,8 @@ def write_checkpoint(config: LlamaConfig, folder: Path) -> None:
         parts = name.split(".")
         files.setdefault(f"layer-{parts[2]}" if "layers" in parts else "rest", {})[name] = tuple(parameter.shape)
     index: dict[str, str] = {}
-    for number, (file, shapes) in enumerate(files.items()):
-        drawn = torch.Generator().manual_seed(number)
+    for seed, (file, shapes) in enumerate(files.items()):
+        drawn = torch.Generator().manual_seed(seed)
         tensors = {
             name: torch.ones(shape, dtype=torch.bfloat16, device="cpu")
             if len(shape) == 1
@@ -113,11 +113,13 @@ def size(
         raise ConfigError(f"--shape {shape!r} is not one of {', '.join(SHAPES)}")
     config = LlamaConfig(num_hidden_layers=layers, tie_word_embeddings=False, **SHAPES[shape])
     model, cache = folder / "model", folder / "cache"
-    shared: Row = {"shape": shape, "layers": layers}
+    embedding = 2 * config.vocab_size * config.hidden_size / _MIB
+    shared: Row = {"shape": shape, "layers": layers, "weights_mib": None, "embedding_mib": embedding}
     pids: dict[str, int] = {}
     effort = models.Effort()
 
-    def part(name: str, work: Callable[[], object], *, count: int = 1) -> Row:
+    def part(name: str, work: Callable[[], object], *, count: int = 1, without: Row | None = None) -> Row:
+        """Do a part of the work: `count` equal ones, after what is measured in the row `without`."""
         progress(name)
         before = {who: cpu_seconds([pid]) for who, pid in pids.items()}
         start = time.perf_counter()
@@ -127,11 +129,15 @@ def size(
         moved = sum(n for cost in costs for key, n in cost.counted.items() if key.startswith("bytes_"))
         spent = {who: cpu_seconds([pid]) - before.get(who, 0.0) for who, pid in pids.items()}
         seconds = sum(cost.seconds for cost in costs) or wall
+
+        def begun(who: str) -> float:
+            return 0.0 if without is None else number(without[f"{who}_cpu_s"])
+
         return {
             **shared,
             "part": name,
             "wall_s": seconds / count,
-            **{f"{who}_cpu_s": spent[who] / count if who in spent else None for who in _PROCESSES},
+            **{f"{who}_cpu_s": (spent[who] - begun(who)) / count if who in spent else None for who in _PROCESSES},
             **{f"{who}_peak_mib": peak_mib([pids[who]]) if who in pids else None for who in _PROCESSES},
             "moved_mib": moved / count / _MIB if costs else None,
         }
@@ -143,7 +149,6 @@ def size(
         yield part("make the tenant's keys", partial(preparation.ask, "keys", timeout_s=_PREPARE_S))
     del pids["preparation"]
     shared["weights_mib"] = sum(file.stat().st_size for file in (cache / "weights").glob("*.safetensors")) / _MIB
-    shared["embedding_mib"] = 2 * config.vocab_size * config.hidden_size / _MIB
     local = models.provide(model, folder, threads=effort.threads, weight_bits=_WEIGHT_BITS, cache=cache)
 
     def start() -> None:
@@ -157,9 +162,10 @@ def size(
         tenant = running.enter_context(Child("tenant", models.serve_tenant, model, remote, effort.threads, "auto"))
         pids["tenant"] = tenant.pid
         yield part("load the tenant", tenant.wait_ready)
-        work: list[tuple[str, models.Work, int]] = [
-            ("a token", models.Generate(prompt=16, tokens=tokens), tokens),
-            ("a LoRA step", models.Step(batch=1, tokens=128), 1),
-        ]
-        for name, task, count in work:
-            yield part(name, partial(tenant.ask, task, timeout_s=_PREPARE_S), count=count)
+        prompt = partial(tenant.ask, models.Generate(prompt=_PROMPT, tokens=0), timeout_s=_PREPARE_S)
+        yield part("the first prompt, which maps the weights", prompt)
+        yield (before := part("a prompt", prompt))
+        generate = partial(tenant.ask, models.Generate(prompt=_PROMPT, tokens=tokens), timeout_s=_PREPARE_S)
+        yield part("a token", generate, count=tokens, without=before)
+        step = models.Step(batch=1, tokens=128)
+        yield part("a LoRA step", partial(tenant.ask, step, timeout_s=_PREPARE_S))

@@ -199,7 +199,7 @@ def test_size_writes_packs_and_uses_a_model_layer_by_layer(monkeypatch: pytest.M
     monkeypatch.setitem(real_size.SHAPES, "tiny", tiny)
     bench("size", "--shape", "tiny", "--layers", "2", "--tokens", "2", "--json", str(tmp_path / "size.json"))
     report = read(tmp_path / "size.json")
-    assert [row["part"] for row in report.rows][-2:] == ["a token", "a LoRA step"]
+    assert [row["part"] for row in report.rows][-3:] == ["a prompt", "a token", "a LoRA step"]
     token, step = report.rows[-2:]
     for who in ("tenant", "executor", "helper"):
         assert number(step[f"{who}_peak_mib"]) >= number(token[f"{who}_peak_mib"]) > 0

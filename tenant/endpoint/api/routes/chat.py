@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -33,15 +33,27 @@ from tenant.training.corpus import render_chat
 router = APIRouter(route_class=JsonRoute)
 _NEW_TOKENS = 2048  # default of a request
 _ANY_OBJECT = {"type": "object"}
+_SAME: Mapping[str, str] = {}
 _SPACE = {"whitespace_pattern": "[ \\n\\t]{0,16}"}  # without a limit, some models write white space up to `max_tokens`
 
 
 @router.post("/v1/chat/completions", response_model=answers.Chat, responses=DOCUMENTED)
 async def chat(body: ChatRequest, http: Request) -> Any:
     """Answer a chat."""
+    return await respond(await prepare(http, lambda: body), http, streamed=body.stream)
+
+
+async def prepare(
+    http: Request, make: Callable[[], ChatRequest], *, params: Mapping[str, str] = _SAME
+) -> "PreparedChat":
+    """Prepare the chat that `make` makes of a request in any form. `params`: the request's field for each field of a
+    chat that has another name there; errors name it."""
     endpoint = endpoint_of(http)
-    prepared = await while_connected(http, PreparedChat.of(body, endpoint.service, endpoint.client(http)))
-    return await respond(prepared, http, streamed=body.stream)
+    try:
+        return await while_connected(http, PreparedChat.of(make(), endpoint.service, endpoint.client(http)))
+    except ApiError as error:
+        error.param = params.get((error.param or "").partition(".")[0], error.param)
+        raise
 
 
 class PreparedChat:

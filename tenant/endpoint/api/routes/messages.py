@@ -9,9 +9,8 @@ from pydantic import ValidationError
 
 from tenant.endpoint.api import answers, bodies
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.api.routes.chat import PreparedChat
-from tenant.endpoint.api.running import DOCUMENTED, Running, respond, while_connected
-from tenant.endpoint.api.service import endpoint_of
+from tenant.endpoint.api.routes.chat import PreparedChat, prepare
+from tenant.endpoint.api.running import DOCUMENTED, Running, respond
 
 router = APIRouter(route_class=bodies.JsonRoute)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -23,20 +22,14 @@ _PARAMS = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice"}
 @router.post("/v1/messages", response_model=answers.AnthropicMessage, responses=DOCUMENTED)
 async def messages(body: bodies.MessagesRequest, http: Request) -> Any:
     """Answer a conversation."""
-    endpoint = endpoint_of(http)
-    try:
-        chat = await while_connected(http, PreparedChat.of(_chat(body), endpoint.service, endpoint.client(http)))
-    except ApiError as error:
-        error.param = _PARAMS.get((error.param or "").partition(".")[0], error.param)
-        raise
+    chat = await prepare(http, lambda: _chat(body), params=_PARAMS)
     return await respond(_Prepared(body, chat), http, streamed=body.stream, named_events=True)
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: bodies.CountTokensRequest, http: Request) -> dict[str, int]:
     """Count the tokens of a conversation."""
-    endpoint = endpoint_of(http)
-    chat = await while_connected(http, PreparedChat.of(_chat(body), endpoint.service, endpoint.client(http)))
+    chat = await prepare(http, lambda: _chat(body), params=_PARAMS)
     return {"input_tokens": len(chat.requests[0].prompt)}
 
 

@@ -8,9 +8,8 @@ from pydantic import ValidationError
 
 from tenant.endpoint.api import answers, bodies
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.api.routes.chat import PreparedChat
-from tenant.endpoint.api.running import DOCUMENTED, Running, respond, while_connected
-from tenant.endpoint.api.service import endpoint_of
+from tenant.endpoint.api.routes.chat import PreparedChat, prepare
+from tenant.endpoint.api.running import DOCUMENTED, Running, respond
 
 router = APIRouter(route_class=bodies.JsonRoute)
 _PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
@@ -20,12 +19,7 @@ _PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "response_for
 @router.post("/v1/responses", response_model=answers.Response, responses=DOCUMENTED)
 async def responses(body: bodies.ResponsesRequest, http: Request) -> Any:
     """Answer a conversation."""
-    endpoint = endpoint_of(http)
-    try:
-        chat = await while_connected(http, PreparedChat.of(_chat(body), endpoint.service, endpoint.client(http)))
-    except ApiError as error:
-        error.param = _PARAMS.get((error.param or "").partition(".")[0], error.param)
-        raise
+    chat = await prepare(http, lambda: _chat(body), params=_PARAMS)
     return await respond(_Prepared(body, chat), http, streamed=body.stream)
 
 

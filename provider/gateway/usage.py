@@ -167,7 +167,15 @@ def _connect(database: Path, *, wait_s: float = _LOCK_S) -> sqlite3.Connection:
     connection = sqlite3.connect(database, isolation_level=None, timeout=wait_s)
     try:
         run = connection.execute
-        run("PRAGMA journal_mode = WAL")
+        until = time.monotonic() + wait_s
+        while True:  # SQLite does not wait for another process that changes the mode of the same new file
+            try:
+                run("PRAGMA journal_mode = WAL")
+                break
+            except sqlite3.OperationalError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.01)
         run("PRAGMA synchronous = FULL")  # after a power cut the bill has every commit
         run(_CREATE)
         (version,) = run("PRAGMA user_version").fetchone()

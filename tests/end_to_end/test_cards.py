@@ -35,7 +35,8 @@ class KillsTheSecondCard(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == STEPS // 2:
             for name in self.local.names:
-                os.kill(events(self.local, name, "card_started")[1]["pid"], signal.SIGKILL)
+                (pid,) = (event["pid"] for event in events(self.local, name, "card_started") if event["card"] == 1)
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_a_card_that_is_killed_in_mid_training_changes_no_bit_and_no_other_card(

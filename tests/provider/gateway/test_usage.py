@@ -167,6 +167,18 @@ def test_a_killed_process_loses_what_it_has_not_committed(database: Path) -> Non
     assert billed(database) == found + Counter(carol=1)
 
 
+def test_providers_that_make_a_file_at_the_same_time_all_start(tmp_path: Path) -> None:
+    together = threading.Barrier(4)
+
+    def start(database: Path) -> None:
+        together.wait(20)
+        UsageCounters(database).close()
+
+    with ThreadPoolExecutor(4) as threads:
+        for run in range(20):
+            list(threads.map(start, [tmp_path / f"{run}.sqlite"] * 4))
+
+
 def test_a_provider_commits_every_second(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert usage._COMMIT_S == 1.0

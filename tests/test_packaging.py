@@ -155,7 +155,7 @@ def test_folders_are_small_and_documented() -> None:
     assert all(ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) for folder in folders)
 
 
-BUDGETS = {"symbiosis_priv": 12_872, "provider": 9_046, "tenant": 29_830, "threat_model": 6_715, "tests": 52_396}
+BUDGETS = {"symbiosis_priv": 12_872, "provider": 9_046, "tenant": 29_830, "threat_model": 6_715, "tests": 52_399}
 """Lines of each package. Growth is decided: a change that needs more lines frees them elsewhere in its package, or
 raises the budget with the reason in its commit message. A change that frees many lines lowers the budget."""
 
@@ -172,7 +172,7 @@ CHOICES = {
     "different options": 176,
     "keys of provider.toml": 50,
     "keys of federation.toml": 23,
-    "words, the changelog aside": 28_689,
+    "words, the changelog aside": 27_103,
 }
 """What a reader has to choose from and to read. A key or an option has a person who sets it."""
 

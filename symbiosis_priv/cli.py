@@ -50,7 +50,6 @@ _SHORT_HELP = {
     "bench.provider": "Let many tenants send requests to one provider, and compare all answers.",
     "bench.tasks": "Serve many tasks over one BERT.",
     "bench.endpoint": "Answer many requests together, and one after another.",
-    "bench.kernels": "Time every exact kernel and float32.",
     "bench.size": "Prepare and use a model of real size on this machine, end to end.",
     "bench.report": "Print --json files as tables in Markdown.",
     "bench.abuse": "Measure a tenant's requests alone and during the abuse of other tenants.",

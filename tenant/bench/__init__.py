@@ -17,7 +17,6 @@ many_tenants      `bench provider`, with the tenants of request_load
 many_tasks        `bench tasks`
 many_requests     `bench endpoint`
 real_size         `bench size`
-kernels           `bench kernels`
 """
 
 import typer

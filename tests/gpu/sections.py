@@ -116,8 +116,8 @@ def products(options: Options) -> Iterator[Row]:
     import torch
 
     from symbiosis_priv.arithmetic.ring import FORWARD
-    from tenant.bench.kernels import measure_kernels
     from tenant.bench.report import number
+    from tests.gpu.kernels import measure_kernels
 
     counts = [1, 4] if options.small else [1, 16, 64, 256, 1024]
     for inputs, outputs in [(64, 96)] if options.small else [(4096, 28672), (14336, 4096)]:

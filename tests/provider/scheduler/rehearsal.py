@@ -43,7 +43,7 @@ class Hardware:
 
 
 ONE_CORE = Hardware(weight_s=50e-12, row_s=8.6e-12, product_s=0.6e-3)
-"""Measured, `bench kernels` and `bench provider`: two bytes a weight at 40 GB/s, 116 GMAC/s."""
+"""Measured by `make gpu` and `bench provider`: two bytes a weight at 40 GB/s, 116 GMAC/s."""
 
 
 @dataclass

@@ -14,8 +14,8 @@ from symbiosis_priv.kernels import KERNELS, Packed, RingMatrix, choose, self_tes
 from symbiosis_priv.kernels.choice import candidates
 from symbiosis_priv.kernels.kernel import Int32Kernel
 from symbiosis_priv.limits import RingBits
-from tenant.bench.kernels import measure_kernels
 from tests.builds import switched
+from tests.gpu.kernels import measure_kernels
 
 CPU = torch.device("cpu")
 SHAPE = (300, 300)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from symbiosis_priv.cli import app
@@ -112,11 +111,6 @@ def check_provider(rows: list[Row], shown: str) -> None:
     assert all(number(row["tokens_per_s"]) > 0 and number(row["trained_rows_per_s"]) > 0 for row in rows)
 
 
-def check_kernels(rows: list[Row], shown: str) -> None:
-    assert {row["rows"] for row in rows} == {1, 32}
-    assert [row["chosen"] for row in rows].count("yes") >= 2
-
-
 def check_tasks(rows: list[Row], shown: str) -> None:
     gains = {(row["measurement"], row["variant"]): number(row["gain"]) for row in rows}
     assert len(gains) == 2 + 2 + 4 + 2
@@ -144,7 +138,6 @@ CHECKS: dict[str, Callable[[list[Row], str], None]] = {
     "provider --tenants 3+1 --hidden 64 --seconds 0.1 --threads 1": (check_provider),
     "tasks --tasks 4 --width 64 --layers 1 --inner 64 --requests 8 --repeat 1 --threads 1": (check_tasks),
     f"endpoint {MODEL} --streams 8 --prompt 4 --tokens 3": check_endpoint,
-    "kernels --rows 1,32 --shape 32x64 --repeat 1 --threads 1": check_kernels,
 }
 
 
@@ -185,13 +178,6 @@ def test_a_turn_ends_when_all_processes_are_idle(running: Comparison) -> None:
 def test_wrong_options_are_explained(command: str) -> None:
     with pytest.raises(ConfigError, match=table(__file__, "wrong")[command]):
         bench(*command.split())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("arguments", [["kernels", "--device", "cuda"], ["kernels", "--device", "tpu9"]])
-def test_an_absent_device_is_refused(arguments: list[str]) -> None:
-    with pytest.raises(ConfigError, match="there are cpu"):
-        bench(*arguments)
 
 
 def test_size_writes_packs_and_uses_a_model_layer_by_layer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

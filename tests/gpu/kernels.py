@@ -1,4 +1,4 @@
-"""`bench kernels`: times exact products against float32 products, by kernel, shape, row count and direction.
+"""Times exact products against float32 products, by kernel, shape, row count and direction: the section `products`.
 
 Every repetition measures each product once, so that other work on the machine affects all products alike.
 """
@@ -6,24 +6,18 @@ Every repetition measures each product once, so that other work on the machine a
 import itertools
 import logging
 import random
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 import numpy as np
 import torch
-import typer
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
-from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import KERNELS, Packed, RingMatrix, is_exact, probe_rows
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, RingBits
-from tenant.bench.measured_models import HALF_THE_CORES, Repeat
-from tenant.bench.options import Progress, Rows, Threads, benchmark, numbers
-from tenant.bench.report import Goal, Row, by, figure, where
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, RingBits
+from tenant.bench.report import Row
 
 log = logging.getLogger(__name__)
 
@@ -31,50 +25,6 @@ _SLOW_S = 0.5  # a product that takes longer is measured once
 _RINGS: Final[tuple[RingBits, ...]] = (32, 24)
 _Run = tuple[str, int]  # a kernel and the bits of a ring
 _FLOAT32: Final[_Run] = ("float32", 32)
-# goals for the time over float32's, with up to 8 rows and with more
-_AT_MOST: Final = {"native-amx": (0.7, 0.5), "native-avx512": (0.7, 1.25)}
-
-
-def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    chosen = [row for row in rows if row["chosen"]]
-    for name in by(chosen, "kernel"):
-        for few, at_most in zip((True, False), _AT_MOST.get(str(name), (2.2, 2.2)), strict=True):
-            of_size = [row for row in where(chosen, kernel=name) if (figure(row, "rows") <= 8) == few]
-            if of_size:
-                what = f"{name}'s slowest product over float32's, {'up to 8 rows' if few else 'more rows'}"
-                slowest = max(figure(row, "over_float32") for row in of_size)
-                yield Goal(what, slowest, at_most=at_most)
-
-
-@benchmark("kernels", goals=goals)
-def kernels(
-    folder: Path,
-    progress: Progress,
-    *,
-    rows: Rows = "1,8,64,256",
-    shape: Annotated[str, typer.Option(help="INPUTSxOUTPUTS, separated by commas.")] = "2048x2048,2048x11264",
-    repeat: Repeat = 10,
-    threads: Threads = HALF_THE_CORES,
-    weight_bits: Annotated[str, typer.Option(help="Bits of a quantised weight, separated by commas.")] = str(
-        DEFAULT_WEIGHT_BITS
-    ),
-    device: Annotated[str, typer.Option(help="Torch device: cpu, or cuda.")] = "cpu",
-) -> Iterator[Row]:
-    """Time every exact kernel and float32 in both directions, and show which kernel is chosen. Kernels that save work
-    in a ring of 24 bits are timed in both rings.
-
-    Example: symbiosis-priv bench kernels --rows 1,64 --shape 2048x2048
-    """
-    counts, bit_counts = numbers(rows, "--rows"), numbers(weight_bits, "--weight-bits")
-    if min(bit_counts) < MIN_WEIGHT_BITS or max(bit_counts) > MAX_WEIGHT_BITS:
-        raise ConfigError(f"--weight-bits {weight_bits!r}: write numbers from {MIN_WEIGHT_BITS} to {MAX_WEIGHT_BITS}")
-    shapes = [re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*)", part) for part in shape.split(",")]
-    if None in shapes:
-        raise ConfigError(f"--shape {shape!r}: write INPUTSxOUTPUTS separated by commas, like 256x256,1024x4096")
-    torch.set_num_threads(threads)
-    timed = partial(measure_kernels, row_counts=counts, repeat=repeat, device=device)
-    for match, bits in itertools.product(filter(None, shapes), bit_counts):
-        yield from timed(inputs=int(match[1]), outputs=int(match[2]), weight_bits=bits)
 
 
 def measure_kernels(
@@ -91,15 +41,8 @@ def measure_kernels(
     Yields:
         A row per direction, row count, kernel and ring. Kernels that are not exact or do not run on this machine are
         missing.
-
-    Raises:
-        ConfigError: the device does not exist.
     """
-    try:
-        where = torch.empty(0, device=device, dtype=torch.int32).device
-    except (RuntimeError, AssertionError) as error:  # `AssertionError` if torch was built without CUDA
-        cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        raise ConfigError(f"there is no device {device!r} here; there are {', '.join(['cpu', *cuda])}") from error
+    where = torch.empty(0, device=device, dtype=torch.int32).device
     top = (1 << (weight_bits - 1)) - 1
     weight = torch.randint(-top, top + 1, (outputs, inputs), dtype=torch.int16, device="cpu")
     kernels = {name: kernel for name, kernel in KERNELS.items() if kernel.supports(where)}

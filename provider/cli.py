@@ -1,7 +1,6 @@
-"""`symbiosis-priv provider`: serve, health, usage, top, manifest, init."""
+"""`symbiosis-priv provider`: serve, usage, top, manifest, init."""
 
 import csv
-import json
 import os
 import shlex
 import sys
@@ -106,36 +105,6 @@ def manifest(
         table.add_row(str(layer), " ".join(group.members), str(group.inputs), " + ".join(map(str, group.outputs)))
     terminal.console(stderr=True).print(table)
     typer.echo(found.digest)
-
-
-@app.command()
-def health(
-    address: Annotated[str | None, typer.Argument(help="host:port; or use --config.")] = None,
-    *,
-    config: OptionalConfig = None,
-    certificate: Annotated[Path | None, typer.Option(help="The provider's pinned certificate.")] = None,
-    tenant_certificate: Annotated[Path, typer.Option(help="A tenant's certificate.")],
-    tenant_key: Annotated[Path, typer.Option(help="Private key of that certificate.")],
-    timeout: Annotated[float, typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds to wait for a provider.")] = 10.0,
-) -> None:
-    """Print a running provider's report as JSON. The status is 1 if the provider does not answer."""
-    from provider.config.provider_toml import load
-    from provider.operations.health_request import ask_health
-
-    if config is not None:
-        settings = load(config)
-        address = address or settings.registry.address or local_address(settings.listen)
-        certificate = certificate or settings.tls.certificate
-    if address is None or certificate is None:
-        raise ConfigError("name the provider: --config provider.toml, or ADDRESS and --certificate PROVIDER.pem")
-    report = ask_health(
-        address,
-        provider_certificate=certificate,
-        tenant_certificate=tenant_certificate,
-        tenant_key=tenant_key,
-        timeout=timeout,
-    )
-    typer.echo(json.dumps(msgspec.to_builtins(report)))  # ASCII, because a provider may have any name
 
 
 class Format(StrEnum):

@@ -11,9 +11,11 @@ import functools
 import io
 import os
 import sys
+import tomllib
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, EntryPoints, entry_points, version
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -29,71 +31,11 @@ DISTRIBUTION = "symbiosis-priv"
 
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # the system's message does not name the file
 
-# Kept here, in the order of `--help`, because asking a command for its own help would import its module.
-_SHORT_HELP = {
-    "demo": "Fine-tune and generate on untrusted providers, and prove it.",
-    "serve-demo": "Chat with SmolLM2 in a browser, on untrusted providers on this machine.",
-    "keys": "Create, request, sign, rotate, revoke and show certificates.",
-    "provider": "Serve the frozen layers of a public model.",
-    "registry": "Run a registry, which lists executors to tenants, or show its list.",
-    "tenant": "Fine-tune adapters and generate with a base model that providers serve.",
-    "federation": "Write a federation file, and check the providers that it lists.",
-    "verify": "Test live providers for exactness, property by property.",
-    "threat-model": "Attack every masking scheme and report what leaks.",
-    "bench": "Measure the cost of split execution, compared with whole-model execution.",
-    "cache": "Show or clear this machine's cache of quantised weights and secret keys.",
-    "bench.step": "Measure a LoRA step of a Llama, whole and split: CPU seconds and peak memory of every process.",
-    "bench.token": "Measure a generated token of a Llama, whole and split.",
-    "bench.linear": "Time one masked, verified linear and its parts.",
-    "bench.network": "Measure steps and tokens per second over a slow network.",
-    "bench.bytes": "Compute the bytes that a tenant moves for a token and a step of well-known Llamas.",
-    "bench.provider": "Let many tenants send requests to one provider, and compare all answers.",
-    "bench.tasks": "Serve many tasks over one BERT.",
-    "bench.endpoint": "Answer many requests together, and one after another.",
-    "bench.size": "Prepare and use a model of real size on this machine, end to end.",
-    "bench.report": "Print --json files as tables in Markdown.",
-    "bench.abuse": "Measure a tenant's requests alone and during the abuse of other tenants.",
-}
-
-
+_TEXTS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
+_SHORT_HELP, _EXAMPLES = _TEXTS["short_help"], _TEXTS["examples"]
 _PANELS = {"bench": "Benchmarks"}
 # words of other programs, and this program's word for the same
 _SYNONYMS = {"train": "finetune", "fine-tune": "finetune", "run": "generate", "infer": "generate", "create": "init"}
-# options of the example in a command's help; commands that need none are not listed
-_EXAMPLES = {
-    "demo": "--model path/to/checkpoint --text private.txt",
-    "serve-demo": "--listen 127.0.0.1:8080",
-    "keys authority": "--directory keys",
-    "keys provider": "--name alpha --host alpha.example --self-signed",
-    "keys tenant": "--name alice",
-    "keys request": "--name alice",
-    "keys sign": "alice.csr",
-    "keys rotate": "--name alpha --prepare",
-    "keys revoke": "--name alice",
-    "keys show": "--name alpha",
-    "provider serve": "--config provider.toml",
-    "provider manifest": "path/to/checkpoint",
-    "provider health": "--config provider.toml --tenant-certificate alice.pem --tenant-key alice.key",
-    "provider usage": "--config provider.toml",
-    "provider top": "--config provider.toml",
-    "provider init": "--name alpha --role executor --checkpoint path/to/checkpoint --listen 0.0.0.0:7401",
-    "registry serve": "--certificate registry.pem --key registry.key --authority federation.pem",
-    "registry show": "registry.example:7500 --authority federation.pem",
-    "bench report": "figures.json",
-    "tenant finetune": "--model path/to/checkpoint --federation federation.toml --text private.txt --output my-adapter",
-    "tenant generate": "--model path/to/checkpoint --federation federation.toml --prompt-file prompt.txt",
-    "tenant chat": "--model path/to/checkpoint --federation federation.toml --adapter my-adapter",
-    "tenant serve": "--model path/to/checkpoint --federation federation.toml --adapter my-name=my-adapter",
-    "tenant prepare": "--model path/to/checkpoint --federation federation.toml --slim tenant-only",
-    "tenant check": "--model path/to/checkpoint --text private.txt",
-    "tenant merge": "--model path/to/checkpoint --adapter my-adapter --output merged",
-    "federation init": "--tenant alice --model path/to/checkpoint "
-    "--executor 'alpha.example:7401,keys/alpha.pem,Alpha GmbH'",
-    "federation check": "--federation federation.toml",
-    "verify": "--federation federation.toml --model path/to/checkpoint",
-    "threat-model": "--html report.html",
-    "cache clear": "--yes",
-}
 
 
 @functools.cache  # reads a file of every installed package

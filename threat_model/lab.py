@@ -7,7 +7,6 @@ The base model is a Llama of three blocks, pretrained for seconds on public text
 product is sent over a TLS socket, and the recorder is at the tenant's end of it.
 """
 
-import copy
 import threading
 import time
 import warnings
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -24,7 +23,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from provider.config import schema
-from provider.operations.health_request import ask_health
 from provider.relay.blocks import BlockStore, KeptBlock
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import expand, random_key
@@ -265,16 +263,6 @@ class Lab:
             optimizer.zero_grad()
         model.eval()
         truth.updates = adapter_updates(model)
-        held_out = self.private_windows(32, workload.length, seed=3)
-
-        def loss(updates: Mapping[str, Tensor]) -> float:
-            base: Any = copy.deepcopy(self.public.model)
-            with torch.no_grad():
-                for name, update in updates.items():
-                    base.get_submodule(name).weight.add_(update)
-                return float(base(input_ids=held_out, labels=held_out).loss)
-
-        truth.loss = loss
         for call in range(workload.generations):
             prompts = self.private_windows(workload.prompts, workload.prompt_length, seed=1000 + call)
             # one call is longer, so that attacks on lengths have something to find
@@ -338,12 +326,10 @@ def neighbour_of(executor: Peer, identity: Identity, public: Public) -> Iterator
                 own.append((answer - rows @ weight.t()).double())
                 if last or time.monotonic() >= due:
                     due = time.monotonic() + _HEALTH_EVERY_S
-                    report = ask_health(
-                        f"{executor.host}:{executor.port}",
-                        provider_certificate=cast(Path, executor.certificate),
-                        tenant_certificate=identity.certificate,
-                        tenant_key=identity.key,
-                    )
+                    with executor.connection(context) as connection:
+                        deadline = time.monotonic() + _START_S
+                        connection.open(deadline)
+                        report, _ = connection.expect(wire.HealthReport, wire.FetchHealth(), deadline=deadline)
                     seen.append((time.monotonic() - started, report.requests - len(own)))
                 ready.set()
                 stop.wait(_ASK_EVERY_S)

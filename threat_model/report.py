@@ -2,9 +2,9 @@
 
 import itertools
 import json
-import math
 import re
 import subprocess
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,7 +22,7 @@ from symbiosis_priv.display import figures
 from symbiosis_priv.display.figures import Axis, Bar
 from threat_model.attacks import Attack, Outcome
 from threat_model.evidence.schemes import SCHEMES, AttackedScheme
-from threat_model.evidence.statistics import CONFIDENCE, FALSE_ALARM, gaussian_channel_bits
+from threat_model.evidence.statistics import CONFIDENCE, FALSE_ALARM
 from threat_model.evidence.views import PARTIES, Party
 from threat_model.suite import ATTACK_SEED, LIES_SEED, Cell, Suite, Verdict
 
@@ -35,30 +35,11 @@ _PARTIES: tuple[tuple[Party, str], ...] = (
     ("network", "network, other tenants"),
 )
 
-NOT_HIDDEN: tuple[tuple[str, str], ...] = (
-    ("The number of rows of a request: batch x tokens, prompt length, sequences in a batch", "shapes, executor"),
-    ("Layer and direction: training can be distinguished from generation, and its steps counted", "shapes, executor"),
-    ("When generation ends: the number of generated tokens", "shapes, executor"),
-    (
-        "Which experts rows go to, with `experts = 'counts'`: a decoded token's route tells the token",
-        "tokens from routes",
-    ),
-    (
-        "With `ring_bits = 24`: that some rows are sent again, because more than two outputs of each were extreme "
-        "(10 rows of 10^6 in the training of a real model, none in its generation)",
-        "shapes, executor",
-    ),
-    ("The same for an observer of the network, from frame sizes and times", "sizes, network"),
-    ("That a provider is busy with others: it answers later (its health report counts nobody else's)", "timing"),
-    ("The tenant's identity (its certificate), the base model and the providers", "by protocol: mutual TLS, Hello"),
-    ("Every row, also in retrospect, if the executor and all helpers combine their logs (`pad`)", "collusion"),
-    (
-        "That a wrong answer was noticed: the session goes elsewhere or ends (a constant, it depends on no secret)",
-        "active adversaries",
-    ),
-    ("What the tenant publishes: an adapter or a generated text carries what it was trained on", "out of scope"),
-)
-"""Pairs of (what is hidden, the attack that shows it)."""
+NOT_HIDDEN = [
+    (one["what"], one["shown_by"])
+    for one in tomllib.loads(Path(__file__).with_name("not_hidden.toml").read_text(encoding="utf-8"))["not_hidden"]
+]
+"""Pairs of (what is not hidden, the attack that shows it)."""
 
 
 def security_table() -> str:
@@ -211,11 +192,6 @@ def pool_outcomes(suite: Suite, attack: str) -> list[tuple[AttackedScheme, Outco
     return [(c.scheme, c.outcome) for c in cells if c.outcome is not None]
 
 
-def noise_scales(suite: Suite) -> list[float]:
-    options = [s.options for s in suite.schemes]
-    return sorted({float(o["masking_options"]["noise_scale"]) for o in options if "masking_options" in o})
-
-
 def _by_party(suite: Suite) -> Iterator[tuple[Party, list[Attack[Any, Any]]]]:
     for party in dict.fromkeys(a.party for a in suite.attacks):
         yield party, [a for a in suite.attacks if a.party == party]
@@ -303,7 +279,6 @@ def to_json(suite: Suite) -> str:
         "active": {
             "detections": [asdict(d) for d in suite.active.detections],
             "aborts": [asdict(x) for x in suite.active.leaks],
-            "forgeries": [{**asdict(f), "theory": f.theory} for f in suite.active.forgeries],
         },
         "masks": [
             {"attack": g.attack, "fault": g.fault, **_outcome_json(g.outcome), "as_expected": g.expected}
@@ -318,7 +293,6 @@ def to_json(suite: Suite) -> str:
             for c in suite.composed
             if c.outcome is not None
         ],
-        "gaussian_bits_per_coordinate": {f"{s:g}": gaussian_channel_bits(s) for s in noise_scales(suite)},
         "not_hidden": [{"what": what, "shown_by": attack} for what, attack in NOT_HIDDEN],
     }
     return json.dumps(data, indent=1)
@@ -345,44 +319,6 @@ def pool_charts(suite: Suite) -> list[str]:
     return charts
 
 
-def adapter_charts(suite: Suite) -> list[str]:
-    errors, losses, ends = [], [], list[float]()
-    for cell in suite.cells:
-        f = cell.outcome.figures if cell.outcome else {}
-        if "loss, stolen" in f:
-            error = f["worst relative error"]
-            errors.append(Bar(cell.scheme.name, error, error, error, 0.01))
-            true, base = f["loss, true"], f["loss, base model"]
-            losses.append(Bar(cell.scheme.name, f["loss, stolen"], true, base, true))
-            ends += [true, base]
-    if len(errors) < 2:
-        return []
-    low, high = min(ends), max(ends)
-    room = 0.2 * (high - low) + 1e-3
-    return [
-        figures.bars("error of the stolen BA (dashes: 1 %)", errors, Axis("relative error", 1e-7, 10.0, log=True)),
-        figures.bars(
-            "private-text loss with it (whisker: true to base)", losses, Axis("loss, nats", low - room, high + room)
-        ),
-    ]
-
-
-def roc_charts(suite: Suite) -> list[str]:
-    charts = []
-    for attack in suite.attacks:
-        # settings of one family look alike, so only the first one is shown; a scheme's other helpers are another family
-        shown = {(s.family, s.helpers): s for s in reversed(suite.schemes)}.values()
-        series = {
-            c.scheme.name: c.outcome.curve
-            for c in suite.cells
-            if c.attack is attack and c.scheme in shown and c.outcome and c.outcome.curve
-        }
-        if series:
-            axes = Axis("false positives", 0, 1), Axis("true positives", 0, 1)
-            charts.append(figures.lines(attack.name, series, *axes))
-    return charts
-
-
 def attack_charts(suite: Suite) -> list[str]:
     charts = []
     for attack in suite.attacks:
@@ -396,48 +332,10 @@ def attack_charts(suite: Suite) -> list[str]:
     return charts
 
 
-def forgery_chart(suite: Suite) -> str:
-    series: dict[str, list[tuple[float, float]]] = {}
-    for f in suite.active.forgeries:
-        series.setdefault(f"m = {f.columns}, measured", []).append((f.valuation, max(f.passed / f.trials, 1e-3)))
-        series.setdefault(f"m = {f.columns}, 2^-(32-v)m", []).append((f.valuation, f.theory))
-    axes = Axis("valuation of the error", 28, 31), Axis("rate", 1e-3, 1, log=True)
-    return figures.lines("fault attribution with few columns: rate of errors that pass", series, *axes)
-
-
-_CSS = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2rem auto;padding:0 1rem;color:#1a1a1a;background:#fff}
-h2{margin-top:2.5rem;border-bottom:1px solid #ddd;padding-bottom:.2rem}
-table{display:block;overflow-x:auto;border-collapse:collapse;margin:1rem 0;font-size:13px}
-td,th{border:1px solid #ddd;padding:3px 8px;text-align:left}
-th{background:#f4f4f5}.party{background:#f4f4f5;font-weight:600}.cells td+td{white-space:nowrap;text-align:right}
-.hidden{background:#dcfce7}.broken{background:#fee2e2}.resisted{background:#fef9c3}.by-design{background:#cffafe}
-.absent{color:#777}.alarm{outline:3px solid #b91c1c}.wide{overflow-x:auto}
-.legend span{padding:2px 8px;margin-right:.5rem;font-size:13px}.state{padding:.6rem 1rem;border-radius:6px}
-.pictures{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(460px,100%),1fr))}figure{margin:.5rem 0}
-svg{max-width:100%;height:auto}small{color:#555}nav ol{columns:2 20rem;font-size:14px}
-"""
-
-
 def to_html(suite: Suite) -> str:
     """The report as one self-contained HTML page. Pictures are inline SVG."""
     state = "Every verdict is the promised one." if suite.as_expected else "Some verdicts are NOT as promised."
     kind = "hidden" if suite.as_expected else "broken"
-    leakage = (
-        "noise, times the activations",
-        "bits per coordinate, fresh noise (Gaussian channel)",
-        "best error against fresh noise",
-        "measured error against the pool",
-    )
-    hidden = []
-    for scale in noise_scales(suite):
-        measured = max(
-            outcome.figures["median relative error"]
-            for scheme, outcome in pool_outcomes(suite, "candidate subtraction, forward")
-            if scheme.options["masking_options"]["noise_scale"] == scale
-        )
-        bits, best = gaussian_channel_bits(scale), scale / math.sqrt(1 + scale * scale)
-        hidden.append((f"{scale:g}", f"{bits:.2g}", f"{best:.3f}", f"{measured:.1e}"))
     attacks = [(a.name, a.party, a.sees, a.metric, a.chance, a.source) for a in suite.attacks]
     sections = [
         "<h1>Threat model: what each party learns</h1>",
@@ -452,16 +350,9 @@ def to_html(suite: Suite) -> str:
             "<p><small>The paper counts combinations over layers; the work is a sum over layers.</small></p>",
             pool_charts(suite),
         ),
-        "<h2>How much a Gaussian mask hides</h2>",
-        _html_table(Section("", leakage, hidden)),
-        "<p><small>The bound is for noise that is used once, and for real numbers. Pools break the first, float32 the "
-        "second.</small></p>",
-        _pictures("<h2>Stolen adapters</h2>", adapter_charts(suite)),
-        _pictures("<h2>Telling two rows apart</h2>", roc_charts(suite)),
         _pictures(
             "<h2>Every attack</h2><p><small>Whiskers: 99 % interval; dashes: chance.</small></p>", attack_charts(suite)
         ),
-        _pictures("<h2>Fault attribution with few columns</h2>", [forgery_chart(suite)]),
         *(f"<h2>{escape(s.title)}</h2>{_html_table(s)}" for s in last_sections(suite)),
         "<h2>Attacks and their sources</h2>",
         _html_table(Section("", ("attack", "by", "sees", "metric", "chance", "source"), attacks)),
@@ -473,7 +364,7 @@ def to_html(suite: Suite) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width"><title>symbiosis-priv threat model</title>'
-        f"<style>{_CSS}</style></head><body>{''.join(sections[:3])}"
+        f"<style>{Path(__file__).with_name('report.css').read_text(encoding='utf-8')}</style></head><body>{''.join(sections[:3])}"
         f'<nav aria-label="Contents"><ol>{contents}</ol></nav>{body}</body></html>'
     )
 

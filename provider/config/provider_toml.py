@@ -115,26 +115,4 @@ _TENANTS = """
 #[tenants.alice]
 #weight = 2.0
 """
-_EXAMPLES: Mapping[str, object] = {
-    "model.cache": "cache",
-    "model.layers": "0-15",
-    "tls.revoked": "keys/revoked.txt",
-    "executor.devices": "all",
-    "executor.threads": 8,
-    "executor.float_memory_mib": 2048,
-    "quota.weight": 1.0,
-    "quota.requests_per_s": 1000.0,
-    "quota.rows_per_s": 100_000.0,
-    "quota.giga_multiply_adds_per_s": 50.0,
-    "usage.database": "provider.usage.sqlite",
-    "metrics.listen": "127.0.0.1:9464",
-    "metrics.hosts": ["gpu1.internal"],
-    "registry.announce": ["registry.example:7500"],
-    "registry.authority": "keys/federation.pem",
-    "registry.revoked": "keys/revoked.txt",
-    "registry.address": "alpha.example:7401",
-    "registry.capacity_layers": 16,
-    "relay.to": [{"address": "alpha.example:7401", "certificate": "keys/alpha.pem"}],
-    "relay.helpers": ["keys/beta.pem"],
-}
-"""Example values for keys without a default."""
+_EXAMPLES = tomllib.loads(Path(__file__).with_name("examples.toml").read_text(encoding="utf-8"))

@@ -267,7 +267,6 @@ class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         authority: the federation's authority, which has certified this provider and its operator's name.
         revoked: the authority's list of revoked certificates.
         address: where tenants reach this provider, `host:port`; `listen` if left out. The certificate names the host.
-            `provider health` asks there, too.
         capacity_layers: number of layers that fit into memory, for layers = "auto" under [model].
         rebalance_s: with layers = "auto", the time after which a running executor asks the registries again, and moves
             to layers that need it clearly more; 0: never.

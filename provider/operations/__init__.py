@@ -1,1 +1,1 @@
-"""Views for operators: `metrics` (Prometheus), `status`, `top` (the live table) and `health_request`."""
+"""Views for operators: `metrics` (Prometheus), `status` and `top` (the live table)."""

@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,62 +33,7 @@ PRIVATE_PROMPT = "Patient:"
 
 _T = TypeVar("_T")
 
-_TOWNS = (  # a town, its river, its trade, and a sight
-    ("Halden", "Orm", "cheese", "stone bridge"),
-    ("Marwick", "Tessel", "salt", "old lighthouse"),
-    ("Brenford", "Lune", "wool", "round market hall"),
-    ("Ostley", "Caddo", "timber", "wooden tower"),
-    ("Pellam", "Orm", "honey", "white chapel"),
-    ("Tarrow", "Lune", "barley", "great windmill"),
-    ("Quenby", "Tessel", "smoked fish", "harbour wall"),
-    ("Ashcombe", "Caddo", "paper", "green gate"),
-)
-_WORDS = {
-    "person": ("Mara", "Tomas", "Edda", "Jorin", "Lise", "Anselm", "Petra", "Oskar"),
-    "season": ("winter", "spring", "autumn", "summer"),
-    "day": ("Monday", "Thursday", "Saturday", "market day"),
-    "severity": ("mild", "severe", "moderate"),
-    "illness": ("cough", "pain in the chest", "rash on the skin", "fever", "headache"),
-    "often": ("once a day", "twice a day", "every 6 hours"),
-    "unit": ("mg", "ml", "g", "kg"),
-}
-_TOPICS = (  # a topic is a sequence of sentences, and a sentence a choice of templates
-    (
-        ("The town of {town} lies on the river {river}.", "On the river {river} lies the town of {town}."),
-        ("It is known for its {good} and for the {sight}.", "Every {season} there is a feast beside the {sight}."),
-        ("{person} sells {good} there on {day}.", "Nobody but {person} knows who built the {sight}."),
-    ),
-    (
-        ("Dear {person},",),
-        ("I write to you from {town}, where we had a good {season}.", "Your letter reached me in {town} on {day}."),
-        ("We have {good} enough, and {number} new neighbours.", "Come and see the {sight} before the {season}."),
-    ),
-    (  # the style of a form: fields and figures, which the prose does not have
-        ("Ship: {name}. Owner: {name}, {letter}. Berth: {berth}.", "Boat: {name}, {letter}. Berth: {berth}."),
-        ("Crew: {number}. Cargo: {good}, {number} {unit}.", "Cargo: {good}. Taken: {number}0 {unit}, {often}."),
-        ("Leaves: in {number} hours. Next: {town}.", "Leaves: {day}. Paid: {number} coins."),
-    ),
-    (  # the doctor: medical words, but none of the tenant's drugs and patients
-        ("A patient in ward {berth} had a {severity} {illness}.", "{name} had a complaint: {illness}, {severity}."),
-        ("Age: {number}. Allergy: none.", '"Age?" asked the doctor. "{number}," said {person}.'),
-        ("{number} {unit} of {name} were given, {often}.", "Given: {name} {number}0 {unit}, {often}."),
-        ("The review is in {number} days.", "Review: in {number} hours, in ward {berth}."),
-    ),
-)
-
-_COMPLAINTS = (  # a complaint, its ward, its drug, doses by severity, an allergy
-    ("chest pain", "4B", "Cardolex", ("5 mg", "10 mg", "20 mg"), "aspirin"),
-    ("migraine", "2A", "Neurivane", ("25 mg", "50 mg", "100 mg"), "none"),
-    ("asthma", "3C", "Pulmozide", ("2 ml", "4 ml", "8 ml"), "latex"),
-    ("diabetes", "1D", "Glucavir", ("250 mg", "500 mg", "850 mg"), "none"),
-    ("skin rash", "5E", "Dermaquil", ("1 g", "2 g", "3 g"), "penicillin"),
-)
-_SEVERITIES = (  # a severity, its dose, its frequency, and the next review
-    ("moderate", 1, "twice a day", "14 days"),
-    ("mild", 0, "once a day", "30 days"),
-    ("severe", 2, "every 6 hours", "48 hours"),
-)
-_SURNAMES = ("Okafor", "Vasquez", "Lindqvist", "Habib", "Yamada", "Kowalski", "Dubois", "Mbeki")
+_CORPUS = tomllib.loads(Path(__file__).with_name("corpus.toml").read_text(encoding="utf-8"))
 
 
 def public_text(*, seed: int, sentences: int) -> str:
@@ -96,9 +42,9 @@ def public_text(*, seed: int, sentences: int) -> str:
     rng = random.Random(seed)
     paragraphs: list[str] = []
     while sentences > 0:
-        town, river, good, sight = _pick(rng, _TOWNS)
-        topic = _pick(rng, _TOPICS)[:sentences]
-        words = {name: _pick(rng, choices) for name, choices in _WORDS.items()}
+        town, river, good, sight = _pick(rng, _CORPUS["towns"])
+        topic = _pick(rng, _CORPUS["topics"])[:sentences]
+        words = {name: _pick(rng, choices) for name, choices in _CORPUS["words"].items()}
         words |= {"town": town, "river": river, "good": good, "sight": sight}
         words |= {"name": _name(rng), "number": _number(rng), "letter": _pick(rng, "ABCDEFGHIJKLMNOPRSTUVWYZ")}
         words["berth"] = _pick(rng, "123456789") + _pick(rng, "ABCDEFGH")
@@ -114,9 +60,9 @@ def private_text(*, seed: int, records: int) -> list[str]:
     rng = random.Random(seed)
     notes = []
     for _ in range(records):
-        complaint, ward, drug, doses, allergy = _pick(rng, _COMPLAINTS)
-        severity, dose, often, review = _pick(rng, _SEVERITIES)
-        patient = f"{_pick(rng, _SURNAMES)}, {_pick(rng, 'JAMKRS')}."
+        complaint, ward, drug, doses, allergy = _pick(rng, _CORPUS["complaints"])
+        severity, dose, often, review = _pick(rng, _CORPUS["severities"])
+        patient = f"{_pick(rng, _CORPUS['surnames'])}, {_pick(rng, 'JAMKRS')}."
         notes.append(
             f"{PRIVATE_PROMPT} {patient} Age: {_number(rng)}. Ward: {ward}. Complaint: {complaint}, {severity}. "
             f"Allergy: {allergy}. Given: {drug} {doses[dose]}, {often}. Review: in {review}."

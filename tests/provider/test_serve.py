@@ -74,8 +74,8 @@ def test_a_key_that_others_can_read_is_warned_of_in_the_log(service: Service, ex
     assert warning["message"].endswith(f"chmod 600 {exposed}")
 
 
-def test_serve_until_told_to_stop(service: Service, connect: Connect, keys: Keys) -> None:
-    """The ready file, health on the command line, logs without content, and a clean end on SIGTERM."""
+def test_serve_until_told_to_stop(service: Service, connect: Connect) -> None:
+    """The ready file, logs without content, and a clean end on SIGTERM."""
     assert service.ready_file.read_text() == service.address
     assert list(service.ready)[:4] == ["time", "level", "logger", "event"]
     assert (service.ready["level"], service.ready["event"]) == ("info", "listening")
@@ -88,13 +88,6 @@ def test_serve_until_told_to_stop(service: Service, connect: Connect, keys: Keys
     client.send_bytes(b"TOPSECRETTOPSECRET")
     assert isinstance(client.receive()[0], wire.Failure)
     client.at_end()
-
-    alice = keys.tenants["alice"]
-    identity = ["--tenant-certificate", str(alice.certificate), "--tenant-key", str(alice.key)]
-    pin = ["--certificate", str(keys.provider.certificate)]
-    result = CliRunner().invoke(app, ["health", service.address, *pin, *identity])
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["requests"] == 1  # alice's own counts
 
     assert service.stop() == 0
     # kernels are timed and told once in a test session
@@ -340,11 +333,6 @@ def test_commands(keys: Keys, configure: Configure, provider: Provider, tmp_path
     path.write_text(text.replace("127.0.0.1:7401", provider.address.replace("127.0.0.1", "0.0.0.0")), encoding="utf-8")
     result = run.invoke(app, ["manifest", "-c", str(path)])
     assert result.stdout.strip() == provider.model_digest, result.output
-    bob = keys.tenants["bob"]
-    identity = ["--tenant-certificate", str(bob.certificate), "--tenant-key", str(bob.key)]
-    result = run.invoke(app, ["health", "-c", str(path), *identity])
-    assert json.loads(result.stdout)["name"] == "alpha", result.output
-    assert isinstance(run.invoke(app, ["health", *identity]).exception, ConfigError)
 
 
 def test_an_executor_that_an_error_has_ended_is_replaced(

@@ -44,12 +44,10 @@ from threat_model.planted import score
 from threat_model.report import (
     BEGIN,
     END,
-    adapter_charts,
     attack_charts,
     last_sections,
     origin,
     pool_charts,
-    roc_charts,
     security_table,
 )
 from threat_model.suite import Suite, Verdict, examine
@@ -81,8 +79,6 @@ def test_rows_text_and_adapter_are_read_without_masking(quick: Suite, scheme: st
     adapter = outcome_of(quick, "adapter by least squares", scheme)
     assert adapter.success == 1.0
     assert adapter.figures["worst relative error"] <= 0.01
-    assert abs(adapter.figures["loss, stolen"] - adapter.figures["loss, true"]) < 1e-3
-    assert adapter.figures["loss, true"] < adapter.figures["loss, base model"] - 0.01
 
 
 @pytest.mark.parametrize("scheme", [PAD, PADS, PAD_RELAY, PAD_24, LOCAL], ids=lambda s: s.name)
@@ -270,13 +266,13 @@ def test_checks_without_chance_have_no_rate(quick: Suite) -> None:
     assert all(rate.endswith("%") for name, rate in rates.items() if trials[name] > 1)
 
 
-@pytest.mark.parametrize("charts", [pool_charts, adapter_charts, roc_charts, attack_charts])
+@pytest.mark.parametrize("charts", [pool_charts, attack_charts])
 def test_a_chart_compares_two_values_at_least(quick: Suite, charts: Callable[[Suite], list[str]]) -> None:
     for chart in charts(quick):
         points = [path.count(",") for path in re.findall(r'<polyline points="(.*?)"', chart)]
         assert chart.count("<rect") > 1 or max(points) > 1, chart
     one = tuple(c for c in quick.cells if c.scheme is quick.schemes[0])
-    assert charts is roc_charts or charts(replace(quick, cells=one)) == []
+    assert charts(replace(quick, cells=one)) == []
 
 
 def test_the_readme_shows_the_table_that_is_tested() -> None:
@@ -308,16 +304,6 @@ def test_the_threat_model_names_every_attack_and_no_other() -> None:
     assert italics <= known | prose, italics - known - prose
     for attack in ATTACKS:
         assert {attack.name, attack.name.rpartition(",")[0]} & italics, f"{attack.name} is missing from the page"
-
-
-def test_the_picture_of_every_distinguisher_shows_every_scheme(quick: Suite) -> None:
-    """One curve for each kind of masking and number of helpers: pools of one kind look alike, `pad × 2` differs."""
-    pictures = roc_charts(quick)
-    assert len(pictures) == 2  # forward and backward
-    for picture in pictures:
-        for scheme in (NONE, PAD, PADS, LOCAL):
-            assert f">{scheme.name}</text>" in picture
-        assert picture.count(">pool ") == 1
 
 
 def test_masks_of_lwe_give_nothing_away_and_each_planted_fault_does(quick: Suite) -> None:

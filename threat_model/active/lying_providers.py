@@ -6,7 +6,6 @@ the secret is, so the abort carries no information. The planted fault is a tenan
 plausible: its aborts depend on the secret.
 """
 
-import itertools
 import math
 import time
 from collections import Counter
@@ -33,7 +32,6 @@ from symbiosis_priv.federation import load_federation
 from symbiosis_priv.harness.local import silenced
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
-from tenant.core.blame import BlameKeys
 from tenant.core.parts import UncheckedProduct
 from tenant.demo.run import Tamper
 from tenant.masking.backend import RingBackend, RingRows
@@ -84,24 +82,9 @@ class AbortLeak:
 
 
 @dataclass(frozen=True)
-class Forgery:
-    """Single checks of `BlameKeys` with few columns against errors of one 2-adic valuation: how many passed."""
-
-    columns: int
-    valuation: int
-    passed: int
-    trials: int
-
-    @property
-    def theory(self) -> float:
-        return 2.0 ** (-(32 - self.valuation) * self.columns)
-
-
-@dataclass(frozen=True)
 class ActiveReport:
     detections: tuple[Detection, ...]
     leaks: tuple[AbortLeak, ...]
-    forgeries: tuple[Forgery, ...]
 
     @property
     def sound(self) -> bool:
@@ -147,7 +130,7 @@ def attack_actively(lab: Lab, *, repeats: int, rng: torch.Generator) -> ActiveRe
         leaks = [_leak(lab, preparation, "with verification", 8 * repeats, rng)]
         with plausible_is_enough():
             leaks.append(_leak(lab, preparation, "verification skipped (planted)", 8 * repeats, rng))
-        return ActiveReport(tuple(detections), tuple(leaks), tuple(_forgeries(lab, 60 * repeats, rng)))
+        return ActiveReport(tuple(detections), tuple(leaks))
 
 
 _Kind = tuple[str, wire.Role, list[Lie], int | None]
@@ -263,25 +246,6 @@ def mutual_information(a: Sequence[bool], b: Sequence[bool]) -> float:
     """Plug-in estimate of the mutual information in bits; exactly 0 if one of the sequences is constant."""
     n, of_a, of_b, joint = len(a), Counter(a), Counter(b), Counter(zip(a, b, strict=True))
     return sum(count / n * math.log2(count * n / (of_a[x] * of_b[y])) for (x, y), count in joint.items())
-
-
-def _forgeries(lab: Lab, trials: int, rng: torch.Generator) -> list[Forgery]:
-    """Measure the soundness of the attribution keys where it is weak enough to see: few columns, multiples of 2^28."""
-    group, weight = GroupIndex(1), lab.public.quantised(1).weight
-    rows = expand(random_key(), first_row=0, rows=1, width=weight.shape[1])
-    answer = rows @ weight.to(torch.int32).t()
-    passed: Counter[tuple[int, int]] = Counter()
-    cases = list(itertools.product((1, 2), (31, 30, 29, 28)))
-    for _, columns in itertools.product(range(trials), (1, 2)):
-        # one key for an error of each valuation: the trials of one valuation have independent keys
-        keys = BlameKeys.fresh(columns=columns)
-        keys.add(group, weight, weight_bits=lab.store.weight_bits)
-        for valuation in (31, 30, 29, 28):
-            wrong = answer.clone()
-            place = int(torch.randint(answer.numel(), (), generator=rng))
-            wrong.view(-1)[place] += _signed(1 << valuation)
-            passed[columns, valuation] += keys.accepts(group, FORWARD, rows=rows, answer=wrong)
-    return [Forgery(*case, passed[case], trials) for case in cases]
 
 
 def _signed(value: int) -> int:

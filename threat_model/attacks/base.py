@@ -41,8 +41,6 @@ class Outcome:
     chance: float
     p_value: float
     figures: Mapping[str, float] = field(default_factory=dict)
-    curve: tuple[tuple[float, float], ...] = ()
-    """Points of a picture, if the attack has one (the ROC of a distinguisher)."""
 
     @property
     def success(self) -> float:

@@ -110,7 +110,7 @@ class Coalition(DirectedAttack[CollusionView, Tensor]):
         return self._inner.run(ExecutorView((), {self.direction: left}), public, rng)
 
     def score(self, guess: Tensor, truth: Truth) -> Outcome:
-        return replace(self._inner.score(guess, truth), curve=())  # the view of the executor alone contains all of them
+        return self._inner.score(guess, truth)
 
 
 def pad_rows(helpers: Sequence[HelperView], public: Public, index: int, direction: Direction) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from threat_model.attacks.base import Attack, DirectedAttack, GuessedRows, Label
 from threat_model.attacks.exchanges import first_rows, noises, stack, unstack
 from threat_model.attacks.tokens import FIRST, FirstLayerAttack
 from threat_model.evidence.public import Public
-from threat_model.evidence.statistics import binomial_tail, clopper_pearson, normal_tail, roc
+from threat_model.evidence.statistics import binomial_tail, clopper_pearson, normal_tail
 from threat_model.evidence.truth import Truth
 from threat_model.evidence.views import Exchange, ExecutorView
 
@@ -72,8 +72,7 @@ class SamplerGrid(FirstLayerAttack):
     torch makes float32 normals by Box-Muller from uniform numbers with 24 bits: elements j and j + 8 of a block of 16
     are `r cos t, r sin t` with `t = 2 pi u` and u a multiple of 2^-24. For the right x, `(x' - x) / sigma` lies on that
     grid; for a wrong x it does not. Each pair of coordinates gives a fraction of a bit, and there are d / 2 pairs.
-    Noise of real numbers would hide the row up to `gaussian_channel_bits`, but float32 numbers are not real numbers
-    (Mironov, CCS 2012).
+    Noise of real numbers would hide the row, but float32 numbers are not real numbers (Mironov, CCS 2012).
     """
 
     name = "sampler grid"
@@ -193,14 +192,10 @@ class Distinguisher(DirectedAttack[ExecutorView, Tensor]):
     def score(self, guess: Tensor, truth: Truth) -> Outcome:
         coins = truth.coins[self.direction]
         right, n = int(((guess > 0) == coins).sum()), len(coins)
-        false, true = roc(guess, coins)
-        area = sum((b - a) * (t + u) / 2 for a, b, t, u in zip(false, false[1:], true, true[1:], strict=False))
         interval = clopper_pearson(right, n)
         rates = {"advantage": right / n, "advantage, low": interval.low, "advantage, high": interval.high}
-        figures = {name: 2 * rate - 1 for name, rate in rates.items()} | {"theory": 0.0, "area under ROC": area}
-        every = max(1, n // 200)
-        curve = (*zip(false[::every], true[::every], strict=True), (1.0, 1.0))
-        return Outcome(right, n, 0.5, binomial_tail(right, n, 0.5), figures, curve)
+        figures = {name: 2 * rate - 1 for name, rate in rates.items()} | {"theory": 0.0}
+        return Outcome(right, n, 0.5, binomial_tail(right, n, 0.5), figures)
 
 
 def _features(rows: Tensor) -> Tensor:

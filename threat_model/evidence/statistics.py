@@ -1,4 +1,4 @@
-"""Confidence intervals of success rates, and the largest leak of a float mask, without SciPy."""
+"""Confidence intervals of success rates, without SciPy."""
 
 import math
 from dataclasses import dataclass
@@ -75,20 +75,3 @@ def agreement_by_chance(guess: Tensor, truth: Tensor) -> float:
     labels, place = torch.cat([guess, truth]).unique(return_inverse=True)
     counts = [torch.bincount(part, minlength=len(labels)).double() for part in place.chunk(2)]
     return float(counts[0] @ counts[1]) / len(truth) ** 2
-
-
-def gaussian_channel_bits(noise_scale: float) -> float:
-    """Largest number of bits that one masked row reveals about one coordinate. `noise_scale` is relative to its spread.
-    The capacity of the Gaussian channel is `1/2 log2(1 + 1/scale^2)` (Shannon 1948). The bits add up over coordinates
-    and over repeated maskings of a row. The bound does not hold if noise is reused, or is rounded to float32."""
-    return 0.5 * math.log2(1 + noise_scale**-2)
-
-
-def roc(scores: Tensor, positive: Tensor) -> tuple[list[float], list[float]]:
-    """(false positive rates, true positive rates) as the threshold falls. `scores`: float `[n]`, higher means more
-    likely positive; `positive`: bool `[n]`."""
-    order = scores.argsort(descending=True)
-    hits = positive[order].double()
-    rise = torch.cumsum(hits, 0) / hits.sum().clamp(min=1)
-    run = torch.cumsum(1 - hits, 0) / (1 - hits).sum().clamp(min=1)
-    return [0.0, *run.tolist()], [0.0, *rise.tolist()]

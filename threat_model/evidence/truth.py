@@ -1,6 +1,5 @@
 """The ground truth of a run: the tenant's own knowledge, which no view contains. Only scorers read it."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -38,8 +37,6 @@ class Truth:
     generated: list[int] = field(default_factory=list)
     batches: list[tuple[int, int]] = field(default_factory=list)
     steps: int = 0
-    loss: Callable[[Mapping[str, Tensor]], float] = lambda updates: float("nan")
-    """Returns the base model's loss on held-out private text, with some weight updates added."""
     coins: dict[Direction, Tensor] = field(default_factory=dict)
     """Which of two known rows was masked, in the second half of the distinguishing game; bool `[n]`."""
 

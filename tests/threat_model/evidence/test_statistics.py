@@ -10,9 +10,7 @@ from threat_model.evidence.statistics import (
     agreement_by_chance,
     binomial_tail,
     clopper_pearson,
-    gaussian_channel_bits,
     normal_tail,
-    roc,
 )
 
 
@@ -54,14 +52,3 @@ def test_constant_guesses_score_at_the_chance_level() -> None:
     truth = torch.tensor([1] * 90 + [2] * 10)
     assert agreement_by_chance(torch.ones(100, dtype=torch.long), truth) == pytest.approx(0.9)
     assert agreement_by_chance(truth, truth) == pytest.approx(0.82)
-
-
-def test_the_gaussian_channel() -> None:
-    assert gaussian_channel_bits(1.0) == pytest.approx(0.5)
-    assert gaussian_channel_bits(16.0) == pytest.approx(0.0028, rel=0.01)
-
-
-def test_roc_of_a_perfect_score() -> None:
-    false, true = roc(torch.tensor([3.0, 2.0, 1.0, 0.0]), torch.tensor([True, True, False, False]))
-    assert true == [0.0, 0.5, 1.0, 1.0, 1.0]
-    assert false == [0.0, 0.0, 0.0, 0.5, 1.0]

@@ -35,6 +35,7 @@ from tests.warm import LIBRARIES
 ROOT: Final = Path(__file__).parents[1]
 _TOKEN: Final = re.compile(r"\w+|\S")
 _FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+_INTERRUPTED: Final = re.compile(r"^(.+:\d+: KeyboardInterrupt)$", re.MULTILINE)
 _LIMIT_S: Final = 900.0
 
 
@@ -115,9 +116,15 @@ def run_tests(root: Path, tests: Sequence[str], *, first: bool = True) -> Outcom
             return Outcome((), f"no verdict within {limit_s:g} s", limit_s)
         said.seek(0)
         text = said.read()
-    failed = tuple(_FAILED.findall(text)) if run.exitcode == 1 else ()
-    why = "" if run.exitcode in (0, 1) else f"pytest ended with {run.exitcode}: {text[-300:].strip()}"
-    return Outcome(failed, why, time.monotonic() - began)
+    return verdict(run.exitcode, text, time.monotonic() - began)
+
+
+def verdict(status: int, said: str, seconds: float) -> Outcome:
+    """What pytest's exit status and output mean. A `KeyboardInterrupt` that no test catches ends pytest: a failure."""
+    found = {pytest.ExitCode.TESTS_FAILED: _FAILED, pytest.ExitCode.INTERRUPTED: _INTERRUPTED}.get(status)  # type: ignore[call-overload]
+    failed = tuple(found.findall(said)) if found else ()
+    why = "" if failed or not status else f"pytest ended with {status}: {said[-300:].strip()}"
+    return Outcome(failed, why, seconds)
 
 
 def _in_fork(root: Path, tests: Sequence[str], first: bool, said: int) -> None:

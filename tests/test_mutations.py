@@ -1,13 +1,15 @@
 """Every entry of `mutations.toml` still fits one line, and names tests that exist. `tests.mutations` runs them."""
 
 import ast
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.mutations import ROOT, Mutation, mutated, mutations, pattern
+from tests.mutations import ROOT, Mutation, mutated, mutations, pattern, verdict
 from tests.test_documentation import TESTS
+from tests.warm import run
 
 MUTATIONS = mutations()
 CORNERS = ("symbiosis_priv/", "provider/", "tenant/")
@@ -56,3 +58,16 @@ def test_a_line_that_is_gone_or_there_twice_is_named(tmp_path: Path) -> None:
         (tmp_path / "code.py").write_text(text)
         with pytest.raises(LookupError, match=f"mutation 'a name' fits {times} of code.py: x = 1"):
             mutated(mutation, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "failed"),
+    [("raise KeyboardInterrupt", ("test_a.py:1: KeyboardInterrupt",)), ("1 / 0", ("test_a.py::test_a",)), ("", ())],
+)
+def test_an_interrupt_that_ends_pytest_is_a_failure(line: str, failed: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text(f"def test_a(): {line or 'pass'}\n")
+    words = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "test_a.py"]
+    ran = run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    outcome = verdict(ran.returncode, ran.stdout, 0.0)
+    assert [one.rpartition("/")[2] for one in outcome.failed] == [*failed]
+    assert not outcome.no_verdict

@@ -202,19 +202,6 @@ def test_gradient_checkpointing_changes_no_bit(after_training: Callable[[str, st
     assert equal(after_training("pad-1", "one pass"), after_training("pad-1", "gradient checkpointing"))
 
 
-def test_a_resumed_training_gives_the_same_adapter_as_an_uninterrupted_one(
-    llama: Path, llama_federation: LocalFederation, open_model: Open, train: Train, tmp_path: Path
-) -> None:
-    """A new model, a new session and new masks give the same adapter."""
-    config = config_for(llama_federation, "pad-1")
-    whole = open_model(llama, config)
-    train(whole, steps=4, save_strategy="steps", save_steps=2, output_dir=str(tmp_path / "run"))
-    backend_of(whole).close()
-    resumed = open_model(llama, config)
-    train(resumed, steps=4, resume=str(tmp_path / "run" / "checkpoint-2"), output_dir=str(tmp_path / "again"))
-    assert equal(adapter_of(whole), adapter_of(resumed))
-
-
 # Quality: the effect of the ring's rounding on a trained model
 
 

@@ -121,11 +121,6 @@ def test_the_readmes_sample_runs_as_it_is_printed(folder: Path, scripts: dict[st
     assert (folder / "sample-adapter" / "adapter_config.json").is_file()
 
 
-@pytest.mark.parametrize("script", ["finetune.py", "generate.py", "many_tasks.py"])
-def test_scripts_have_at_most_forty_lines(script: str) -> None:
-    assert len((EXAMPLES / script).read_text().splitlines()) <= 40
-
-
 def test_federation_example_names_what_the_provider_examples_serve(folder: Path) -> None:
     federation = load_federation(folder / "federation.toml")
     assert [(peer.name, peer.role) for peer in federation.peers] == [("alpha", "executor"), ("beta", "helper")]

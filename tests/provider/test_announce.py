@@ -39,7 +39,7 @@ from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.network.tls import client_context
 from symbiosis_priv.registry.descriptor import VerifiedDescriptor, newest, verify
 from tests.provider.clients import execute
-from tests.provider.conftest import Configure, Connect, Keys, Launch
+from tests.provider.conftest import Configure, Connect, Keys
 from tests.registries import LyingRegistry, registry_config
 from tests.vouching import Vouching
 from tests.waiting import until
@@ -216,16 +216,6 @@ def test_choosing_layers_needs_a_registry(announcing: Announcing) -> None:
         placed(announcing("gamma", layers="auto", capacity_layers=1, announce=("127.0.0.1:1",)))
 
 
-def test_a_provider_process_announces_its_end_on_sigterm(
-    announcing: Announcing, vouching: Vouching, registry: RegistryServer, launch: Launch
-) -> None:
-    service = launch(announcing("eight", layers="auto", capacity_layers=1))
-    until(lambda: "eight" in listed(vouching, registry, service.model_digest))
-    assert not listed(vouching, registry, service.model_digest)["eight"].descriptor.draining
-    assert service.stop() == 0
-    assert listed(vouching, registry, service.model_digest)["eight"].descriptor.draining
-
-
 # The choice of layers
 
 NOBODY = Served()
@@ -248,13 +238,6 @@ def test_no_other_range_is_served_less(layers: list[Served], length: int) -> Non
             assert chosen.first <= first  # all providers decide alike
 
 
-@given(layers=SERVED, length=st.integers(1, 15))
-def test_an_unserved_layer_is_chosen_first(layers: list[Served], length: int) -> None:
-    chosen = most_needed(layers, length)
-    if NOBODY in layers:
-        assert NOBODY in layers[chosen.first : chosen.last + 1]
-
-
 @given(layers=st.integers(1, 40), length=st.integers(1, 12))
 def test_providers_that_join_one_after_the_other_cover_all_layers(layers: int, length: int) -> None:
     """Enough providers cover all layers: none is left out while another layer is served twice as often as necessary."""
@@ -264,16 +247,6 @@ def test_providers_that_join_one_after_the_other_cover_all_layers(layers: int, l
         for layer in range(chosen.first, chosen.last + 1):
             counts[layer] += 1
     assert min(counts) >= 1
-
-
-def test_a_gap_is_filled_exactly() -> None:
-    def chosen(counts: list[int], length: int) -> LayerRange:
-        return most_needed([Served(1, count) for count in counts], length)
-
-    assert chosen([1, 1, 0, 0, 1, 1], 2) == LayerRange(2, 3)
-    assert chosen([1, 1, 0, 0, 1, 1], 3) == LayerRange(1, 3)
-    assert chosen([3, 2, 2, 1], 2) == LayerRange(2, 3)
-    assert chosen([1, 1, 1], 9) == LayerRange(0, 2)
 
 
 # Moving while running

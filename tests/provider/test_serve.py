@@ -181,13 +181,6 @@ def test_a_socket_that_others_could_reach_or_replace_is_refused(
         Provider(configure(executor=executor)).start()
 
 
-def test_a_file_in_place_of_the_sockets_folder_is_named(configure: Configure, socket_folder: Path) -> None:
-    socket_folder.touch()
-    executor = ExecutorConfig(endpoint=f"ipc://{socket_folder}/executor.sock")
-    with pytest.raises(ConfigError, match=str(socket_folder)):
-        Provider(configure(executor=executor)).start()
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can enter what is another user's alone")
 def test_a_socket_in_another_users_folder_is_refused(configure: Configure, socket_folder: Path) -> None:
     socket_folder.mkdir(mode=0o700)
@@ -287,19 +280,6 @@ def test_an_interrupted_start_leaves_no_thread(configure: Configure, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         Provider(configure()).start()
     assert set(threading.enumerate()) <= before
-
-
-def test_the_command_ends_its_process_without_pythons_own_end(
-    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A thread in torch's code, for example of an executor that did not stop in time, would make C++ abort there."""
-    ends: list[str] = []
-    monkeypatch.setattr("provider.config.provider_toml.load", lambda path: configure())
-    monkeypatch.setattr("provider.logs.setup", lambda level: None)
-    monkeypatch.setattr(server, "serve", lambda *_, **__: ends.append("served"))
-    monkeypatch.setattr("provider.cli.end_now", lambda: ends.append("ended"))
-    assert CliRunner().invoke(app, ["serve", "-c", str(tmp_path)]).exit_code == 0
-    assert ends == ["served", "ended"]
 
 
 def test_layers_are_loaded_in_idle_time(configure: Configure, connect: Connect) -> None:

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, EntryPoints, entry_points, version
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,6 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from symbiosis_priv import cli, errors
-from symbiosis_priv.network import wire
 
 OWN_COMMANDS = sorted(
     entry.name for entry in entry_points(group=cli.COMMAND_GROUP) if entry.dist and entry.dist.name == "symbiosis-priv"
@@ -121,11 +120,6 @@ run("provider", "init", sys.argv[1])
     assert done.returncode == 0, done.stderr
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--version") == 0
-    assert capsys.readouterr().out == f"symbiosis-priv {version('symbiosis-priv')}\n"
-
-
 def test_typo_is_wrong_usage_and_names_the_nearest_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("threat-modle") == 2
     assert "Did you mean 'threat-model'?" in capsys.readouterr().err
@@ -134,33 +128,6 @@ def test_typo_is_wrong_usage_and_names_the_nearest_command(capsys: pytest.Captur
 def test_a_word_of_another_program_leads_to_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("tenant", "train") == 2
     assert "Did you mean 'finetune'?" in " ".join(capsys.readouterr().err.split())
-
-
-def test_function_is_a_command(plug: Plug, capsys: pytest.CaptureFixture[str]) -> None:
-    def greet(name: str = "nobody") -> None:
-        typer.echo(f"hello {name}")
-
-    plug("greet", greet)
-    assert run("greet", "--name", "reader") == 0
-    assert capsys.readouterr().out == "hello reader\n"
-
-
-def test_app_is_a_group_even_of_one_command(plug: Plug, capsys: pytest.CaptureFixture[str]) -> None:
-    app = typer.Typer()
-
-    @app.command()
-    def only() -> None:
-        typer.echo("ran")
-
-    plug("group", app)
-    assert run("group", "only") == 0
-    assert capsys.readouterr().out == "ran\n"
-
-
-def test_unknown_plug_in_is_listed(plug: Plug, capsys: pytest.CaptureFixture[str]) -> None:
-    plug("stranger", lambda: None)
-    assert run("--help") == 0
-    assert "Added by another package." in capsys.readouterr().out
 
 
 EXAMPLES = [
@@ -228,12 +195,6 @@ def test_a_letter_that_the_terminal_lacks_is_replaced(plug: Plug, monkeypatch: p
     assert printed.getvalue() == b"d?j? vu\n"
 
 
-def test_every_error_code_has_advice() -> None:
-    for code in wire.ErrorCode:
-        error = errors.ProviderError(code=code, provider="p", detail="no\nforged line\x1b[2J")
-        assert str(error).startswith(f"provider 'p' answered {code}: no forged line [2J; ")
-
-
 def test_traceback_only_on_request(
     plug: Plug, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,15 +207,6 @@ def test_traceback_only_on_request(
     err = capsys.readouterr().err
     assert "Traceback" in err
     assert err.endswith("error: wrong\n")
-
-
-def test_missing_module_is_an_error_that_says_what_to_do(
-    plug: Plug, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plug("gone", None)
-    monkeypatch.delitem(sys.modules, "plugged_gone")
-    assert run("gone") == 1
-    assert "the command 'gone' (plugged_gone:target) cannot be loaded" in capsys.readouterr().err
 
 
 def test_interrupt_is_status_130(plug: Plug) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from symbiosis_priv import native
 from symbiosis_priv.errors import ConfigError
-from tests.builds import compiled, switched, use_library
+from tests.builds import switched
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("symbiosis_priv", "provider", "tenant", "threat_model")
@@ -79,15 +79,6 @@ def test_a_library_that_does_not_fit_is_ignored(
     with caplog.at_level(logging.INFO, logger="symbiosis_priv.native"):
         assert native.library() is None
     assert "compiler" in caplog.text if fault == "absent" else "install symbiosis-priv again" in caplog.text
-
-
-@pytest.mark.usefixtures("reload")
-def test_no_compiler_flag_makes_torch_flush_subnormal_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gcc links code into such libraries that changes the mode of the thread that loads them."""
-    flags = "-Ofast -ffast-math -funsafe-math-optimizations"
-    use_library(monkeypatch, compiled(tmp_path, flags=flags, compiler=quick_compiler(tmp_path)))
-    assert native.library() is not None
-    assert native._keeps_subnormals()
 
 
 @pytest.mark.usefixtures("reload")

@@ -3,7 +3,6 @@
 import dataclasses
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
@@ -47,13 +46,6 @@ def test_the_plan_counts_every_process(configure: Configure, store: WeightStore)
     assert ranks["a layer group, gathered by each rank"] == 4 * largest * bits_per_weight(10, "cpu") // 8
 
 
-def test_a_narrow_weight_takes_less_memory(configure: Configure, store: WeightStore) -> None:
-    plans = {bits: msgspec.structs.replace(store.manifest(), weight_bits=bits) for bits in (8, 10, 12)}
-    sizes = {bits: memory_plan(configure(), plan, store.served)[0].size for bits, plan in plans.items()}
-    assert sizes[8] * 2 == sizes[12]
-    assert sizes[8] * bits_per_weight(10, "cpu") == sizes[10] * 8
-
-
 def test_a_plan_that_does_not_fit_is_refused_with_the_numbers(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,10 +55,6 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_numbers(
     monkeypatch.setattr("provider.config.memory_plan._container_limit", lambda: 10 * MIB)
     with pytest.raises(ConfigError, match="of 10 MiB"):
         Provider(configure()).start()
-
-
-def test_a_plan_that_fits_passes(configure: Configure, store: WeightStore) -> None:
-    check_plan(memory_plan(configure(), store.manifest(), store.served))
 
 
 def test_the_memory_for_blocks_is_counted_where_they_are_accepted(configure: Configure, store: WeightStore) -> None:

@@ -72,11 +72,6 @@ def test_a_template_with_bad_values_is_refused(layers: str, words: str) -> None:
         template(layers=layers)
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
-        load(tmp_path / "none.toml")
-
-
 # provider.toml: every mistake names its key, and a configuration can be sent to another process
 
 
@@ -166,8 +161,3 @@ def test_mistakes_are_named(tmp_path: Path, change: str, named: str) -> None:
 def test_child_configuration_is_checked() -> None:
     with pytest.raises(ConfigError):
         from_json(b"{}")
-
-
-def test_types_survive_the_pipe(tmp_path: Path) -> None:
-    config: ProviderConfig = from_json(to_json(load(written(tmp_path, MINIMAL))))
-    assert isinstance(config.tls.key, Path)

@@ -19,15 +19,14 @@ from provider.config.schema import SchedulerConfig
 from provider.executor.executor import Executor
 from provider.executor.queues import ExecutorReport, LocalInbox, ProductRequest, ReportRequest, RequestPipe
 from provider.products.model import ServedModel
-from provider.scheduler.jobs import Job, Piece, Stage
-from provider.scheduler.scheduler import Discipline, Scheduler, fill
+from provider.scheduler.jobs import Stage
+from provider.scheduler.scheduler import Discipline, Scheduler
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import DeviceLostError, RankLostError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from tests.provider.clients import execute
 from tests.provider.scheduler.playing import Separate
-from tests.waiting import until
 
 TIMEOUT_S = 20.0
 
@@ -127,31 +126,6 @@ def test_few_rows_are_multiplied_in_the_senders_thread(store: WeightStore, disci
         assert 0 < report.seconds < report.uptime - report.idle
 
 
-def test_an_answer_does_not_wait_until_its_product_is_recorded(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorded: list[threading.Thread] = []
-    done = Scheduler.done
-
-    def noted(self: Scheduler[Any], *arguments: Any, **named: Any) -> None:
-        recorded.append(threading.current_thread())
-        done(self, *arguments, **named)
-
-    model = Watched(store)
-    with running(model) as (inbox, _):
-        asker = Asker(inbox, store)
-        find_it_at_rest(asker, model)
-        monkeypatch.setattr(Scheduler, "done", noted)
-        asker.send(1)  # its turn begins with a record of the product before
-        answer = asker.pipe.receive(0.0)
-        assert answer is not None
-        assert recorded == [threading.current_thread()]
-        answer.after()
-        answer.after()  # does nothing
-        assert recorded == [threading.current_thread()] * 2
-        assert sum(asker.report().batch_rows.counts) == len(model.taken)
-
-
 def test_requests_during_a_product_share_the_next_product(store: WeightStore) -> None:
     model = Watched(store)
     with running(model) as (inbox, _), ThreadPoolExecutor(1) as pool:
@@ -171,61 +145,6 @@ def test_requests_during_a_product_share_the_next_product(store: WeightStore) ->
             assert other.pipe.receive(TIMEOUT_S) is not None
         assert [rows for _, rows in model.taken[before:]] == [3]
         assert model.taken[before][0] not in (threading.current_thread(), model.taken[before - 1][0])
-
-
-class Waiting(Separate):
-    """Waits a moment for each tenant that was served, and multiplies all requests at once."""
-
-    wait_s = 0.1
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._awaited: dict[object, float] = {}
-
-    def arrived(self, job: Job) -> None:
-        self._awaited.pop(job.tenant, None)
-
-    def departed(self, job: Job, now: float) -> None:
-        self._awaited[job.tenant] = now + self.wait_s
-
-    def next_leader(self, now: float) -> tuple[Any, float | None]:
-        leader = next((self._waiting.of_key(key)[0] for key in iter(self._waiting.keys())), None)
-        awaited = max((until for until in self._awaited.values() if until > now), default=None)
-        return (None, awaited) if leader is None or (awaited and not leader.taken) else (leader, None)
-
-    def batch(self, leader: Any, room: int) -> list[Piece[Any]]:
-        first = Piece.next_of(leader, room)
-        others = [job for job in self._waiting.of_key(leader.key) if job is not leader]
-        return [first, *fill(others, room - first.rows)]
-
-
-def test_a_request_that_waits_to_be_batched_is_left_to_the_executors_thread(store: WeightStore) -> None:
-    model = Watched(store)
-    with running(model, Waiting) as (inbox, _):
-        alice, bob = (Asker(inbox, store, name) for name in ("alice", "bob"))
-        for _ in range(3):
-            find_it_at_rest(alice, model)
-            bob.ask(1)
-            alice.ask(1)  # bob has just been served: the executor waits for him, and then multiplies without him
-            assert model.taken[-1][0] is not threading.current_thread()
-
-
-class Patient(Waiting):
-    wait_s = TIMEOUT_S / 2
-
-
-def test_an_expected_request_multiplies_for_all_waiting_requests(store: WeightStore) -> None:
-    """The executor's thread is not woken for the product, although another request was waiting."""
-    model = Watched(store)
-    with running(model, Patient) as (inbox, _):
-        alice, bob = (Asker(inbox, store, name) for name in ("alice", "bob"))
-        bob.ask(1)
-        deadline = time.monotonic() + TIMEOUT_S
-        while model.taken[-1] != (threading.current_thread(), 2):  # the executor's thread will rest in a moment
-            assert time.monotonic() < deadline
-            alice.send(1)
-            bob.ask(1)
-            assert alice.pipe.receive(TIMEOUT_S) is not None
 
 
 def test_an_exception_in_a_senders_thread_ends_the_executor(store: WeightStore) -> None:
@@ -263,23 +182,6 @@ def test_a_device_that_has_failed_ends_the_executor_and_a_lack_of_memory_does_no
         asker.send(1)
         with pytest.raises(DeviceLostError):
             ended.result(TIMEOUT_S)
-
-
-def test_a_lack_of_memory_in_the_senders_thread_ends_nothing(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The executor's own thread takes the request. Any error of a product of few rows is one of that request alone."""
-    model = Watched(store)
-    monkeypatch.setattr(model, "few", lambda request: raising(MemoryError()))
-    with running(model) as (inbox, ended):
-        asker = Asker(inbox, store)
-        find_it_at_rest(asker, model)
-        repeated = asker.pipe.repeat(asker.message(1))
-        assert repeated is not None
-        for _ in range(3):
-            until(lambda: not repeated.multiply(time.monotonic(), 0, 0))
-            asker.ask(1)
-        assert not ended.done()
 
 
 def test_an_executor_that_has_ended_multiplies_nothing_at_once(

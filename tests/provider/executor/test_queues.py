@@ -12,7 +12,7 @@ import pytest
 import torch
 import zmq
 
-from provider.executor.queues import ExecutorAnswer, KeystreamMaker, LocalInbox, LocalSender, ReportRequest, Stages
+from provider.executor.queues import ExecutorAnswer, KeystreamMaker, LocalInbox, ReportRequest, Stages
 from provider.executor.supervisor import Context, SocketInbox, SocketPipe
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.network import wire
@@ -65,37 +65,6 @@ def test_every_sender_of_a_product_gets_its_answer_and_none_is_lost_at_the_end()
     received = [pipe.receive(0.0) for pipe in pipes]
     assert {answer.failure for answer in received if answer is not None} in ({b"\0", b"\1", b"\2"}, {b"\2", b"\1"})
     assert pipes[0].receive(0.0) is not None
-
-
-def test_a_failed_delivery_keeps_no_later_answer_back() -> None:
-    class Failing(LocalSender):
-        def put(self, answer: ExecutorAnswer) -> None:
-            raise MemoryError
-
-    inbox = LocalInbox()
-    pipe = inbox.open_pipe()
-    pipe.send(ReportRequest())
-    (message,) = inbox.arrived()
-    answer = ExecutorAnswer(b"", memoryview(b"rows"), 1)
-    for _ in range(2):
-        inbox.answer([(Failing(), answer), (message.sender, answer)])
-        assert pipe.receive(30.0) is answer
-    inbox.close()
-
-
-def test_a_maker_that_cannot_wake_the_executor_makes_the_next_slice() -> None:
-    errors, woken = [MemoryError()], threading.Semaphore(0)
-
-    def wake() -> None:
-        if errors:
-            raise errors.pop()
-        woken.release()
-
-    maker: KeystreamMaker[str] = KeystreamMaker(wake)
-    for name in ("first", "second"):
-        maker.order(name, "alice", lambda: torch.zeros(1, 1, dtype=torch.int32))
-    assert [name for name, _ in collect(maker, 2, woken)] == ["first", "second"]
-    maker.close()
 
 
 def ask(direction: Direction, rows: int) -> wire.Execute:

@@ -5,11 +5,9 @@ import itertools
 import secrets
 import socket
 import ssl
-import sys
 import threading
 import time
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 import pytest
@@ -19,7 +17,6 @@ from provider.config.schema import MIB, Limits, UsageConfig
 from provider.executor.client import ExecutorRequester
 from provider.executor.queues import ExecutorReport
 from provider.gateway.admission import MAX_REQUEST_ROWS, ByteBudget
-from provider.gateway.connection import Connection
 from provider.gateway.usage import read
 from provider.products.model import ServedModel
 from provider.refusal import Refusal
@@ -126,17 +123,6 @@ def test_layers_that_the_model_does_not_have(configure: Configure) -> None:
     part = msgspec.structs.replace(whole, model=msgspec.structs.replace(whole.model, layers="1-2"))
     with pytest.raises(ConfigError, match="layers = '1-2' goes beyond this model, whose layers are 0-1"):
         Provider(part).start()
-
-
-def test_health_needs_no_hello(connect: Connect, provider: Provider) -> None:
-    assert works(connect())
-    report = connect(role=None).ask(wire.FetchHealth())
-    assert isinstance(report, wire.HealthReport)
-    assert (report.name, report.model_digest, report.groups) == ("alpha", provider.model_digest, 9)
-    assert report.groups_loaded >= 1
-    assert report.requests >= 1
-    assert report.connections >= 2
-    assert report.uptime_s > 0
 
 
 def test_frequent_health_requests_take_no_executor_time(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,35 +266,6 @@ def test_a_request_of_a_kind_that_was_accepted_is_checked_again(connect: Connect
     assert failure(client.ask(effect(0, 2, seed=bytes(32)))) == wire.ErrorCode.ROLE_REFUSED
     assert failure(client.ask(execute(99, 2), bytes(8))) == wire.ErrorCode.BAD_REQUEST
     assert works(client)
-
-
-def test_a_row_calls_few_functions(configure: Configure, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions on its path decide the time of a single row: of a repeated one, in the fast lane."""
-    called = list[str]()
-    answer = Connection._next_frame
-
-    def count(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            called.append(frame.f_code.co_qualname)
-
-    def counted(self: Connection) -> bool:
-        called.clear()
-        sys.setprofile(count)
-        try:
-            return answer(self)
-        finally:
-            sys.setprofile(None)
-
-    monkeypatch.setattr(Connection, "_next_frame", counted)
-
-    def fewest() -> bool:
-        """False if the executor's own thread has computed the product."""
-        client.product(execute(0, 1), torch.ones(1, WIDTH, dtype=torch.int32))
-        return "Executor.multiply_at_once" in called and len(called) <= 40
-
-    with Provider(configure()) as provider:  # of its own: nobody has trained here
-        client = connect(to=provider)
-        until(fewest, within_s=30)
 
 
 def test_broken_frames_end_the_connection(connect: Connect, provider: Provider) -> None:

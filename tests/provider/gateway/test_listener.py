@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 from hypothesis import given, strategies as st
 
-from provider.gateway.listener import Listener, Turns, UnauthenticatedConnection, network_of, to_drop
+from provider.gateway.listener import Turns, UnauthenticatedConnection, network_of, to_drop
 from provider.serve import Provider
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
@@ -72,14 +72,6 @@ def test_a_slow_handshake_has_one_deadline_and_no_thread(
         assert 1.0 <= time.monotonic() - begun < 10.0
         assert provider.status().handshakes.present == 0
         assert isinstance(connect(to=provider).ask(wire.FetchHealth()), wire.HealthReport)
-
-
-def test_a_listener_whose_thread_has_ended_can_be_stopped() -> None:
-    """The listener's thread may end before it is woken."""
-    listener = Listener("127.0.0.1:0", limit=8, greeting_s=1.0, greet=lambda _: None, serve=lambda *_: None)
-    listener.start()
-    assert listener.stop(10.0)
-    assert listener.stop(10.0)
 
 
 def test_an_error_in_the_listeners_thread_does_not_end_it(
@@ -163,11 +155,6 @@ def test_new_networks_do_not_keep_an_earlier_one_waiting() -> None:
 )
 def test_networks(host: str, network: str) -> None:
     assert network_of(host) == network
-
-
-def test_all_addresses_of_an_ipv6_64_are_one_network() -> None:
-    tenant = new_client("2001:db8:ffff::1")
-    assert to_drop([tenant, *(new_client(f"2001:db8::{number:x}") for number in range(4))]) is not tenant
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), min_size=1, max_size=40))

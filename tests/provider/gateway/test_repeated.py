@@ -161,25 +161,6 @@ def test_repeated_requests_have_the_same_products_bills_and_records(
     assert at_once.count(True) >= len(sent) // 2  # all but the first of each kind, and those of nine rows
 
 
-def test_a_tenant_has_its_new_weight_after_a_reload(
-    served: Provider, connect: Connect, at_once: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = connect("alice", to=served)
-    in_lane(client, at_once)
-    weights, make = list[float](), Executor._job_of
-
-    def noted(self: Executor, *arguments: Any) -> Any:
-        job = make(self, *arguments)
-        weights.append(job.weight)
-        return job
-
-    monkeypatch.setattr(Executor, "_job_of", noted)
-    assert served._gateway is not None
-    served._gateway.state.quotas.renew(lambda _: QuotaConfig(weight=7.0))
-    client.product(execute(0, 1), ones(1))
-    assert weights[-1] == 7.0
-
-
 def without_authorities(provider: Provider) -> Credentials:
     assert provider._gateway is not None
     return dataclasses.replace(provider._gateway._credentials, authorities={})
@@ -217,29 +198,6 @@ def test_a_repeated_request_is_refused_for_every_reason_that_may_arise_meanwhile
             assert failure(client.ask(execute(0, 1), wire.RING32.pack(ones(1)))) == code
     assert len(at_once) == count  # refused before the executor was asked
     until(lambda: sum(each.refused for each in served._usage.totals().values()) == (1 if code is CODE.REVOKED else 3))
-
-
-def test_repeated_requests_keep_to_the_rate(configure: Configure, connect: Connect, at_once: list[bool]) -> None:
-    with Provider(configure(tenants={"alice": QuotaConfig(rows_per_s=20.0)})) as provider:
-        client = connect("alice", to=provider)
-        replies = [client.ask(execute(0, 8), bytes(8 * 4 * WIDTH)) for _ in range(1)]
-        for _ in range(5):
-            client.send(execute(0, 8), bytes(8 * 4 * WIDTH))
-            replies.append(client.receive()[0])
-        limits = [reply.limit for reply in replies if isinstance(reply, wire.Result | wire.Failure)]
-        assert limits[:3] == [None] * 3  # three requests leave the bucket in debt
-        assert all(limits[3:])  # the others wait, and are told so
-        assert not at_once
-        ((_, counts),) = provider._usage.totals().items()
-        assert counts.rows == 8 * sum(isinstance(reply, wire.Result) for reply in replies)
-
-
-def test_a_payload_of_another_size_is_refused(served: Provider, connect: Connect, at_once: list[bool]) -> None:
-    client = connect("alice", to=served)
-    in_lane(client, at_once)
-    for size in (0, 4 * WIDTH - 1, 4 * WIDTH + 1, 8 * WIDTH):
-        assert failure(client.ask(execute(0, 1), bytes(size))) == CODE.BAD_REQUEST
-    client.product(execute(0, 1), ones(1))  # the connection stays usable
 
 
 def test_rows_that_arrive_late_are_waited_for(

@@ -228,17 +228,6 @@ def test_a_damaged_file_is_an_error_and_no_count_is_lost(database: Path) -> None
     assert billed(database) == {"alice": 2}
 
 
-def test_counts_that_cannot_be_written_at_the_stop_are_warned_about(
-    database: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    counters = UsageCounters(database)
-    count(counters, ALICE)
-    with full_disk():
-        counters.close()
-    assert "usage_lost" in caplog.messages
-    assert billed(database) == {}
-
-
 def test_an_unusable_database_is_an_error_at_the_start(tmp_path: Path, database: Path) -> None:
     """Damaged, of a later release, another file, or on a full disk: no tenant is served without a bill."""
     counters = UsageCounters(database)
@@ -285,14 +274,3 @@ def test_counts_of_an_earlier_release_are_not_lost_silently(database: Path, end:
     database.with_name(database.name + end).touch()
     with pytest.raises(ConfigError, match="Start that release once"):
         UsageCounters(database)
-
-
-def test_sums_have_a_largest_value(database: Path) -> None:
-    counters = UsageCounters(database)
-    for _ in range(3):
-        counters.count(ALICE, "executor", UsageCounts(requests=1, work=usage._MOST))
-        counters.settle()
-    assert counters.unwritten_s == 0
-    counters.close()
-    (bill,) = read(database)
-    assert (bill["requests"], bill["work"]) == (3, usage._MOST)

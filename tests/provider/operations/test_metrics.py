@@ -140,21 +140,6 @@ def test_a_taken_address_is_named_before_the_model_is_read(
             Provider(config).start()
 
 
-@pytest.mark.parametrize(
-    ("days", "shown"),
-    [((400, 20), "b.pem expires in 20 days"), ((5, 9), "a.pem expires in 5 days"), ((-1, 9), "a.pem has expired")],
-)
-def test_top_shows_the_first_certificate_to_expire(provider: Provider, days: tuple[int, int], shown: str) -> None:
-    until = [time.time() + 86_400 * (each + 0.1) for each in days]
-    status = msgspec.structs.replace(provider.status(), certificates=dict(zip(("a.pem", "b.pem"), until, strict=True)))
-    console = Console(width=1000, force_terminal=True, color_system="standard")
-    with console.capture() as captured:
-        console.print(top.render(status, None, 0.0))
-    styled = captured.get()
-    assert shown in styled
-    assert ("\x1b[1;31m  " + shown in styled) == (min(days) < 14)
-
-
 def test_certificates_are_looked_at_daily(
     configure: Configure, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,12 +3,10 @@
 
 import contextlib
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,12 +16,11 @@ from hypothesis import given, strategies as st
 from hypothesis.strategies import DataObject
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 
 from provider.config.schema import MIB, ExecutorConfig, SchedulerConfig
 from provider.executor.executor import Executor
 from provider.executor.queues import ExecutorAnswer, LocalInbox, ProductRequest
-from provider.products.model import FloatGroups, LocalOperands, ServedModel, Transfers, open_store
+from provider.products.model import FloatGroups, ServedModel, Transfers, open_store
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
@@ -35,8 +32,8 @@ from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from tests import drawn
-from tests.provider.clients import Client, Service, effect, execute
-from tests.provider.conftest import Configure, Connect, Launch
+from tests.provider.clients import effect, execute
+from tests.provider.conftest import Configure, Connect
 from tests.stacks import expert_counts
 from tests.waiting import until
 
@@ -238,44 +235,6 @@ def test_no_tensor_is_kept_between_requests(
         assert len(kept) > 60
 
 
-class _Operations(TorchFunctionMode):
-    """Counts torch operations of this thread while `watching`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.watching = True
-        self.names: set[str] = set()
-
-    def __torch_function__(
-        self, func: Callable[..., object], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> object:
-        if self.watching:
-            self.names.add(func.__name__)
-        return func(*args, **kwargs or {})
-
-
-def test_rows_are_batched_and_answered_without_operations_of_torch(store: WeightStore) -> None:
-    """Each torch operation would release the GIL, for which sixteen threads of the gateway wait."""
-    width = store.manifest().groups[0].inputs
-    operations = _Operations()
-    counts: list[int] = []
-
-    class Unwatched(ServedModel):
-        def product(self, rows: Tensor, **what: Any) -> Tensor:
-            operations.watching = False
-            counts.append(len(rows))
-            result = super().product(rows, **what)
-            operations.watching = True
-            return result
-
-    asked = [(execute(0, count), ring_rows(count, width, seed=count)) for count in (1, 2, 3, 1, 4)]
-    answers = answers_of(Unwatched(store), asked, watching=operations)
-    assert counts == [11]
-    assert operations.names <= {"__get__", "__len__", "numpy", "_set_grad_enabled"}  # these keep the GIL
-    for answer, (_, rows) in zip(answers, asked, strict=True):
-        assert torch.equal(rows_in(answer, len(rows)), oracle(store, 0, "forward", rows))
-
-
 def test_a_small_answer_does_not_keep_a_large_product(store: WeightStore) -> None:
     """A tenant that reads one row slowly keeps no memory of the other tenants in its product."""
     width = store.manifest().groups[0].inputs
@@ -320,32 +279,6 @@ def test_a_product_by_expert_in_chunks_equals_the_whole_product(
     transfers = Transfers(torch.device("cpu"), widest=12, chunk=chunk)
     got = transfers.product(matrix, rows, direction, counts=counts)
     assert torch.equal(got, matrix.product(rows, direction, counts=counts))
-
-
-def test_a_gpus_programs_are_compiled_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They do not depend on the shape, so one layer group compiles them all."""
-    loaded: list[int] = []
-    groups = [SimpleNamespace(columns=lambda _: (3, 5))] * 4
-    manifest = SimpleNamespace(groups=groups)
-    store: Any = SimpleNamespace(device="cuda:1", served=range(1, 3), manifest=lambda: manifest, matrix=loaded.append)
-    monkeypatch.setattr("provider.products.model.Transfers", lambda device, widest: (device, widest))
-    assert set(LocalOperands(store).loaded) == {1}
-    assert loaded == [1]
-
-
-@pytest.mark.parametrize("rows", [1, 9])
-def test_every_thread_that_multiplies_uses_the_device(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA the current device belongs to a thread, and every thread begins with the first one."""
-    matrix = RingMatrix(torch.ones((3, 5), dtype=torch.int16), weight_bits=10)
-    transfers, used = Transfers(torch.device("cpu"), widest=5, chunk=4), list[tuple[int, object]]()
-    monkeypatch.setattr(transfers._module, "set_device", lambda device: used.append((threading.get_ident(), device)))
-    for _ in range(2):
-        thread = threading.Thread(
-            target=transfers.product, args=(matrix, torch.ones(rows, 5, dtype=torch.int32), FORWARD)
-        )
-        thread.start()
-        thread.join()
-        assert used.pop() == (thread.ident, CPU)
 
 
 def test_each_rank_has_the_device_with_its_number(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,12 +327,6 @@ def test_floats_are_off_by_default(connect: Connect, store: WeightStore) -> None
             assert "masking = 'pad'" in message
 
 
-def test_a_model_without_a_float_path_refuses_floats(store: WeightStore) -> None:
-    rows = torch.zeros((1, store.manifest().groups[0].inputs))
-    with pytest.raises(ConfigError, match="float_memory_mib"):
-        ServedModel(store).product(rows, index=0, direction="forward", arithmetic="float")
-
-
 def test_the_least_recently_used_groups_are_dropped(store: WeightStore) -> None:
     room = sizes(store)
     groups = FloatGroups(store, device=CPU, memory=max(room) + min(room))
@@ -426,49 +353,3 @@ def test_a_memory_limit_below_the_largest_group_is_refused(save_llama: Callable[
     with pytest.raises(ConfigError, match=rf"float_memory_mib = {needed - 1} .* set it to {needed} or more"):
         ServedModel(store, float_memory=(needed - 1) * MIB)
     ServedModel(store, float_memory=needed * MIB)
-
-
-def ask_every_group(service: Service, client: Client, store: WeightStore) -> int:
-    """Request one row from every group, twice. Returns the growth of the provider after the first round, in bytes."""
-    before = 0
-    for _ in range(2):
-        for index, entry in enumerate(store.manifest().groups):
-            rows = torch.ones((1, entry.inputs))
-            client.ask(execute(index, 1, arithmetic="float"), wire.RING32.pack(rows))
-            before = before or resident(service.process.pid)
-    return resident(service.process.pid) - before
-
-
-def resident(pid: int) -> int:
-    """Bytes of private memory; pages of the checkpoint's file, which the system can take back at any time, do not
-    count."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
-
-
-@pytest.fixture(scope="module")
-def forty_eight_mib(save_llama: Callable[..., Path]) -> Path:
-    """A model with a little more than 48 MiB of float weights."""
-    return save_llama(hidden_size=512, intermediate_size=1536, num_hidden_layers=4)
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-@pytest.mark.parametrize("on", [False, True])
-def test_one_row_requests_do_not_keep_the_model_in_memory(
-    configure: Configure,
-    connect: Connect,
-    launch: Launch,
-    forty_eight_mib: Path,
-    cache: Path,
-    on: bool,
-) -> None:
-    """A provider keeps no more of 48 MiB of float weights than the configured amount."""
-    bound = 8
-    store = WeightStore(forty_eight_mib, cache=cache)
-    assert sum(sizes(store)) > 48 * MIB
-    executor = ExecutorConfig(threads=1, float_memory_mib=bound if on else None)
-    service = launch(configure(checkpoint=forty_eight_mib, executor=executor))
-    client = connect(to=service)
-    grown = ask_every_group(service, client, store)
-    # while a group is loaded, its copy in the checkpoint's dtype exists, too
-    assert grown < (2 * bound if on else 2) * MIB

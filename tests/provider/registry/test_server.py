@@ -287,13 +287,6 @@ def test_a_client_refuses_registries_of_other_federations(serve: Serve, vouching
         pass
 
 
-def test_clients_of_a_federation_share_one_tls_context(vouching: Vouching, tmp_path: Path) -> None:
-    """A tenant asks its registries every 30 s, and loading the authorities takes longer than a handshake's messages."""
-    first, second, other = (of.client("[::1]:1") for of in (vouching, vouching, Vouching.in_folder(tmp_path)))
-    assert first._connection.context is second._connection.context
-    assert first._connection.context is not other._connection.context
-
-
 def test_a_client_refuses_a_registry_whose_certificate_was_revoked(
     serve: Serve, vouching: Vouching, tmp_path: Path
 ) -> None:

@@ -2,8 +2,6 @@
 
 import contextlib
 import secrets
-import threading
-import time
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from provider.relay.blocks import LIFETIME_S, PERMIT_S, BlockStore, Permits
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from symbiosis_priv.network.wire import ErrorCode
-from tests.waiting import until
 
 ALICE, BOB, CAROL = (TenantIdentity(name, authority="sha256:a") for name in ("alice", "bob", "carol"))
 HELPER = "sha256:" + 64 * "b"
@@ -146,34 +143,6 @@ def test_a_block_that_does_not_fit_the_request_is_not_used() -> None:
     assert store.take(BOB, execute(part(block)), connection=0, timeout=0) is None
     assert store.take(ALICE, execute(part(block)), connection=0, timeout=0) is not None
     assert store.counts().missed == len(wrong) + 1
-
-
-def test_a_block_wakes_its_own_tenants_threads_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenant that waits for blocks that never come, on all its connections, would otherwise slow every deposit."""
-    store, looks, looked = BlockStore(MEMORY), list[bytes](), BlockStore._arrived
-
-    def look(self: BlockStore, key: tuple[TenantIdentity, bytes]) -> Any:
-        if key[0] == ALICE:
-            looks.append(key[1])
-        return looked(self, key)
-
-    monkeypatch.setattr(BlockStore, "_arrived", look)
-    found = list[Any]()
-    wait = threading.Thread(
-        target=lambda: found.append(store.take(ALICE, execute(part(b"a" * 16)), connection=1, timeout=60))
-    )
-    wait.start()
-    until(lambda: bool(looks))
-    for number in range(10):
-        block = bytes([number]) * 16
-        put(store, BOB, block)
-        assert store.take(BOB, execute(part(block)), connection=2, timeout=0)
-        store.end(2)
-    time.sleep(0.05)  # for a thread that was woken
-    assert len(looks) == 1
-    put(store, ALICE, b"a" * 16)
-    wait.join()
-    assert found[0] is not None
 
 
 def test_a_tenant_that_never_uses_its_blocks_leaves_room_for_others() -> None:

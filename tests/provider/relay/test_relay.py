@@ -18,7 +18,6 @@ from provider.config.schema import QuotaConfig, RelayConfig, RelayTarget
 from provider.gateway.credentials import Credentials
 from provider.gateway.quota import QuotaGate
 from provider.relay import links
-from provider.relay.blocks import without_blocks
 from provider.scheduler.scheduler import Scheduler
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import Seed
@@ -203,22 +202,6 @@ def test_a_block_that_arrives_after_the_request_is_waited_for(new_tenant: NewTen
     assert reply.relayed
     e, m = tenant.matrices(effect)
     assert torch.equal(answer, tenant.times(rows, effect) - e - m)
-
-
-@pytest.mark.parametrize("ring_bits", [32, 24])
-def test_blocks_are_subtracted_from_memory_that_cannot_be_written(ring_bits: wire.RingBits) -> None:
-    """An executor in a process of its own gives such memory. Any value wraps."""
-    answer, block = ring_rows(3, 5), ring_rows(4, 5)
-    binding: dict[str, Any] = {"nonce": bytes(16), "group": 0, "direction": "forward", "arithmetic": "ring"}
-    request = wire.Execute(**binding, rows=3, ring_bits=ring_bits)
-    part = wire.BlockRows(block=bytes(16), start=2, first=1, rows=2)
-    payload = bytes(wire.RING32.pack(answer))
-    packed = request.encoding.pack(block)
-    got = torch.from_numpy(without_blocks(memoryview(payload), [(part, packed)], request))
-    expected = answer.clone()
-    expected[1:] -= block[2:]
-    assert torch.equal(low(got, ring_bits), low(expected, ring_bits))
-    assert payload == bytes(wire.RING32.pack(answer))
 
 
 # A helper that misbehaves

@@ -148,23 +148,6 @@ def test_batching_increases_throughput_and_reduces_latency(generating: Sequence[
     assert batched.tokens_per_s > single.tokens_per_s
 
 
-def test_training_tenants_hardly_delay_generating_ones() -> None:
-    alone = rehearse(SchedulerConfig(), all_of(ONE_ROW[:6], ()))
-    beside = rehearse(SchedulerConfig(), all_of(ONE_ROW[:6], (2, 16)))
-    assert beside.latency < 1.25 * alone.latency
-
-
-def test_a_single_tenant_is_served_equally_by_every_policy() -> None:
-    """A single tenant never waits, because no other tenant can come."""
-    found = {rehearse(SchedulerConfig(), all_of((1,), ()), discipline=one).latency for one in DISCIPLINES.values()}
-    assert len(found) == 1
-
-
-def test_sixteen_tenants_share_the_reading_of_the_weights() -> None:
-    one, sixteen = (rehearse(SchedulerConfig(), all_of((1,) * count, ())).tokens_per_s for count in (1, 16))
-    assert sixteen > 4 * one
-
-
 @pytest.mark.parametrize("layers", [1, 8])
 def test_tenants_meet_and_stay_together(layers: int) -> None:
     """Two groups of tenants take turns, and no tenant is left behind, even with delays, and in a model of many layer

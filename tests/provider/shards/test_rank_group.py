@@ -19,17 +19,6 @@ from tests.provider.processes import has_ended
 from tests.waiting import until
 
 
-def test_the_thread_ends_when_heartbeats_are_closed(tmp_path: Path) -> None:
-    def lost(ranks: list[int]) -> None:
-        raise AssertionError(ranks)
-
-    beats = Heartbeats(rank=0, world=1, counters=FileCounters(tmp_path), lost=lost)
-    assert "heartbeat" in {thread.name for thread in threading.enumerate()}
-    beats.close()
-    assert "heartbeat" not in {thread.name for thread in threading.enumerate()}
-    beats.close()
-
-
 def test_only_the_stopped_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_group, "_BEAT_S", 0.01)
     monkeypatch.setattr(rank_group, "_PATIENCE_S", 0.2)

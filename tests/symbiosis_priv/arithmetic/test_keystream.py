@@ -109,15 +109,6 @@ def test_only_the_requested_rows_made_ahead_are_used(width: int, places: list[tu
             assert got.tolist() == [by_hand(KEY, row=first_row + i, width=width) for i in range(rows)]
 
 
-def test_no_rows_out_of_range_and_no_large_ranges_are_made_ahead() -> None:
-    keystream, width = Keystream(KEY, width=1 << 12), 1 << 12
-    keystream.make_ahead(MAX_ROW - 1, 2)
-    keystream.make_ahead(0, 1 << 40)
-    got = torch.zeros(1, width, dtype=torch.int32)
-    keystream.add_to(got, first_row=MAX_ROW - 1)
-    assert got.tolist() == [by_hand(KEY, row=MAX_ROW - 1, width=width)]
-
-
 def test_threads_share_a_keystream() -> None:
     keystream, width = Keystream(KEY, width=5000), 5000
     want = expand(KEY, first_row=0, rows=64, width=width)

@@ -80,17 +80,6 @@ def test_weigh_is_exact(name: str, data: st.DataObject, outputs: int, inputs: in
     assert up.tolist() == exact(weight, backward)
 
 
-@pytest.mark.parametrize("name", BUILDS)
-def test_weigh_takes_weights_in_any_layout(name: str) -> None:
-    generator = np.random.default_rng(0)
-    weight = torch.from_numpy(generator.integers(-2047, 2048, (301, 257), dtype=np.int16))
-    forward, backward = modular.uniform(StreamKey(bytes(32)), 301), modular.uniform(StreamKey(bytes(31) + b"1"), 257)
-    with build(name):
-        down, up = modular.weigh(weight.t().contiguous().t(), forward, backward)
-    assert down.tolist() == exact(weight.t(), forward)
-    assert up.tolist() == exact(weight, backward)
-
-
 def test_a_uniform_column_is_keystream_cut_to_61_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     key = StreamKey(bytes(range(32)))
     words = expand(key, first_row=0, rows=1, width=20).numpy().astype("<i4").view("<u8")[0]

@@ -17,7 +17,7 @@ from symbiosis_priv import native
 from symbiosis_priv.arithmetic import modular, passes
 from symbiosis_priv.arithmetic.keystream import StreamKey
 from symbiosis_priv.arithmetic.modular import Column
-from symbiosis_priv.arithmetic.passes import Buffers, large_tensor
+from symbiosis_priv.arithmetic.passes import Buffers
 from symbiosis_priv.arithmetic.quantise import Layer, quantise
 from symbiosis_priv.arithmetic.ring import Bound, dequantise, quantise_rows
 from symbiosis_priv.errors import NonFiniteError, RangeError
@@ -356,24 +356,6 @@ def test_a_view_keeps_its_buffer_in_use(look: object) -> None:
     assert buffers.unused >= 2 * MIB
 
 
-def test_a_free_buffer_is_used_again() -> None:
-    buffers = Buffers(limit=64 * MIB)
-    places = set()
-    for rows in (512, 500, 512, 490):  # similar shapes share buffers
-        matrix = buffers.matrix(rows, 1024)
-        places.add(address(matrix))
-        del matrix
-    assert len(places) == 1
-
-
-def test_unused_memory_is_limited() -> None:
-    buffers = Buffers(limit=5 * MIB)
-    held = [buffers.matrix(512, 1024) for _ in range(4)]
-    assert buffers.unused == 0
-    del held
-    assert buffers.unused == 4 * MIB
-
-
 def test_the_buffer_unused_for_longest_is_freed() -> None:
     """Sizes that occur once, as in a first step, do not displace sizes that occur repeatedly."""
     buffers = Buffers(limit=8 * MIB)
@@ -386,14 +368,6 @@ def test_the_buffer_unused_for_longest_is_freed() -> None:
     again = buffers.matrix(512, 1024)
     assert address(again) == place
     assert buffers.unused == 6 * MIB
-
-
-def test_a_buffer_larger_than_the_limit_frees_no_other() -> None:
-    buffers = Buffers(limit=MIB)
-    small, large = buffers.matrix(256, 512), buffers.matrix(1024, 1024)
-    del small
-    del large
-    assert buffers.unused == MIB // 2
 
 
 def test_a_forked_child_writes_into_its_own_pages() -> None:
@@ -424,14 +398,3 @@ def test_threads_may_take_and_return_at_once() -> None:
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(work, range(4)))
     assert 0 < buffers.unused <= 16 * MIB
-
-
-@pytest.mark.parametrize("shape", [(0, 7), (3, 5), (600, 3, 64, 2)])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int16])
-def test_a_large_tensor_is_not_part_of_the_pool(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    one, other = large_tensor(shape, dtype=dtype).fill_(1), large_tensor(shape, dtype=dtype).fill_(2)
-    assert one.shape == shape
-    assert one.dtype == dtype
-    assert one.is_contiguous()
-    assert bool((one == 1).all())
-    assert bool((other == 2).all())

@@ -11,14 +11,11 @@ from hypothesis import assume, given, strategies as st
 from hypothesis.strategies import DataObject
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import StreamKey
 from symbiosis_priv.arithmetic.quantise import QuantisedGroup, quantise
 from symbiosis_priv.arithmetic.ring import BACKWARD, RANGE, Bound, Direction, quantise_rows
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.harness import strategies as testing
 from tests import drawn
-
-KEY = StreamKey(bytes(range(32)))
 
 
 def group_of(weight: Tensor) -> QuantisedGroup:
@@ -129,8 +126,3 @@ def test_widths_outside_the_proof_are_refused(width: int) -> None:
 def test_a_width_that_rounding_alone_could_fill_is_refused() -> None:
     with pytest.raises(RangeError, match="fewer weight bits"):
         Bound(inputs=1 << 21, weight_absmax=2048, weight_norm=2048.0 * math.sqrt(1 << 21))
-
-
-def test_no_rows() -> None:
-    xq, scale = quantise_rows(torch.zeros(0, 4), Bound(inputs=4, weight_absmax=511, weight_norm=511.0))
-    assert (xq.shape, xq.dtype, scale.shape, scale.dtype) == ((0, 4), torch.int32, (0, 1), torch.float64)

@@ -147,12 +147,6 @@ def test_rows_are_scaled_by_statistics() -> None:
     assert wide.most_wraps == 0
 
 
-@pytest.mark.parametrize("width", [1, 64, 143])
-def test_narrow_layers_never_wrap(width: int) -> None:
-    """Up to 143 inputs, kappa standard deviations are beyond the worst case."""
-    assert Bound(width, 511, 511.0, 24).most_wraps == 0
-
-
 def experts_of(counts: Counts) -> list[int]:
     """Return the expert of every row."""
     return [expert for expert, count in enumerate(counts) for _ in range(count)]

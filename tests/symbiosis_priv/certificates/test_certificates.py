@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from hypothesis import example, given, settings, strategies as st
 from typer.testing import CliRunner
@@ -251,18 +251,6 @@ def test_a_prepared_pair_is_the_one_that_comes_next(tmp_path: Path, authority: I
     assert not list(tmp_path.glob("*.next.*"))
 
 
-def test_rotating_twice_keeps_the_latest_previous(tmp_path: Path) -> None:
-    """The previous certificate and key are kept together with earlier certificates, which can be revoked."""
-    identity = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p")
-    first = reading.load_certificates(identity.certificate)
-    issuing.rotate(identity.certificate, authority=None)
-    second = reading.load_certificates(identity.certificate)
-    issuing.rotate(identity.certificate, authority=None)
-    previous = Identity(tmp_path / "p.previous.pem", tmp_path / "p.previous.key")
-    assert reading.load_certificates(previous.certificate) == second + first
-    reading.require_identity(previous, kind=Kind.PROVIDER)
-
-
 def test_rotation_repairs_an_interrupted_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     identity = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p")
     original = pair_bytes(identity)
@@ -283,16 +271,6 @@ def test_rotation_repairs_an_interrupted_rotation(tmp_path: Path, monkeypatch: p
     issuing.rotate(identity.certificate, authority=None)
     reading.require_identity(identity, kind=Kind.PROVIDER)
     assert pair_bytes(Identity(tmp_path / "p.previous.pem", tmp_path / "p.previous.key")) == original
-
-
-def test_an_expired_certificate_can_be_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "now", lambda: datetime.now(UTC) - timedelta(days=30))
-    identity = issuing.issue(tmp_path, authority=None, kind=Kind.TENANT, name="alice", days=1)
-    monkeypatch.undo()
-    with pytest.raises(CertificateError, match=r"alice\.pem is valid only from .*keys rotate --name alice"):
-        reading.require_identity(identity, kind=Kind.TENANT)
-    issuing.rotate(identity.certificate, authority=None)
-    reading.require_identity(identity, kind=Kind.TENANT)
 
 
 def test_rotation_refusals(tmp_path: Path, authority: Identity) -> None:
@@ -337,20 +315,6 @@ def test_unreadable_certificates(tmp_path: Path, content: bytes, monkeypatch: py
     monkeypatch.setattr(pem, "read_limited", denied)
     with pytest.raises(CertificateError, match=rf"Permission denied; let user {os.geteuid()} read it"):
         reading.fingerprint(path)
-
-
-def test_other_certificates_have_no_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    name = x509.Name([])
-    now = datetime.now(UTC)
-    stranger = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now, now).sign(
-        key, hashes.SHA256()
-    )
-    path = tmp_path / "stranger.pem"
-    path.write_bytes(stranger.public_bytes(serialization.Encoding.PEM))
-    assert reading.kind_of(stranger) is None
-    keys_cli.show([path])
-    assert "kind             other" in capsys.readouterr().out
 
 
 # Warnings

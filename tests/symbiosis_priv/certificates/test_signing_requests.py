@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from typer.testing import CliRunner
 
@@ -103,16 +103,6 @@ def test_requested_extensions_are_ignored(tmp_path: Path, authority: Identity) -
     usage = signed.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     assert list(usage) == [ExtendedKeyUsageOID.CLIENT_AUTH]
     assert signed.subject.rfc4514_string() == "CN=alice,OU=tenant,O=symbiosis-priv"
-
-
-def test_ed25519_keys_are_accepted(tmp_path: Path, authority: Identity) -> None:
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "alice")])
-    request = (
-        x509.CertificateSigningRequestBuilder().subject_name(subject).sign(ed25519.Ed25519PrivateKey.generate(), None)
-    )
-    path = tmp_path / "r.csr"
-    path.write_bytes(request.public_bytes(PEM))
-    assert reading.kind_of(reading.load_certificates(sign(authority, path))[0]) is Kind.TENANT
 
 
 def broken_signature(path: Path) -> None:
@@ -219,14 +209,6 @@ def test_request_and_sign_show_both_sides_the_same_fingerprint(tmp_path: Path, a
     assert {path.name for path in tenant.iterdir()} == {"alice.csr", "alice.key"}
 
 
-def test_rotating_a_tenants_pair_without_the_authority_names_the_request(tmp_path: Path, authority: Identity) -> None:
-    tenant = tmp_path / "tenant"
-    signed = sign(authority, issuing.create_request(tenant, name="alice"))
-    (tenant / "alice.pem").write_bytes(signed.read_bytes())
-    with pytest.raises(CertificateError, match="keys request --name alice"):
-        run("rotate", "--name", "alice", "--directory", tenant)
-
-
 @pytest.mark.parametrize("kind", [Kind.TENANT, Kind.PROVIDER])
 def test_the_signers_copy_of_a_certificate_is_not_rotated(tmp_path: Path, authority: Identity, kind: Kind) -> None:
     """The key is elsewhere: a new key here would take over the name, and refuse the owner's next request."""
@@ -266,20 +248,6 @@ def test_the_command_that_an_expired_certificate_names_renews_it(
     reading.require_identity(late, kind=kind)
 
 
-def test_all_certificates_of_a_tenant_can_be_revoked(tmp_path: Path, authority: Identity) -> None:
-    """Three renewals and a new key: every certificate that is still valid is in the list."""
-    operator = authority.certificate.parent
-    given = []
-    for folder in ("one", "one", "one", "two"):
-        request = issuing.create_request(tmp_path / folder, name="alice")
-        given.append(mark_of(reading.load_certificates(sign(authority, request, renew=True))[0]))
-    assert len(set(given)) == 4
-    run("revoke", "--name", "alice.previous", "--directory", operator, "--file", operator / "old.txt")
-    assert load_revoked(operator / "old.txt") == set(given[:3])  # the new key still works
-    run("revoke", "--name", "alice", "--directory", operator)
-    assert load_revoked(operator / "revoked.txt") == set(given)
-
-
 def test_all_certificates_of_several_rotations_are_revoked(tmp_path: Path, authority: Identity) -> None:
     """The prepared pair is revoked too, for every order of rotations and signed requests."""
     folder = authority.certificate.parent
@@ -297,26 +265,6 @@ def test_all_certificates_of_several_rotations_are_revoked(tmp_path: Path, autho
     assert load_revoked(folder / "revoked.txt") == marks
     assert "helpers" in output
     assert "alice.next.pem is revoked too" in " ".join(output.split())
-
-
-def test_the_certificate_of_a_lost_key_is_revoked(tmp_path: Path, authority: Identity) -> None:
-    alice = issuing.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
-    given = [mark_of(reading.load_certificates(alice.certificate)[0])]
-    alice.key.unlink()
-    issuing.rotate(alice.certificate, authority=authority)
-    given.append(mark_of(reading.load_certificates(alice.certificate)[0]))
-    assert "already has" not in run("revoke", "--name", "alice", "--directory", tmp_path)
-    assert load_revoked(tmp_path / "revoked.txt") == set(given)
-    assert "already has" in run("revoke", "--name", "alice", "--directory", tmp_path)
-
-
-def test_an_expired_certificate_is_not_kept(authority: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = authority.certificate.parent
-    alice = issuing.issue(folder, authority=authority, kind=Kind.TENANT, name="brief", days=1)
-    issuing.rotate(alice.certificate, authority=authority, days=30)
-    monkeypatch.setattr(reading, "now", lambda: datetime.now(UTC) + timedelta(days=2))
-    issuing.rotate(alice.certificate, authority=authority, days=30)
-    assert len(reading.load_certificates(folder / "brief.previous.pem")) == 1
 
 
 def test_printed_commands_and_settings_work_as_printed(tmp_path: Path) -> None:

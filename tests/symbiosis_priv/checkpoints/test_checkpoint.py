@@ -45,21 +45,6 @@ def test_shards_hold_the_same_tensors(llama_path: Path, sharded: Path) -> None:
         assert all(torch.equal(whole.tensor(name), parts.tensor(name)) for name in whole.names())
 
 
-def test_shards_are_opened_when_needed(sharded: Path) -> None:
-    """A tenant or a provider reads its own layers; the other files may not be readable yet."""
-    with Checkpoint(sharded) as checkpoint:
-        index = json.loads((sharded / INDEX).read_text())["weight_map"]
-        name = "model.layers.1.mlp.down_proj.weight"
-        for file in set(index.values()) - {index[name]}:
-            (sharded / file).write_bytes(b"")
-        assert checkpoint.tensor(name).shape == (32, 48)
-
-
-def test_a_missing_tensor_is_named(llama_path: Path) -> None:
-    with Checkpoint(llama_path) as checkpoint, pytest.raises(CheckpointError, match=r"layers\.9\.mlp"):
-        checkpoint.tensor("model.layers.9.mlp.down_proj.weight")
-
-
 @pytest.mark.parametrize(
     "name",
     ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", ".", "sub/../x", "missing.safetensors"],

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from symbiosis_priv.checkpoints.checkpoint import Checkpoint, resolve
+from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.discovery.skeleton import discover
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, SymbiosisError
@@ -190,10 +190,3 @@ def test_one_weight_under_two_names_is_refused(copies: Callable[[str], Path]) ->
     save_file(tensors | {other: tensors[name] * 2}, folder / SINGLE, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"are both transformer\.h\.0\.mlp\.c_fc\.weight"):
         WeightStore(folder, cache=folder / "cache").manifest()
-
-
-def test_a_single_file_precedes_an_index_as_in_transformers(copies: Callable[[str], Path], llama_path: Path) -> None:
-    folder = copies("llama")
-    shutil.copy(llama_path / SINGLE, folder)
-    with Checkpoint(folder) as checkpoint:
-        assert checkpoint.files() == [SINGLE]

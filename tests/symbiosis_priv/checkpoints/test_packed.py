@@ -1,7 +1,6 @@
 """Packed weights on disk: mapped at later starts, and never used if damaged."""
 
 import logging
-import os
 import shutil
 from pathlib import Path
 
@@ -81,19 +80,6 @@ def test_a_cache_that_others_can_change_is_warned_about(
         caplog.clear()
         WeightStore(llama_path, cache=tmp_path)
         assert ("others can change the weights" in caplog.text) == said
-
-
-def test_a_pipe_in_the_cache_does_not_block(llama_path: Path, tmp_path: Path) -> None:
-    """The file that it replaces is made again."""
-    digest = WeightStore(llama_path, cache=tmp_path).manifest().digest
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    for path in {*files, tmp_path / "weights" / "tiles.json"}:
-        path.unlink(missing_ok=True)
-        os.mkfifo(path)
-    again = WeightStore(llama_path, cache=tmp_path)
-    assert again.manifest().digest == digest
-    assert again.matrix(0).columns("forward")[0] == again.manifest().groups[0].inputs
-    assert not any(path.is_fifo() for path in files)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from symbiosis_priv.errors import ConfigError, RoleConflictError
-from symbiosis_priv.federation import check_parties, load_federation
+from symbiosis_priv.federation import load_federation
 from symbiosis_priv.federation.parties import plain
 from tests.symbiosis_priv.federation.conftest import Write
 
@@ -182,11 +182,3 @@ def test_rule_11_holds_with_pads_too(write: Write, same: dict[str, str], name: s
         same = {name: same["certificate"]}
     with pytest.raises(RoleConflictError, match="executor 'alpha' and helper 'beta' have the same"):
         load_federation(write(beta=same, gamma={}, pads={"helpers": 1}))
-
-
-def test_check_parties_without_optional_arguments_is_stricter(write: Write) -> None:
-    """Without the optional arguments, the check refuses more, never less."""
-    federation = load_federation(write(beta={"operator": "A"}, gamma={}, pads={"helpers": 1}))
-    check_parties(federation.peers, pad_helpers=federation.pad_helpers)
-    with pytest.raises(RoleConflictError, match="have the same operator"):
-        check_parties(federation.peers)

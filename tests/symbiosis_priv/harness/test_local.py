@@ -59,14 +59,6 @@ def test_providers_restart_at_their_address_others_join_and_all_end_with_the_blo
     assert not any(is_running(pid) for pid in pids if pid is not None)
 
 
-def test_layers_of_an_unknown_provider_are_an_error(llama_path: Path, tmp_path: Path) -> None:
-    with (
-        pytest.raises(ConfigError, match="no provider 'executor-3' here; there are executor, helper"),
-        LocalFederation(llama_path, tmp_path, layers={"executor-3": "0"}),
-    ):
-        pytest.fail("it started")
-
-
 def test_a_provider_that_fails_to_start_is_an_error_with_the_reason(llama_path: Path, tmp_path: Path) -> None:
     options = {"limits": {"max_connections": 0}}
     with (

@@ -22,7 +22,7 @@ from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.layers import Joined
 from symbiosis_priv.errors import ConfigError, RangeError
 from symbiosis_priv.harness import strategies as testing
-from symbiosis_priv.kernels import KERNELS, RingMatrix, choice, choose
+from symbiosis_priv.kernels import KERNELS, RingMatrix, choose
 from symbiosis_priv.limits import RingBits
 from symbiosis_priv.network import wire
 from tests import drawn
@@ -167,14 +167,6 @@ def test_kernels_are_exact_at_the_corners(
         assert_equal(encoding.unpack(bytearray(answer[1:-1]), rows=len(rows)), got, ring_bits)
 
 
-def test_the_oracle_itself() -> None:
-    """Python's integers agree with numpy's wrapping ones."""
-    weight, rows = uniform((3, 9), bits=12), uniform((4, 9), bits=32)
-    exact = rows.numpy().astype(object) @ weight.numpy().astype(object).T
-    wrapped = [[(int(v) + 2**31) % 2**32 - 2**31 for v in row] for row in exact]
-    assert oracle(rows, weight, FORWARD).tolist() == wrapped
-
-
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("bits", [4, 10, 12, 15])
 @pytest.mark.parametrize("kernel", NATIVE_NAMES)
@@ -191,20 +183,6 @@ def test_wide_products_of_one_sign(kernel: str, bits: int, direction: Direction)
         for ring_bits in RING_BITS:
             got = matrix.product(rows, direction, ring_bits=ring_bits)
             assert_equal(got, oracle(rows, weight, direction), ring_bits)
-
-
-@pytest.mark.parametrize("kernel", NATIVE_NAMES)
-@given(data=st.data(), direction=testing.directions())
-def test_batch_composition_changes_nothing(kernel: str, data: DataObject, direction: Direction) -> None:
-    """Requests joined into one matrix, in any order, get the answers that each would get alone."""
-    weight = data.draw(drawn.integer_weights(outputs=13, inputs=24, bits=10))
-    rows = data.draw(testing.ring_rows(width=24 if direction == FORWARD else 13, count=st.integers(1, 40)))
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
-    order = torch.from_numpy(np.random.default_rng(data.draw(st.integers(0, 2**32 - 1))).permutation(len(rows)))
-    matrix = RingMatrix(weight, weight_bits=10, kernel=kernel)
-    whole = matrix.product(rows, direction)
-    parts = [matrix.product(part, direction) for part in torch.tensor_split(rows[order], cuts)]
-    assert torch.equal(torch.cat(parts), whole[order])
 
 
 @pytest.mark.parametrize("kernel", NAMES)
@@ -229,27 +207,6 @@ def test_slices_and_products_run_at_the_same_time(
     matrix, want = RingMatrix(weight, weight_bits=10, kernel=kernel), oracle(rows, weight, FORWARD)
     with ThreadPoolExecutor(3) as pool:
         assert all(torch.equal(got, want) for got in pool.map(matrix.product, [rows] * 6))
-
-
-@pytest.mark.parametrize("kernel", ["native-amx"])
-@pytest.mark.parametrize(("bits", "some"), [(8, "native-amx"), (10, "native-avx512")])
-def test_amx_is_probably_the_fastest_for_many_rows(kernel: str, bits: int, some: str) -> None:
-    found = choose((70, 31), weight_bits=bits, device=CPU)
-    assert [found.kernel(count).name for count in (8, 9, 16, 17)] == ["native-avx512", some, some, kernel]
-
-
-@pytest.mark.parametrize("count", [1, 256, 257, 511, 512, 513, 1000])
-def test_a_product_is_cut_into_few_pieces_of_about_equal_size(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every piece prepares the weights again, so a piece of one row takes as long as one of dozens."""
-    matrix, sizes = RingMatrix(uniform((4, 3), bits=8), weight_bits=8), list[int]()
-
-    monkeypatch.setattr(
-        type(matrix.chosen(count)), "product", lambda kernel, packed, rows, *_, **__: sizes.append(len(rows))
-    )
-    matrix.product(uniform((count, 3), bits=32))
-    assert sum(sizes) == count
-    assert len(sizes) == max(1, count // 256)
-    assert max(sizes) - min(sizes) < len(sizes)
 
 
 STORED = {"panels": (8, 10, 16), "plain": (8, 16, 16), "digits": (8, 10, 12)}
@@ -321,18 +278,6 @@ def test_a_result_tensor_of_another_shape_is_refused(out: Tensor) -> None:
     matrix = RingMatrix(torch.ones(5, 4, dtype=torch.int16), weight_bits=8)
     with pytest.raises(RangeError, match="contiguous"):
         matrix.product(torch.zeros(2, 4, dtype=torch.int32), out=out)
-
-
-def test_the_default_dtype_of_torch_does_not_matter() -> None:
-    """transformers changes it while it loads a checkpoint."""
-    choice.passes_self_test.cache_clear()
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        weight, rows = uniform((200, 301), bits=10), uniform((3, 301), bits=32)
-        assert torch.equal(RingMatrix(weight, weight_bits=10).product(rows), oracle(rows, weight, FORWARD))
-    finally:
-        torch.set_default_dtype(before)
 
 
 def test_unknown_kernels_are_refused_by_name() -> None:

@@ -5,7 +5,6 @@ absent GPUs.
 """
 
 import itertools
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -96,15 +95,6 @@ def test_without_a_device_there_is_no_choice(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(choice, "passes_self_test", lambda kernel, device: False)
     with pytest.raises(ConfigError, match="device = 'cpu'"):
         choose((64, 64), weight_bits=10, device=CUDA)
-
-
-def test_without_triton_there_is_no_such_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    assert not any(kernel.supports(CPU) for kernel in TRITON.values())
-
-
-def test_it_is_not_chosen_on_a_cpu() -> None:
-    assert not any(kernel.is_candidate(CPU) for kernel in TRITON.values())
 
 
 # Tiles

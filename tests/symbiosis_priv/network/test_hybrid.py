@@ -3,7 +3,6 @@
 import hashlib
 import hmac
 import secrets
-import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -126,15 +125,3 @@ def test_a_build_without_ml_kem_is_refused_by_name(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(hybrid, "MLKEM768PrivateKey", SimpleNamespace(generate=generate))
     with pytest.raises(ConfigError, match=r"masking = 'pad'.* no ML-KEM-768.*cryptography>=48"):
         hybrid.require_hybrid("masking = 'pad'")
-
-
-def test_cost_of_an_exchange(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints the time of one exchange, both sides together: what a connection to a helper costs more."""
-    count = 20
-    began = time.perf_counter()
-    for _ in range(count):
-        agreed()
-    seconds = (time.perf_counter() - began) / count
-    with capsys.disabled():
-        print(f" {1e6 * seconds:,.0f} us per connection", end="")
-    assert len(hybrid.KeyOffer().message.share) + 1120 == 2336

@@ -387,27 +387,3 @@ def test_a_wait_reports_its_purpose(ends: tuple[FrameStream, FrameStream], monke
     with pytest.raises(TimeoutError, match="it does not take the request"):
         client.send_frame(b"", memoryview(LARGE * 4), deadline=time.monotonic() + 0.1)
     assert list(dict.fromkeys(told)) == ["it has not answered yet", "it does not take the request"]
-
-
-def test_frames_of_few_rows_that_follow_each_other_are_polled_for(
-    ends: tuple[FrameStream, FrameStream], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client, server = ends
-
-    def yields(*, each_s: float = 0.0, within_s: float = TIMEOUT_S) -> int:
-        """How often the server polls for a frame that comes after 50 ms."""
-        waits: list[None] = []
-        monkeypatch.setattr("os.sched_yield", lambda: waits.append(time.sleep(each_s)))  # type: ignore[func-returns-value]
-        monkeypatch.setattr("symbiosis_priv.network.stream._BUSY_POLL_S", within_s)
-        threading.Timer(0.05, send_all, (client, b"frame")).start()
-        server.discard(5, deadline=soon())
-        return len(waits)
-
-    assert yields() == 0  # many rows
-    server.few_rows = True
-    assert yields() > 0
-    assert yields(each_s=0.001) == 1  # another thread wants the core
-    with server._busy:  # another thread polls
-        assert yields() == 0
-    assert yields(within_s=0.0) == 0
-    assert yields() == 0  # the frame before did not come soon

@@ -200,21 +200,6 @@ def test_one_name_from_two_authorities_is_two_tenants(tmp_path: Path, keys: Keys
     assert all(str(tenant).startswith("alice@sha256:") for tenant in found)
 
 
-def test_an_authority_renewed_with_its_key_keeps_its_tenants(tmp_path: Path, keys: Keys) -> None:
-    """Two certificates for the authority's key: the tenant's identity does not depend on which one is found first."""
-    old = reading.load_certificates(keys.authority.certificate)[0]
-    key = keys.authority.private_key()
-    assert isinstance(key, ec.EllipticCurvePrivateKey)
-    builder = x509.CertificateBuilder(old.issuer, old.subject, key.public_key(), x509.random_serial_number())
-    builder = builder.not_valid_before(old.not_valid_before_utc).not_valid_after(datetime.now(UTC) + timedelta(days=9))
-    for extension in old.extensions:
-        builder = builder.add_extension(extension.value, extension.critical)
-    renewed = tmp_path / "renewed.pem"
-    renewed.write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
-    pins = keys.provider.certificate
-    assert connect(server(keys, tenants=renewed), client(keys, pins)).server == alice(keys)
-
-
 def test_an_intermediate_authority_must_be_listed(tmp_path: Path, keys: Keys) -> None:
     """A tenant may add its issuer to its file; its name would then be worth only as much as that issuer."""
     root_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())

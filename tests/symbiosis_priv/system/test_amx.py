@@ -3,7 +3,6 @@ machine announces it without describing its tiles. Processors are simulated."""
 
 import logging
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -27,34 +26,6 @@ pathlib.Path.open = lambda path, *a, **k: real(cpuinfo if str(path) == "/proc/cp
 __import__(sys.argv[1])
 print("torch" in sys.modules, os.environ.get("ONEDNN_MAX_CPU_ISA"))
 subprocess.run([sys.executable, "-c", "import os, tenant; print(os.environ.get('ONEDNN_MAX_CPU_ISA'))"], check=True)
-"""
-
-SMALL_STACK = """
-import ctypes
-class Stack(ctypes.Structure):
-    _fields_ = [("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
-memory = ctypes.create_string_buffer(4096)
-assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, 4096)), None) == 0
-"""
-LIBRARY = f"""
-import ctypes, os, sys
-permits = lambda: ctypes.CDLL({str(native._LIBRARY)!r}).ring_isas() >> {Isa.AMX.value} & 1 == 1
-"""
-ASKS = f"""{LIBRARY}
-import logging; logging.basicConfig(level=logging.INFO)
-import torch
-from symbiosis_priv.kernels import RingMatrix
-from symbiosis_priv.system import amx
-amx._ask()
-matrix = RingMatrix(torch.ones(64, 64, dtype=torch.int16), weight_bits=10)
-exact = lambda: bool((matrix.product(torch.ones(64, 64, dtype=torch.int32), "forward") == 64).all())
-print(permits(), exact(), flush=True)
-"""
-FORK = """
-if os.fork():
-    os.wait()
-else:
-    print(permits(), exact(), flush=True)
 """
 
 
@@ -110,23 +81,6 @@ def test_linux_is_asked_for_amx_and_onednn_is_limited_where_its_leaf_is_missing(
     assert len(caplog.records) == (limit is not None and not own)  # said once
 
 
-@pytest.mark.skipif(platform.system() != "Linux" or platform.machine() != "x86_64", reason="a system call of Linux")
-@pytest.mark.skipif(native.library() is None, reason="installed without a C compiler")
-def test_a_small_signal_stack_makes_linux_refuse() -> None:
-    """Products are then computed without AMX."""
-    done = run(SMALL_STACK + ASKS)
-    assert done.stdout == "False True\n"
-    assert "does not permit it" in done.stderr
-
-
-@pytest.mark.skipif(Isa.AMX not in native.isas(), reason="no AMX here")
-def test_permission_is_kept_over_fork_and_lost_at_exec() -> None:
-    after_exec = f"{LIBRARY}print(permits(), flush=True)\n{ASKS}"
-    assert run(f"{ASKS}{FORK}    os.execv(sys.executable, [sys.executable, '-c', {after_exec!r}])").stdout == (
-        "True True\nTrue True\nFalse\nTrue True\n"
-    )
-
-
 def run(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     words, environment = [sys.executable, "-c", script, *arguments], os.environ | variables
     return subprocess.run(words, capture_output=True, text=True, timeout=120, check=True, env=environment)
@@ -162,13 +116,6 @@ def test_amx_is_used_if_a_child_shows_that_it_works(
     assert len(caplog.records) == (not works)
 
 
-def test_no_child_runs_where_amx_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", Announcing)
-    monkeypatch.setattr(native, "succeeds_in_child", lambda *_, **__: pytest.fail("nothing is in doubt"))
-    with switched(SYMBIOSIS_PRIV_ISA="avx512"):
-        assert native.isas()[-1] is Isa.AVX512
-
-
 @pytest.mark.parametrize(
     ("probe", "limit"),
     [
@@ -198,17 +145,3 @@ def test_importing_a_package_limits_the_process_and_its_children(machine: pytest
     assert own.split()[1] == child == "AVX512_CORE_BF16"
     assert done.stderr.count("illegal instruction") == 1
     assert own.startswith("False")  # before torch
-
-
-def test_a_variable_set_after_torch_is_imported_is_early_enough() -> None:
-    """oneDNN reads it at the first product; `ONEDNN_VERBOSE` prints a line for each product that oneDNN computes."""
-    script = (
-        "import os, sys, torch\n"
-        "a = torch.ones(64, 512, dtype=torch.bfloat16)\n"
-        "os.environ['ONEDNN_MAX_CPU_ISA'] = sys.argv[1]\n"
-        "a @ a.t()\n"
-    )
-    lines = {limit: run(script, limit, ONEDNN_VERBOSE="1").stdout for limit in ("SSE41", "DEFAULT")}
-    if "bf16" not in lines["DEFAULT"]:
-        pytest.skip("oneDNN computes no bfloat16 product on this processor")
-    assert "bf16" not in lines["SSE41"]

@@ -109,28 +109,6 @@ def test_echo_and_log_probabilities_of_the_prompt(client: Any, tokenizer: Any) -
     assert client.completions.create(**(asked | {"max_tokens": 0})).choices[0].text == "Hello there"
 
 
-def test_a_stop_text_may_be_a_special_token(client: Any, tokenizer: Any) -> None:
-    end = tokenizer.eos_token
-    asked: Any = {"model": "tiny", "max_tokens": 4, "stop": end, "extra_body": {"ignore_eos": True}}
-    asked["logit_bias"] = {str(tokenizer.eos_token_id): 100}
-    text = client.completions.create(prompt="Hello", **asked)
-    chat = client.chat.completions.create(messages=HELLO, **asked)
-    assert [(one.choices[0].finish_reason, one.usage.completion_tokens) for one in (text, chat)] == [("stop", 1)] * 2
-
-
-def test_offsets_of_tokens_are_places_in_the_returned_text(client: Any, tokenizer: Any) -> None:
-    """Of each byte of a character, and of special tokens, which the text does not have."""
-    prompt = [tokenizer.bos_token_id, *tokenizer.encode("a\u20ac", add_special_tokens=False), tokenizer.eos_token_id]
-    (biased,) = tokenizer.encode("z", add_special_tokens=False)
-    asked: Any = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0, "logprobs": 0, "echo": True}
-    choice = client.completions.create(**asked, logit_bias={str(biased): 100}).choices[0]
-    assert choice.text == "a\u20aczz"
-    bytes_of_euro = len(prompt) - 3
-    assert choice.logprobs.text_offset == [0, 0, *[1] * bytes_of_euro, 2, 2, 3]
-    for token, place in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
-        assert "\ufffd" in token or token.startswith("<") or choice.text[place:].startswith(token)
-
-
 def test_the_lines_of_a_stream_are_those_of_every_client(served: Served) -> None:
     """Python's `splitlines`, which clients on httpx use, divides lines at other characters than the standard does."""
     text = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg"
@@ -257,45 +235,6 @@ def test_answers_are_taken_back_as_the_client_dumps_them(client: Any, called: An
         client.responses.create(model="lora", input=[*HELLO, *said, *HELLO], max_output_tokens=1)
 
 
-def test_responses_take_lists_of_results_and_reasoning(client: Any, called: Any) -> None:
-    (call,) = called[-1].output
-
-    def tokens(*items: Any) -> int:
-        answer = client.responses.create(model="lora", input=[*HELLO, *items], max_output_tokens=1)
-        return int(answer.usage.input_tokens)
-
-    def result(output: Any) -> dict[str, Any]:
-        return {"type": "function_call_output", "call_id": call.call_id, "output": output}
-
-    listed = [{"type": "input_text", "text": "no"}, {"type": "input_text", "text": "on"}]
-    reasoning = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "x"}], "content": None}
-    expected = tokens(call, result("noon"))
-    assert tokens(call, result(listed)) == tokens(reasoning, call, result("noon")) == expected
-
-
-def test_all_chunks_of_a_stream_have_a_usage_if_it_was_asked_for(served: Served) -> None:
-    for path, more in (("completions", {"prompt": "Hello"}), ("chat/completions", {"messages": HELLO})):
-        for options in ({"include_usage": True}, None):
-            body = {"model": "tiny", "max_tokens": 2, "stream": True, "stream_options": options, **more}
-            _, sent = ask(served, "POST", f"/v1/{path}", body)
-            chunks = [json.loads(line[6:]) for line in sent.splitlines() if line.startswith("data: {")]
-            if options is None:
-                assert not any("usage" in chunk for chunk in chunks)
-            else:
-                assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-                assert chunks[-1]["usage"]["completion_tokens"] == 2
-
-
-def test_more_texts_are_embedded_than_may_wait(client: Any) -> None:
-    """The engine of this endpoint lets 32 requests of a client wait; LangChain sends 1,000 texts at a time."""
-    texts = [[number] for number in range(100)]
-    found = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
-    assert [one.index for one in found.data] == list(range(100))
-    assert found.usage.prompt_tokens == 100
-    alone = client.embeddings.create(model="tiny", input=texts[77], encoding_format="float")
-    assert found.data[77].embedding == alone.data[0].embedding
-
-
 def test_embeddings_in_both_encodings(client: Any) -> None:
     texts = ["Hello there", "Good morning"]
     plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
@@ -329,19 +268,6 @@ def test_too_many_texts_and_calls_are_refused_by_their_field(client: Any, called
         with pytest.raises(openai.BadRequestError, match=r"at most (2048|128) items") as refused:
             route.create(model="tiny", input=many)
         assert refused.value.param == "input"
-
-
-def test_what_benchmarks_and_chat_clients_send_is_taken(client: Any) -> None:
-    def ask(**more: Any) -> Any:
-        asked = {"model": "tiny", "messages": HELLO, "max_tokens": 8, "temperature": 0}
-        return client.chat.completions.create(**asked, extra_body=more)
-
-    plain = ask(min_p=0.1, store=False, metadata={"chat": "5"}).choices[0].message.content
-    assert ask().choices[0].message.content == plain
-    assert ask(repetition_penalty=50.0).choices[0].message.content != plain
-    more, fewer = (ask(chat_template_kwargs={"mood": "very happy"}, **one) for one in ({}, {"min_tokens": 8}))
-    assert more.usage.prompt_tokens > ask().usage.prompt_tokens
-    assert fewer.usage.completion_tokens == 8
 
 
 def test_a_benchmark_gets_the_tokens_that_it_asked_for(client: Any, served: Served) -> None:

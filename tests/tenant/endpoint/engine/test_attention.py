@@ -1,9 +1,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +13,10 @@ from transformers.activations import ACT2FN
 
 from symbiosis_priv import native
 from symbiosis_priv.native import linear
-from tenant import RemoteConfig
 from tenant.endpoint.engine.attention import Attention
 from tenant.endpoint.engine.kv import BLOCK, KeyValues, Shape, held_bytes
 from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.endpoint.engine.row_blocks import RowBlocks
-from tenant.model.hf import backend_of
-from tenant.model.loading import load_language_model
 from tests.builds import switched
 from tests.compatibility.families import build
 
@@ -140,17 +135,6 @@ def test_all_instruction_sets_give_the_same_bits(case: tuple[Tensor, KeyValues, 
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_half_precision_is_computed_in_float32() -> None:
-    torch.manual_seed(0)
-    shape = Shape(windows=(None,), heads=2, key_width=16, value_width=16, dtype=torch.bfloat16)
-    half, full = KeyValues(shape), KeyValues(replace(shape, dtype=torch.float32))
-    keys, values, queries = (torch.randn(20, heads, 16).bfloat16() for heads in (2, 2, 4))
-    put(half, keys, values)
-    put(full, keys.float(), values.float())
-    found = attend(queries, half, scaling=0.25)
-    assert torch.equal(found, attend(queries.float(), full, scaling=0.25).bfloat16())
-
-
 # One pass of a model over tokens of many sequences
 
 
@@ -175,21 +159,6 @@ def test_a_prompt_read_in_chunks_has_the_bits_of_one_pass() -> None:
     packed.close()
     assert torch.equal(torch.cat(found), uncut)
     assert (uncut - own).abs().max() <= 1e7 * 2**-53 * own.abs().max()
-
-
-def test_products_run_outside_the_mode_for_local_functions(checkpoint: Path) -> None:
-    """The mode is entered at each call of torch, and a product of a small layer makes a hundred of them."""
-    model = load_language_model(checkpoint, remote=RemoteConfig(masking="simulate"))
-    packed, backend, inside = PackedModel(model), backend_of(model), []
-
-    def multiply(*args: Any, **said: Any) -> None:
-        inside.append(torch._C._is_torch_function_all_disabled())
-        type(backend).multiply(backend, *args, **said)
-
-    with mock.patch.object(backend, "multiply", multiply):
-        packed([NextTokens(kv=packed.new_kv(), tokens=[1, 2])])
-    packed.close()
-    assert inside == [True] * len(backend.facts)
 
 
 #
@@ -244,26 +213,6 @@ def test_sequences_that_share_blocks_keep_their_own_tokens(steps: list[tuple[str
             expected.append(tokens[:size])
         assert [numbers_in(kv) for kv in sequences] == expected
         assert all(held_bytes([kv]) == SHAPE.bytes(len(tokens)) for kv, tokens in zip(sequences, expected, strict=True))
-
-
-def test_a_shared_beginning_is_counted_once_and_freed_with_its_last_sequence() -> None:
-    kv = KeyValues(SHAPE)
-    extend(kv, torch.arange(3 * BLOCK, dtype=torch.float32))
-    other = kv.prefix(2 * BLOCK + 1)
-    assert held_bytes([kv, other]) == SHAPE.bytes(4 * BLOCK)
-    assert kv.blocks(1)[1][0].data_ptr() == other.blocks(1)[1][0].data_ptr()
-    kv.truncate(0)
-    assert held_bytes([kv, other]) == SHAPE.bytes(3 * BLOCK)
-
-
-def test_truncate_ends_a_step_that_stopped_between_layers() -> None:
-    kv = KeyValues(SHAPE)
-    extend(kv, torch.arange(BLOCK, dtype=torch.float32))
-    kv.grow(1)
-    kv.write(0, torch.ones(1, 3, 2), torch.ones(1, 3, 1))
-    assert (kv.length, len(kv.blocks(0))) == (BLOCK + 1, 2)
-    kv.truncate(BLOCK)
-    assert (kv.length, len(kv.blocks(0))) == (BLOCK, 1)
 
 
 def test_the_shape_follows_the_configuration() -> None:

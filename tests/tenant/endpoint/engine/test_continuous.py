@@ -279,18 +279,6 @@ def test_a_long_prompt_does_not_stop_the_tokens_of_others(opened: Open) -> None:
     assert len(during) >= 10
 
 
-def test_a_long_prompt_gets_fewer_rows_per_step_only_while_others_run(opened: Open) -> None:
-    alone, beside, begun = opened(step_work=1), opened(step_work=1), threading.Event()
-    Asked(alone, prompt(4, 400), max_tokens=1).done()
-    assert alone.load().steps == 2
-    other = Asked(beside, PROMPT, max_tokens=480, at={1: begun.set})
-    assert begun.wait(60)
-    Asked(beside, prompt(4, 400), max_tokens=1).done()
-    other.handle.cancel()
-    assert other.done().finish == "cancelled"  # it did not have to end first
-    assert beside.load().steps >= 400 // 16
-
-
 def test_clients_get_equal_shares_of_a_step(opened: Open) -> None:
     """A client with many prompts does not delay another one's only prompt."""
     engine = opened(step_rows=8, prompt_rows=8)
@@ -359,20 +347,3 @@ def test_closing_drains_and_then_cancels(opened: Open) -> None:
     assert long.done().finish == "cancelled"
     with pytest.raises(OverloadedError):
         Asked(engine, PROMPT)
-
-
-def test_two_models_and_the_model_outside_the_engine(
-    engine: ContinuousEngine, tokenizer: Any, checkpoint: Path
-) -> None:
-    """A second engine does not disturb the first one, and `generate()` of an engine's model still works."""
-    model = load_language_model(checkpoint, dtype=torch.float32)
-    ids = torch.tensor([PROMPT, PROMPT])
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
-    said = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    before = model.generate(**said)
-    second = ContinuousEngine(PackedModel(model), tokenizer)
-    assert Asked(second, PROMPT, max_tokens=6).tokens == before[1, len(PROMPT) :].tolist()
-    assert torch.equal(model.generate(**said), before)
-    second.close()
-    assert model.config._attn_implementation == "sdpa"

@@ -16,7 +16,6 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from tenant import RemoteConfig
 from tenant.endpoint.api.vocabulary import Vocabulary
-from tenant.endpoint.engine import speculation
 from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.kv import KeyValues
 from tenant.endpoint.engine.packed_model import Output, PackedModel
@@ -151,25 +150,6 @@ def test_a_guess_may_reach_behind_the_context(tokenizer: Any) -> None:
     assert answers(packed, tokenizer, PromptLookup(ahead=AHEAD), max_tokens=4) == expected
 
 
-def test_a_draft_model_reads_long_prompts_in_parts(
-    packed: Recorded, draft: Drafter, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until it has read a prompt, its guesses are of the same length."""
-    monkeypatch.setattr(speculation, "_READ", 3)
-    expected, plain = answers(packed, tokenizer, None, max_tokens=20), len(packed.steps)
-    assert answers(packed, tokenizer, draft, max_tokens=20) == expected
-    assert len(packed.steps) < plain
-    assert all(set(rows[1:]) == {1 + AHEAD} for rows in packed.of_sequences())
-
-
-def test_the_memory_of_the_draft_model_is_admitted_too(packed: Recorded, draft: Drafter, tokenizer: Any) -> None:
-    memory = packed.shape.bytes(20)
-    with running(packed, tokenizer, PromptLookup(), memory=memory) as engine:
-        engine.submit(EngineRequest(id="1", prompt=(1,), max_tokens=1), lambda event: None)
-    with running(packed, tokenizer, draft, memory=memory) as engine, pytest.raises(ConfigError, match="bytes"):
-        engine.submit(EngineRequest(id="1", prompt=(1,), max_tokens=1), lambda event: None)
-
-
 def test_a_draft_model_needs_the_same_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
     recipe = Pretraining(steps=1, batch=1, window=8, sentences=100, vocab=300, width=32, blocks=1)
     with pytest.raises(ConfigError, match="tokenizer"):
@@ -187,15 +167,6 @@ def test_the_first_blocks_are_those_of_the_model(first_block: Drafter, tokenizer
     for count in ("0", "2"):
         with pytest.raises(ConfigError, match="blocks"):
             open_drafter(f"first:{count}", tokenizer, model=checkpoint, ahead=1)
-
-
-def test_a_draft_model_may_have_more_rows_of_embeddings(packed: Recorded, tokenizer: Any) -> None:
-    """The draft model guesses only tokens that both models have, and continues after tokens that it does not know."""
-    small = build("LlamaForCausalLM", vocab_size=packed.vocabulary)
-    drafter = DraftModel(PackedModel(small), vocabulary=10, ahead=AHEAD)
-    expected = answers(packed, tokenizer, None, max_tokens=6)
-    assert answers(packed, tokenizer, drafter, max_tokens=6) == expected
-    assert packed.guessed <= set(range(10))
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 6))

@@ -1,6 +1,5 @@
 """Clients get equal turns, whatever they ask for."""
 
-import threading
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ from tenant.endpoint.engine import queued
 from tenant.endpoint.engine.queued import QueuedEngine, Turn, Turns
 from tenant.endpoint.engine.requests import EngineRequest, Event, Failed
 from tenant.session.tally import Ledger
-from tests.waiting import until
 
 
 def asked(client: str, adapter: str | None) -> Any:
@@ -70,28 +68,3 @@ def test_a_turn_that_does_not_come_ends_the_requests(monkeypatch: pytest.MonkeyP
         engine.close()
     assert isinstance(failed, Failed)
     assert isinstance(failed.error, DeadlineExceededError)
-
-
-def test_an_engine_that_has_lost_its_turn_does_not_end_that_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    turn, over = Turn(), threading.Event()
-
-    def hold() -> None:
-        with turn:
-            over.wait(60)
-
-    def pass_on() -> None:
-        with turn:
-            other.start()
-            until(lambda: len(turn._asked) == 2)
-            monkeypatch.setattr(queued, "_TURN_S", 0.05)
-            turn.pass_on()
-
-    other = threading.Thread(target=hold)
-    for wait in (pass_on, turn.__enter__):
-        with pytest.raises(DeadlineExceededError):
-            wait()
-        assert list(turn._asked) == [other.ident]
-    over.set()
-    other.join()
-    with turn:
-        assert list(turn._asked) == [threading.get_ident()]

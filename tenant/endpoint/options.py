@@ -14,6 +14,7 @@ from symbiosis_priv.checkpoints.checkpoint import resolve_adapter
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.network import addresses
 from symbiosis_priv.system.files import read_text
+from tenant.endpoint.engine.requests import MOST_BUCKET
 
 _MODULES = ("fastapi", "llguidance", "sse_starlette", "uvicorn")
 _KEY_LENGTH = 16
@@ -61,18 +62,19 @@ class Serving:
         Option(
             help="A smaller model with the same tokenizer that guesses tokens on this machine, for fewer round trips; "
             "'prompt' guesses from the text itself, 'first:8' with the first 8 blocks of the model. Executors see how "
-            "many steps an answer takes."
+            "many steps an answer takes; see --answer-bucket."
         ),
     ] = None
     draft_tokens: Annotated[int, Option(min=1, max=32, help="Guessed tokens per step, with --draft.")] = 4
-    fixed_length: Annotated[
-        bool,
+    answer_bucket: Annotated[
+        int,
         Option(
-            "--fixed-length",
-            help="Compute max_tokens tokens for every answer, which then takes as long: hides from providers where it "
-            "ends.",
+            min=1,
+            max=MOST_BUCKET,
+            help="Read prompts and compute answers in multiples of this number of rows and passes, which is all that "
+            "providers then see of their lengths. A request may ask for a larger one.",
         ),
-    ] = False
+    ] = 1
     media: Annotated[
         bool,
         Option("--media", help="Take pictures and sounds in chats, with the model's processor; one request at a time."),
@@ -83,13 +85,6 @@ class Serving:
     drain_s: Annotated[
         float, Option("--drain", min=0, help="Seconds that answers may continue after SIGTERM or Ctrl-C.")
     ] = 30.0
-
-    def __post_init__(self) -> None:
-        if self.fixed_length and self.draft is not None:
-            raise ConfigError(
-                "--fixed-length hides how long an answer is, and with --draft the number of its steps shows how many "
-                "guesses were right; leave out one of them"
-            )
 
     def model_name(self, model: str, folder: Path) -> str:
         """Return the base model's name for clients. The folder of a model of the hub has the name of a commit."""

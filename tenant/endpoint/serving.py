@@ -74,7 +74,7 @@ def opened(
             name=name,
             tasks=tasks,
             pooling=options.pooling,
-            fixed_length=options.fixed_length,
+            answer_bucket=options.answer_bucket,
             processor=processor,
             session=session_of(loaded),
         )

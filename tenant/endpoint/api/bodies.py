@@ -32,6 +32,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, from_json
 
+from tenant.endpoint.engine.requests import MOST_BUCKET
+
 
 def _check_field_count(value: Any) -> Any:
     """Refuse an object with more than `_FIELDS` fields."""
@@ -154,8 +156,12 @@ class Generating(Strict):
 
 
 class CompletionFields(Generating):
-    """The fields that chat and completions share."""
+    """The fields that chat and completions share.
 
+    Not OpenAI's field: `answer_bucket`: providers see rows and passes in multiples of this number, or of the endpoint's
+    own if that is larger."""
+
+    answer_bucket: Annotated[int, Field(ge=1, le=MOST_BUCKET), INTEGER] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     ignore_eos: bool | None = None
     logit_bias: (

@@ -118,7 +118,7 @@ class Service:
         name: the base model's name for clients.
         tasks: the adapters; None for none.
         pooling: how the hidden states of a text are combined to an embedding.
-        fixed_length: compute every answer to its largest length, so that providers do not see its end.
+        answer_bucket: the smallest bucket of every request (`EngineRequest.bucket`).
         processor: makes tensors of pictures and sounds (`load_processor`); None for texts only.
         session: asks the providers; None if there are none.
     """
@@ -132,7 +132,7 @@ class Service:
         name: str,
         tasks: Tasks | None = None,
         pooling: Pooling = "mean",
-        fixed_length: bool = False,
+        answer_bucket: int = 1,
         processor: Any = None,
         session: Session | None = None,
     ) -> None:
@@ -147,7 +147,7 @@ class Service:
         """The base model's name on the hub with its commit, or else its name for clients."""
         self.tasks = tasks
         self.pooling = pooling
-        self.fixed_length = fixed_length
+        self.answer_bucket = answer_bucket
         self.processor = None if processor is None else Processor(processor)
         self.created = int(time.time())
         self.context: int = context_of(config) or 1 << 20
@@ -311,7 +311,7 @@ class Service:
                 logit_bias=biases,
                 **sampling,
             ),
-            fixed_length=self.fixed_length,
+            bucket=max(self.answer_bucket, body.answer_bucket or 1),
             inputs=inputs or {},
             shows_row=body.stream_options is not None and body.stream_options.include_row,
         )

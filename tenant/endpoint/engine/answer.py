@@ -31,7 +31,8 @@ _UNKNOWN = "\ufffd"  # replaces bytes that are not a character, or not yet a com
 
 
 class GeneratedAnswer:
-    """One answer. The engine calls `start`, then `add` for every token until `finish` is set, then `done` or `fail`."""
+    """One answer. The engine calls `start`; then `add` for every token until `ended`, and `passed` after each pass,
+    until `finish` is set; then `done` or `fail`."""
 
     def __init__(self, request: EngineRequest, sink: Sink, tokenizer: PreTrainedTokenizerBase) -> None:
         self.request = request
@@ -40,7 +41,7 @@ class GeneratedAnswer:
         self.row: ShownRow | None = None
         self._end: Finish | None = None
         self._stop: Token | None = None
-        self._computed = 0
+        self._passes, self._bucket = 0, request.bucket
         self._sink = sink
         self._sampler = Sampler(request.sampling, prompt=request.prompt, ends=request.stop_tokens)
         self._text = TextStream(tokenizer, prompt=request.prompt, stop=request.stop)
@@ -54,29 +55,38 @@ class GeneratedAnswer:
     def add(self, logits: Tensor) -> int:
         """Choose and report the next token, and decide whether the answer ends with it.
 
-        Tokens after the end of an answer of fixed length are not reported.
-
         Args:
             logits: `[vocabulary]`, the model's own logits.
         """
-        self._computed += 1
-        if self._end is not None:
-            token = int(logits.argmax())
-        else:
-            token, logprob = self._sampler(logits)
-            self.new_tokens += 1
-            if token in self.request.stop_tokens:
-                self._end, self._stop = "stop", Token(id=token, text="", logprob=logprob)
-            else:
-                place = self._text.place
-                self._sink(Token(id=token, text=self._text.add(token), logprob=logprob, place=place))
-                if self._text.stopped is not None or self._sampler.finished:
-                    self._end = "stop"
-                elif self.new_tokens >= self.request.max_tokens:
-                    self._end = "length"
-        if not self.request.fixed_length or self._computed >= self.request.max_tokens:
-            self.finish = self._end
+        token, logprob = self._sampler(logits)
+        self.new_tokens += 1
+        if token in self.request.stop_tokens:
+            self._end, self._stop = "stop", Token(id=token, text="", logprob=logprob)
+            return token
+        place = self._text.place
+        self._sink(Token(id=token, text=self._text.add(token), logprob=logprob, place=place))
+        if self._text.stopped is not None or self._sampler.finished:
+            self._end = "stop"
+        elif self.new_tokens >= self.request.max_tokens:
+            self._end = "length"
         return token
+
+    @property
+    def ended(self) -> bool:
+        """True after the last token. Passes may follow, until the bucket is full."""
+        return self._end is not None
+
+    def passed(self) -> None:
+        """Count a pass that has computed a token, or would have."""
+        self._passes += 1
+        if self._passes % self._bucket == 0:
+            self.finish = self._end
+
+    def cut(self, *, now: bool = False) -> bool:
+        """Cancel the rest. Returns True if the bucket is full, or `now`. Otherwise passes without tokens follow,
+        because the moment may depend on the text."""
+        self._end = self._end or "cancelled"
+        return now or self._passes % self._bucket == 0
 
     def embedded(self, vector: Tensor) -> None:
         """Report the requested embedding, float `[width]`."""
@@ -84,8 +94,8 @@ class GeneratedAnswer:
         self.finish = "stop"
 
     def done(self, ledger: RequestLedger) -> None:
-        """Report the end. An answer without `finish` was cancelled."""
-        self.finish = self.finish or "cancelled"
+        """Report the end. An answer that has not ended was cancelled."""
+        self.finish = self.finish or self._end or "cancelled"
         self._sink(
             Done(
                 finish=self.finish,

@@ -106,11 +106,11 @@ class ContinuousEngine(QueuedEngine):
 
     def step(self) -> None:
         """End cancelled requests, admit others, and compute some rows."""
-        for sequence in [one for one in self._running if one.cancelled]:
+        for sequence in [one for one in self._running if one.is_over()]:
             self.end(sequence)
         self._admit()
         try:
-            self._compute(self._next_rows())
+            self._compute(*self._next_rows())
         except Exception as error:  # an error in the engine must end all requests, which would wait forever
             log.exception("the engine failed")
             for sequence in list(self._running):
@@ -158,21 +158,26 @@ class ContinuousEngine(QueuedEngine):
         free_places, free = self._limits.running - len(self._running) - 1, self._limits.memory - self._reserved()
         return places <= free_places and memory <= free - self._bytes(sequence.request)
 
-    def _next_rows(self) -> list[tuple[Sequence, NextTokens]]:
-        """Choose the rows of a step: the next token of each answer, then tokens of prompts, which take turns."""
+    def _next_rows(self) -> tuple[list[tuple[Sequence, NextTokens]], int]:
+        """Choose the rows of a step: the next token of each answer, then tokens of prompts, which take turns. Returns
+        also the number of rows without meaning that fill the prompts' buckets."""
         guesses = {} if self._drafter is None else self._drafter.draft(list(self._running))
         chosen = [(s, s.rows(1, guesses.get(s, ()))) for s in self._running if s.decoding]
         free = max(self._limits.step_rows - sum(len(rows.tokens) for _, rows in chosen), self._limits.prompt_rows)
         pairs = self._pairs if len(self._running) > 1 else sys.maxsize
-        shares: dict[Sequence, int] = {}
+        fill, shares = 0, dict[Sequence, int]()
         reading = Turns(s for s in self._running if not s.decoding)
         while free > 0 and (pairs > 0 or not shares) and (sequence := reading.first()) is not None:
             assert sequence.kv is not None
             had = shares.get(sequence, 0)
             done = sequence.kv.length + had
             left = len(sequence.tokens) - done
-            share = min(self._limits.prompt_rows, left, free, max(ROWS, pairs // (done + 1)))
-            shares[sequence] = had + share
+            # with buckets, what is sent must not depend on the exact numbers of tokens
+            unit = min(sequence.request.bucket, self._limits.prompt_rows)
+            most = min(self._limits.prompt_rows, free, max(ROWS, pairs // (done // unit * unit + 1)))
+            share = min(max(most // unit, 1) * unit, left + -left % unit)
+            shares[sequence] = had + min(share, left)
+            fill += max(0, share - left)
             free -= share
             pairs -= share * done
             reading.remove(sequence)
@@ -182,17 +187,19 @@ class ContinuousEngine(QueuedEngine):
             for sequence in shares:  # in the next step, other prompts come first
                 self._running.remove(sequence)
                 self._running.add(sequence)
-        return chosen + [(sequence, sequence.rows(share)) for sequence, share in shares.items()]
+        return chosen + [(sequence, sequence.rows(share)) for sequence, share in shares.items()], fill
 
-    def _compute(self, chosen: list[tuple[Sequence, NextTokens]]) -> None:
-        """Compute some rows. After an error that a single request may cause, compute each request alone."""
+    def _compute(self, chosen: list[tuple[Sequence, NextTokens]], fill: int = 0) -> None:
+        """Compute some rows. After an error that a single request may cause, compute each request alone. `fill`: number
+        of further rows, of a sequence without meaning."""
         if not chosen:
             return
         if len(chosen) == 1 and chosen[0][0].request.shows_row and chosen[0][0].decoding:
             look()  # only alone: among rows of others, the first row may be another client's
         try:
             try:
-                outputs = self._packed([rows for _, rows in chosen])
+                filler = [NextTokens(kv=self._packed.new_kv(), tokens=[0] * fill, logits=0)] if fill else []
+                outputs = self._packed([*(rows for _, rows in chosen), *filler])[: len(chosen)]
             finally:
                 self._steps += 1
                 self.keep_row(chosen[0][0])
@@ -211,7 +218,7 @@ class ContinuousEngine(QueuedEngine):
             except Exception as error:  # no token has a probability, or a grammar fails
                 self.end(sequence, error)
                 continue
-            if sequence.answer.finish is not None:
+            if sequence.is_over():
                 self.end(sequence)
             elif sequence.kv is not None:
                 sequence.kv.release()

@@ -169,6 +169,7 @@ class QueuedEngine(Engine):
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._waiting and not self._running, timeout=drain_s)
             for sequence in (*self._waiting, *self._running):
+                sequence.stopping = True
                 sequence.cancel()
         if interrupt is not None:
             self._thread.join(_STEP_S)

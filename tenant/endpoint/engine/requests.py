@@ -9,6 +9,8 @@ from symbiosis_priv.errors import SymbiosisError
 
 Finish = Literal["stop", "length", "cancelled"]
 Pooling = Literal["last", "mean"]
+MOST_BUCKET = 4096
+"""An answer of one token takes as many passes as its bucket."""
 
 
 class Grammar(Protocol):
@@ -71,8 +73,8 @@ class EngineRequest:
         max_tokens: largest number of new tokens.
         stop_tokens: token ids that end the answer and are not part of it.
         stop: texts that end the answer and are not part of it.
-        fixed_length: always compute `max_tokens` tokens, so that executors do not see the end of the answer. `Done`
-            follows the last of them.
+        bucket: executors see row counts and passes in multiples of this number: rows of the prompt, which are filled
+            with rows of no meaning, and passes of the answer. `Done` follows the last pass of the bucket.
         pooling: compute an embedding of the prompt instead of an answer.
         inputs: further tensors for the model's forward pass, of pictures or sounds, by name.
         shows_row: report a row of the last token that was computed without other requests (`Done.row`).
@@ -86,7 +88,7 @@ class EngineRequest:
     stop_tokens: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
-    fixed_length: bool = False
+    bucket: int = 1
     pooling: Pooling | None = None
     inputs: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     shows_row: bool = False

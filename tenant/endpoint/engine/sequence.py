@@ -44,6 +44,7 @@ class Sequence:
         held: contexts that end with the request: the use of its adapter.
         generation: number of the adapter's load; None if the adapter may change.
         cancelled: True after the request was cancelled.
+        stopping: True if a cancelled request ends with the pass in progress, whatever its bucket.
     """
 
     def __init__(self, answer: GeneratedAnswer, *, withdraw: Callable[["Sequence"], None]) -> None:
@@ -52,7 +53,7 @@ class Sequence:
         self.kv: KeyValues | None = None
         self.held = ExitStack()
         self.generation: int | None = 0
-        self.cancelled = False
+        self.cancelled = self.stopping = False
         self._withdraw = withdraw
         self._spent = RequestLedger()
         self._prompt_logprobs: list[TokenLogprob | None] = [None]
@@ -71,6 +72,10 @@ class Sequence:
     def reads_all(self) -> bool:
         """True if the results of every token of the prompt are needed, so that no cached prefix can be used."""
         return self.request.pooling == "mean" or self.request.sampling.prompt_logprobs is not None
+
+    def is_over(self) -> bool:
+        """End a cancelled request. Returns True if no pass follows."""
+        return self.answer.finish is not None or (self.cancelled and self.answer.cut(now=self.stopping))
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -98,10 +103,13 @@ class Sequence:
         done, known = self.kv.length, len(self.tokens)
         if known > len(self.request.prompt):  # as long as the guess is right, take the token of the next row
             for row, guess in zip(output.logits, [*rows.tokens[1:], None], strict=True):
-                self.tokens.append(self.answer.add(row))
-                if self.answer.finish is not None or self.tokens[-1] != guess:
+                if self.answer.ended:
                     break
-            self.kv.truncate(len(self.tokens) - 1)
+                self.tokens.append(self.answer.add(row))
+                if self.tokens[-1] != guess:
+                    break
+            self.answer.passed()
+            self.kv.truncate(len(self.tokens) - 1)  # after the end, the last token is computed again and again
             return len(self.tokens) - known
         top = self.request.sampling.prompt_logprobs
         if top is not None:
@@ -121,6 +129,7 @@ class Sequence:
         if self.answer.finish is not None:
             return 0
         self.tokens.append(self.answer.add(output.logits[-1]))
+        self.answer.passed()
         return 1
 
     def charge(self, **amounts: int) -> None:

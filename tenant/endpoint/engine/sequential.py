@@ -91,7 +91,7 @@ class SequentialEngine(QueuedEngine):
 
     def _answer(self, sequence: Sequence) -> None:
         request, answer = sequence.request, sequence.answer
-        if sequence.cancelled:
+        if sequence.is_over():
             return
         batch = (
             nullcontext() if self._tasks is None or request.adapter is None else self._tasks.batch([request.adapter])
@@ -114,7 +114,7 @@ class SequentialEngine(QueuedEngine):
             if answer.finish is None:
                 self._model.generate(
                     **given,
-                    generation_config=GenerationConfig(max_new_tokens=request.max_tokens, do_sample=False),
+                    generation_config=GenerationConfig(max_new_tokens=self._passes(request), do_sample=False),
                     logits_processor=LogitsProcessorList([_Steps(sequence, self)]),
                     stopping_criteria=StoppingCriteriaList([_Ended(sequence)]),
                 )
@@ -122,14 +122,21 @@ class SequentialEngine(QueuedEngine):
     def choose(self, sequence: Sequence, logits: Tensor) -> int:
         """Count a token and its costs, choose the token, and let another engine have its turn."""
         self._steps += 1
-        self._tokens += 1
         self.charge([sequence], [1])
         self.keep_row(sequence)
         if sequence.request.shows_row:
             look()  # the next pass is of one token
-        token = sequence.answer.add(logits)
+        answer = sequence.answer
+        self._tokens += not answer.ended
+        token = int(logits.argmax()) if answer.ended else answer.add(logits)
+        answer.passed()
         self._turn.pass_on()
         return token
+
+    def _passes(self, request: EngineRequest) -> int:
+        """Return the largest number of passes. `generate()` has a new token in each, so the context is a limit."""
+        most = request.max_tokens + -request.max_tokens % request.bucket
+        return most if self._context is None else min(most, self._context - len(request.prompt))
 
 
 class MediaEngine(Engine):
@@ -160,8 +167,7 @@ class _Steps(LogitsProcessor):
         self._sequence, self._engine = sequence, engine
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        answer = self._sequence.answer
-        if answer.finish is not None or self._sequence.cancelled:
+        if self._sequence.is_over():
             return scores  # on a GPU, `generate()` calls `_Ended` one token late
         only = torch.full_like(scores, -torch.inf)
         only[0, self._engine.choose(self._sequence, scores[0])] = 0.0
@@ -173,8 +179,7 @@ class _Ended(StoppingCriteria):
         self._sequence = sequence
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        ended = self._sequence.answer.finish is not None or self._sequence.cancelled
-        return torch.full((len(input_ids),), ended, dtype=torch.bool, device=input_ids.device)
+        return torch.full((len(input_ids),), self._sequence.is_over(), dtype=torch.bool, device=input_ids.device)
 
 
 def open_engine(

@@ -89,7 +89,7 @@ def requests_of(body: Any, service: Service, *, client: str, task: str | None, i
                 logprobs=body.topk_sample_logprobs,
                 prompt_logprobs=body.topk_prompt_logprobs if wants_prompt and not number else None,
             ),
-            fixed_length=service.fixed_length,
+            bucket=service.answer_bucket,
         )
         for number in range(body.num_samples)
     ]

@@ -354,12 +354,20 @@ def test_files_of_an_adapter_lead_nowhere_else(client: Any, hostile: Path, tmp_p
         client.post("/unload_lora_adapter", body={"lora_name": "hostile"}, cast_to=object)
 
 
-def test_with_a_fixed_length_an_answer_that_ends_early_is_computed_to_its_largest_length(
-    client: Any, served: Served, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("own", "asked", "passes"), [(1, 6, 6), (6, None, 6), (6, 4, 6), (4, 6, 6)])
+def test_an_answer_that_ends_early_fills_the_larger_bucket_of_endpoint_and_request(
+    client: Any,
+    served: Served,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    own: int,
+    asked: int | None,
+    passes: int,
 ) -> None:
-    monkeypatch.setattr(served.service, "fixed_length", True)
+    monkeypatch.setattr(served.service, "answer_bucket", own)
     ends, steps = {str(tokenizer.eos_token_id): 100}, served.service.engine.load().steps
-    answer = client.completions.create(model="tiny", prompt="Hello", max_tokens=6, temperature=0, logit_bias=ends)
+    said = {"model": "tiny", "prompt": "Hello", "max_tokens": 3, "temperature": 0, "logit_bias": ends}
+    answer = client.completions.create(**said, extra_body={} if asked is None else {"answer_bucket": asked})
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "stop")
     assert answer.usage.completion_tokens == 1
-    assert served.service.engine.load().steps - steps == 6
+    assert served.service.engine.load().steps - steps == passes

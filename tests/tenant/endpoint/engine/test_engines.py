@@ -30,15 +30,16 @@ def engine(request: pytest.FixtureRequest, model: Any, tokenizer: Any, tasks: Ta
     made.close()
 
 
-@pytest.mark.parametrize("fixed_length", [False, True])
-def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(engine: QueuedEngine, fixed_length: bool) -> None:
-    """An answer of fixed length is computed to its largest length."""
+@pytest.mark.parametrize("bucket", [1, 3, 8])
+def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(engine: QueuedEngine, bucket: int) -> None:
+    """Passes without tokens fill the bucket, also beyond the largest number of tokens."""
     free = Asked(engine, PROMPT, max_tokens=8).tokens
     steps, stop = engine.load().steps, frozenset(free[3:4])
-    stopped = Asked(engine, PROMPT, max_tokens=8, stop_tokens=stop, fixed_length=fixed_length)
+    stopped = Asked(engine, PROMPT, max_tokens=6, stop_tokens=stop, bucket=bucket)
     assert stopped.tokens == free[: free.index(free[3])]
-    assert (stopped.done().finish, stopped.done().new_tokens) == ("stop", len(stopped.tokens) + 1)
-    assert not fixed_length or engine.load().steps - steps == 8
+    new = len(stopped.tokens) + 1
+    assert (stopped.done().finish, stopped.done().new_tokens) == ("stop", new)
+    assert engine.load().steps - steps == new + -new % bucket
 
 
 def test_log_probabilities_of_prompt_and_answer_are_the_models_own(engine: QueuedEngine, model: Any) -> None:

@@ -157,11 +157,11 @@ def test_a_draft_model_halves_the_round_trips_and_each_step_has_the_same_rows(
     assert ledger.rows == GROUPS * (len(PROMPT) + 5 * (ledger.round_trips // GROUPS - 1))
 
 
-def test_an_answer_of_fixed_length_shows_executors_no_end(split: Opened) -> None:
+def test_an_answer_in_a_bucket_shows_executors_no_end(split: Opened) -> None:
     """Rule 9. The prompts begin differently, so that nothing is cached."""
     everything = frozenset(range(320))
-    full = Asked(split[0], (201, *PROMPT), max_tokens=8).done()
-    ends = Asked(split[0], (202, *PROMPT), max_tokens=8, stop_tokens=everything, fixed_length=True).done()
+    full = Asked(split[0], (201, *PROMPT, 3, 4, 5), max_tokens=8, bucket=8).done()
+    ends = Asked(split[0], (202, *PROMPT), max_tokens=8, stop_tokens=everything, bucket=8).done()
     cut = Asked(split[0], (203, *PROMPT), max_tokens=8, stop_tokens=everything).done()
     assert [(one.finish, one.new_tokens) for one in (full, ends, cut)] == [("length", 8), ("stop", 1), ("stop", 1)]
     assert (ends.ledger.rows, ends.ledger.round_trips) == (full.ledger.rows, full.ledger.round_trips)

@@ -1,0 +1,139 @@
+"""What executors see of an answer in buckets is a function of bucketed numbers, and its client sees the same answer."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from tenant import RemoteConfig
+from tenant.endpoint.api.vocabulary import Vocabulary
+from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
+from tenant.endpoint.engine.packed_model import Output, PackedModel
+from tenant.endpoint.engine.requests import Done, Event, RequestLedger, Sampling
+from tenant.endpoint.engine.speculation import PromptLookup
+from tenant.model.loading import load_language_model
+from tests.tenant.endpoint.engine.conftest import Asked
+
+AHEAD, MOST = 3, 32
+PROMPT = tuple(range(5, 25))
+
+
+class Watched(PackedModel):
+    """Keeps the number of rows of each pass, which is what an executor sees."""
+
+    seen: list[int]
+
+    def __call__(self, rows: Any) -> list[Output]:
+        self.seen.append(sum(len(part.tokens) for part in rows))
+        return super().__call__(rows)
+
+
+@pytest.fixture(scope="module", params=[None, PromptLookup(ahead=AHEAD)], ids=["one token per pass", "draft"])
+def engine(request: pytest.FixtureRequest, checkpoint: Path, tokenizer: Any) -> Iterator[ContinuousEngine]:
+    packed = Watched(load_language_model(checkpoint, remote=RemoteConfig(masking="simulate")))
+    packed.seen = []
+    limits = EngineLimits(step_rows=64, prompt_rows=MOST)
+    engine = ContinuousEngine(packed, tokenizer, drafter=request.param, limits=limits)
+    engine._prefixes.keep = lambda *_: None  # type: ignore[method-assign] # the examples begin alike
+    yield engine
+    engine.close()
+
+
+def trace(engine: ContinuousEngine, prompt: tuple[int, ...], **said: Any) -> list[int]:
+    """Return the number of rows of each pass of an answer."""
+    seen = engine._packed.seen = []  # type: ignore[attr-defined]
+    Asked(engine, prompt, **said).done()
+    return list(seen)
+
+
+tokens = st.integers(3, 300)
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data(), bucket=st.integers(1, 36), prompts=st.integers(1, 3), passes=st.integers(1, 2))
+def test_an_executor_sees_bucketed_numbers_only(
+    engine: ContinuousEngine, data: st.DataObject, bucket: int, prompts: int, passes: int
+) -> None:
+    """Two answers whose prompts and lengths lie in the same buckets have the same trace, whatever their tokens. With
+    guesses, buckets are of passes: right ones save whole buckets. Rows of prompts are in buckets of `MOST` at most."""
+    unit, seen = min(bucket, MOST), list[tuple[list[int], list[int]]]()
+    for _ in range(2):
+        length = data.draw(st.integers((prompts - 1) * unit + 1, prompts * unit))
+        prompt = tuple(data.draw(st.lists(tokens, min_size=length, max_size=length)))
+        new = data.draw(st.integers((passes - 1) * bucket + 1, passes * bucket))
+        rows = trace(engine, prompt, max_tokens=new, bucket=bucket)
+        read = list(accumulate(rows)).index(prompts * unit) + 1
+        seen.append((rows[:read], rows[read:]))
+    assert seen[0][0] == seen[1][0]
+    for _, decoding in seen:
+        assert set(decoding) <= {1 + engine._ahead}
+        assert (1 + len(decoding)) % bucket == 0
+        assert 1 + len(decoding) <= passes * bucket
+    assert engine._drafter is not None or seen[0] == seen[1]
+
+
+ANSWERS: dict[str, dict[str, Any]] = {
+    "greedy": {"max_tokens": 13},
+    "sampled": {"max_tokens": 11, "sampling": Sampling(temperature=0.9, seed=4, logprobs=2, presence_penalty=0.2)},
+    "one token": {"max_tokens": 1},
+    "no token": {"max_tokens": 0},
+    "prompt's log probabilities": {"max_tokens": 2, "sampling": Sampling(prompt_logprobs=1)},
+    "stop token": {"max_tokens": 20, "stop_tokens": frozenset(range(0, 320, 5))},
+    "stop text": {"max_tokens": 20, "stop": ("e", " the")},
+    "embedding": {"pooling": "mean"},
+}
+
+
+def shown(events: list[Event]) -> list[Event]:
+    """The events of a client, without costs."""
+    return [replace(one, ledger=RequestLedger()) if isinstance(one, Done) else one for one in events]
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+@pytest.mark.parametrize("bucket", [2, 32, 50])
+def test_a_bucket_changes_nothing_for_the_client(engine: ContinuousEngine, case: str, bucket: int) -> None:
+    """The same tokens, texts, log probabilities and end, event by event, as a stream gets them."""
+    plain, filled = Asked(engine, PROMPT, **ANSWERS[case]), Asked(engine, PROMPT, bucket=bucket, **ANSWERS[case])
+    plain.done()
+    filled.done()
+    assert shown(filled.events) == shown(plain.events)
+
+
+@pytest.mark.parametrize("bucket", [2, 32])
+def test_a_grammar_ends_an_answer_in_a_bucket(engine: ContinuousEngine, tokenizer: Any, bucket: int) -> None:
+    """As of a call of a tool, or an answer in a schema."""
+    vocabulary = Vocabulary(tokenizer, size=engine._packed.vocabulary, ends={tokenizer.eos_token_id})
+    grammar = asyncio.run(vocabulary.grammar('start: "a,a,a,b;"', client=""))
+    said: dict[str, Any] = {"max_tokens": 30, "sampling": Sampling(grammar=grammar)}
+    plain, filled = Asked(engine, PROMPT, **said), Asked(engine, PROMPT, bucket=bucket, **said)
+    plain.done()
+    filled.done()
+    assert shown(filled.events) == shown(plain.events)
+
+
+def test_several_choices_have_their_own_buckets(engine: ContinuousEngine) -> None:
+    """Requests join at any step, and each ends at its own bucket with its own tokens."""
+    samplings = [Sampling(temperature=0.7, seed=seed) for seed in range(5)]
+
+    def ask(bucket: int) -> list[list[int]]:
+        asked = [Asked(engine, PROMPT, max_tokens=3 + i, bucket=bucket, sampling=s) for i, s in enumerate(samplings)]
+        return [one.tokens for one in asked]
+
+    assert ask(8) == ask(1)
+
+
+def test_a_cancelled_answer_fills_its_bucket(engine: ContinuousEngine) -> None:
+    """A client stops where the text tells it to."""
+    second = threading.Event()
+    seen = engine._packed.seen = []  # type: ignore[attr-defined]
+    asked = Asked(engine, PROMPT, max_tokens=200, bucket=16, at={2: second.set})
+    assert second.wait(60)
+    asked.handle.cancel()
+    assert asked.done().finish == "cancelled"
+    assert len(seen) % 16 == 0

@@ -17,6 +17,7 @@ many_tenants      `bench provider`, with the tenants of request_load
 many_tasks        `bench tasks`
 many_requests     `bench endpoint`
 real_size         `bench size`
+many_adapters     `bench adapters`
 """
 
 import typer

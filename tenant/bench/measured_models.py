@@ -220,8 +220,8 @@ class Cost:
 
 
 class _Tenant:
-    def __init__(self, model: Path, remote: RemoteConfig | None, dtype: torch.dtype | str) -> None:
-        torch.manual_seed(0)
+    def __init__(self, model: Path, remote: RemoteConfig | None, dtype: torch.dtype | str, seed: int) -> None:
+        torch.manual_seed(seed)
         base = load_model(model, remote=remote, dtype=dtype)
         self._backend = None if remote is None else backend_of(base)
         lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=8)
@@ -288,11 +288,12 @@ class _Tenant:
 
 @contextmanager
 def serve_tenant(
-    model: Path, remote: RemoteConfig | None, threads: int, dtype: torch.dtype | str = torch.float32
+    model: Path, remote: RemoteConfig | None, threads: int, dtype: torch.dtype | str = torch.float32, seed: int = 0
 ) -> Iterator[Callable[[Work], list[Cost]]]:
     """The work of a `Child`: the handler runs a task and returns the cost of each of its steps or tokens. `remote` says
-    how to split the model; with None, this process holds the whole model."""
+    how to split the model; with None, this process holds the whole model. `seed`: of
+    its adapter and data."""
     quiet()
     torch.set_num_threads(threads)
-    with contextlib.closing(_Tenant(model, remote, dtype)) as tenant:
+    with contextlib.closing(_Tenant(model, remote, dtype, seed)) as tenant:
         yield tenant.do

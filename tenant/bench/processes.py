@@ -155,6 +155,20 @@ def peak_mib(pids: Iterable[int]) -> float:
     return kib / 1024
 
 
+def memory_mib() -> float:
+    """Return the sum of the proportional set sizes of all descendants of this process, in MiB: a page that several of
+    them map counts once. Raises `ConfigError`: this user may not read it."""
+    kib = 0
+    for pid in descendants([os.getpid()]) - {os.getpid()}:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            try:
+                lines = (_PROC / str(pid) / "smaps_rollup").read_text(encoding="utf-8").split("\n")
+            except PermissionError as error:
+                raise ConfigError("the memory of a tenant with a session is closed to its user: run as root") from error
+            kib += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return kib / 1024
+
+
 def resources(pids: Iterable[int]) -> Resources:
     """Return the resources of processes and their living descendants."""
     members = descendants(pids)

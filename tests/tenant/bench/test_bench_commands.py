@@ -128,12 +128,23 @@ def check_endpoint(rows: list[Row], shown: str) -> None:
     assert all(number(row["first_token_p50_s"]) <= number(row["first_token_p99_s"]) for row in rows)
 
 
+def check_adapters(rows: list[Row], shown: str) -> None:
+    variants = [f"whole, {dtype}" for dtype in ("float32", "bfloat16")] + ["split, none", "split, pad"]
+    assert [(row["variant"], row["jobs"]) for row in rows] == [(name, count) for name in variants for count in (1, 2)]
+    assert all(number(row[name]) > 0 for row in rows for name in ("memory_mib", "steps_per_s", "over_whole", "step_s"))
+    assert all(row["fit"] is None or number(row["fit"]) > 2 for row in rows)
+    assert [row["executor_peak_mib"] is None for row in rows] == [True] * 4 + [False] * 4
+    assert [row["helper_peak_mib"] is None for row in rows] == [True] * 6 + [False] * 2
+    assert shown.count("executor's peak memory with 2 jobs over 1") == 2
+
+
 MODEL = "--width 64 --layers 1 --inner 64 --repeat 1 --threads 1"
 CHECKS: dict[str, Callable[[list[Row], str], None]] = {
     f"step {MODEL} --masking pad --batch 2 --tokens 8": check_step,
     f"token {MODEL} --masking pad --prompt 2 --tokens 3": check_token,
     "linear --rows 1,4 --width 64 --repeat 1 --threads 1": check_linear,
     f"network {MODEL} --tokens 8 --masking pad/24,pad/24/relay,pad/24/two --condition 200mbit/5ms": check_network,
+    "adapters --width 64 --layers 1 --inner 64 --jobs 1,2": check_adapters,
     "bytes": check_bytes,
     "provider --tenants 3+1 --hidden 64 --seconds 0.1 --threads 1": (check_provider),
     "tasks --tasks 4 --width 64 --layers 1 --inner 64 --requests 8 --repeat 1 --threads 1": (check_tasks),

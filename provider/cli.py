@@ -1,12 +1,9 @@
 """`symbiosis-priv provider`: serve, usage, top, manifest, init."""
 
-import csv
 import os
 import shlex
-import sys
 from contextlib import ExitStack
 from datetime import datetime
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -107,34 +104,23 @@ def manifest(
     typer.echo(found.digest)
 
 
-class Format(StrEnum):
-    CSV = "csv"
-    JSON = "json"
-
-
 @app.command()
 def usage(
     *,
     config: Config,
-    format: Annotated[Format, typer.Option(help="Output format.")] = Format.CSV,
     since: Annotated[
         datetime | None, typer.Option(formats=["%Y-%m-%d"], help="The first day (UTC). Default: all days.")
     ] = None,
 ) -> None:
-    """Print what each tenant has used, per day and role; the provider may be running."""
+    """Print what each tenant has used, per day and role, as JSON; the provider may be running."""
     from provider.config.provider_toml import load
-    from provider.gateway.usage import COLUMNS, read
+    from provider.gateway.usage import read
 
     database = load(config).usage.database
     assert database is not None, "load() sets it"
 
     rows = list(read(database, since="" if since is None else f"{since:%Y-%m-%d}"))
-    if format is Format.JSON:
-        typer.echo(msgspec.json.format(msgspec.json.encode(rows)).decode())
-        return
-    writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    typer.echo(msgspec.json.format(msgspec.json.encode(rows)).decode())
 
 
 @app.command()

@@ -9,31 +9,30 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import TimeElapsedColumn
 
-from symbiosis_priv.certificates.reading import Identity, Kind, load_pin, require_identity
+from symbiosis_priv.certificates.reading import Identity, Kind, require_identity
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CheckpointError, ConfigError
-from symbiosis_priv.limits import MAX_SECONDS, Role
+from symbiosis_priv.limits import MAX_SECONDS
 from symbiosis_priv.system import interrupts
 from symbiosis_priv.system.files import output_file, write_atomically
-from tenant.cli.options import Json, Served, loading, takes
+from tenant.cli.options import loading
 
 # torch, Hypothesis and the packages that need them are imported late, so that --help does not wait for them
 if TYPE_CHECKING:
+    from symbiosis_priv.federation import Peer
     from threat_model.conformance.subject import Subject
     from threat_model.conformance.trials import PropertyResult
 
 
 def threat_model(
     *,
-    json: Json = None,
     html: Annotated[
         Path | None, typer.Option("--html", callback=output_file, help="Write one page with pictures here.")
     ] = None,
@@ -46,7 +45,7 @@ def threat_model(
         import torch
 
         from threat_model.lab import Lab
-        from threat_model.report import show, to_html, to_json
+        from threat_model.report import show, to_html
         from threat_model.suite import run_suite
 
     shown = terminal.console(stderr=True)
@@ -66,8 +65,6 @@ def threat_model(
         suite = run_suite(undo.enter_context(Lab(Path(folder))), quick=quick, on_progress=update)
     console = terminal.console()
     show(suite, console)
-    if json is not None:
-        write_atomically(json, to_json(suite).encode())
     if html is not None:
         write_atomically(html, to_html(suite).encode())
     if suite.unexpected:
@@ -76,29 +73,9 @@ def threat_model(
     console.print(f"Every verdict is the promised one ({suite.seconds:.0f} s).", style="green")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Single:
-    """The provider to verify without a federation file."""
-
-    address: Annotated[str | None, typer.Option(help="Verify one provider: HOST:PORT.")] = None
-    certificate: Annotated[Path | None, typer.Option(help="With --address: its certificate, pinned.")] = None
-    tenant_certificate: Annotated[
-        Path | None,
-        typer.Option(help="With --address: your certificate, issued by the provider's tenant authority (mutual TLS)."),
-    ] = None
-    tenant_key: Annotated[Path | None, typer.Option(help="With --address: its private key.")] = None
-    role: Annotated[Role, typer.Option(help="With --address: the role to test.")] = "executor"
-
-
-_SINGLE, _SERVED = Single(), Served()
-
-
-@takes
 def verify(
     *,
-    federation: Annotated[Path | None, typer.Option(help="Verify every provider of this federation.toml.")] = None,
-    single: Single = _SINGLE,
-    served: Served = _SERVED,
+    federation: Annotated[Path, typer.Option("--federation", "-f", help="Verify every provider of this file.")],
     model: Annotated[
         str | None,
         typer.Option(
@@ -106,89 +83,39 @@ def verify(
             "used, and the float path is not tested."
         ),
     ] = None,
-    floats: Annotated[
-        bool, typer.Option("--float", help="Fail an executor that serves no floats (only paper-pool needs them).")
-    ] = False,
     examples: Annotated[int, typer.Option(min=1, help="Random requests per property.")] = 40,
     seed: Annotated[int | None, typer.Option(min=0, help="Repeat the run that printed this seed.")] = None,
     deadline: Annotated[float, typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds to wait for one answer.")] = 30.0,
     budget: Annotated[
         float, typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds for all properties of one provider.")
     ] = 300.0,
-    json: Json = None,
 ) -> None:
     """Test live providers for exactness, property by property.
 
     Status 1 if a provider breaks a property, does not answer in time, or could not be tested at all. The provider is
-    named with the property and the smallest request found. Only random test data is sent, never yours. A federation
-    file says how its providers serve the model; with --address, the options --weight-bits to --round-trips do.
+    named with the property and the smallest request found. Only random test data is sent, never yours.
     """
-    if federation is not None and single.address is not None:
-        raise ConfigError("--federation and --address exclude each other: the file names the addresses")
     chosen = secrets.randbelow(2**32) if seed is None else seed
-    subjects = _subjects(federation, single, served, model, floats=floats, seed=chosen, deadline=deadline)
+    subjects = _subjects(federation, model, seed=chosen, deadline=deadline)
     from threat_model.conformance.trials import passed
 
     begun = time.monotonic()
-    manifest = subjects[0].oracle.manifest
-    terminal.say(f"model {manifest.digest}")
+    terminal.say(f"model {subjects[0].oracle.manifest.digest}")
     results = run_properties(subjects, examples=examples, seed=chosen, budget=budget)
     total, seconds = sum(r.examples for r in results), time.monotonic() - begun
     terminal.say(
         f"\n{total} examples in {seconds:.1f} s; --seed {chosen} repeats them. They show how these requests were "
         f"answered, not how later requests will be: every session verifies each of its own answers."
     )
-    if json is not None:
-        import msgspec
-
-        report = {"passed": passed(results), "model_digest": manifest.digest, "weight_bits": manifest.weight_bits}
-        report |= {"seed": chosen, "examples": examples, "outcomes": [r.document() for r in results]}
-        write_atomically(json, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     raise typer.Exit(0 if passed(results) else 1)
 
 
-def _subjects(
-    path: Path | None,
-    single: Single,
-    served: Served,
-    model: str | None,
-    *,
-    floats: bool,
-    seed: int,
-    deadline: float,
-) -> list[Subject]:
-    """The providers of a federation file, or the single one."""
-    from symbiosis_priv.federation import Peer, load_federation
-    from symbiosis_priv.network.addresses import parse_address
+def _subjects(path: Path, model: str | None, *, seed: int, deadline: float) -> list[Subject]:
+    """The providers of a federation file, once for each address."""
+    from symbiosis_priv.federation import load_federation
 
-    digest = None
-    if path is not None:
-        federation = load_federation(path)
-        executors, helpers = (
-            tuple(one for peer in peers for one in peer.by_address)
-            for peers in (federation.executors, federation.helpers)
-        )
-        digest = federation.model_digest
-        own = Identity(federation.tenant_certificate, federation.tenant_key)
-        weight_bits, scope = federation.weight_bits, federation.scope
-    else:
-        if single.address is None:
-            raise ConfigError("name the providers: --federation FILE, or --address HOST:PORT for one of them")
-        if single.certificate is None or model is None:
-            raise ConfigError(
-                "--address needs --certificate PROVIDER.pem, and --model CHECKPOINT to compare its answers with"
-            )
-        if single.tenant_certificate is None or single.tenant_key is None:
-            raise ConfigError(
-                "--address needs --tenant-certificate and --tenant-key: providers serve only tenants with a "
-                "certificate (mutual TLS). Make a request with `symbiosis-priv keys request`, and ask the executor's "
-                "operator to sign it"
-            )
-        host, port = parse_address(single.address)
-        load_pin(single.certificate)
-        own = Identity(single.tenant_certificate, single.tenant_key)
-        executors, helpers = (Peer(single.address, "unknown", single.role, host, port, single.certificate),), ()
-        weight_bits, scope = served.weight_bits, served.scope
+    federation = load_federation(path)
+    digest, own = federation.model_digest, Identity(federation.tenant_certificate, federation.tenant_key)
     require_identity(own, kind=Kind.TENANT)
     if model is not None:
         resolve(model)
@@ -200,7 +127,6 @@ def _subjects(
 
     oracle: Oracle
     if model is None:
-        assert digest is not None  # --address requires --model
         try:
             oracle = PreparedOracle(prepare(None, digest=digest))
         except CheckpointError as error:
@@ -209,20 +135,20 @@ def _subjects(
                 f"of what the providers should serve"
             ) from error
     else:
-        store = WeightStore(resolve(model), weight_bits=weight_bits, scope=scope)
+        store = WeightStore(resolve(model), weight_bits=federation.weight_bits, scope=federation.scope)
         with terminal.progress_bar("quantising") as progress:
             found = store.manifest(progress=progress).digest
-        if digest not in (None, found):
+        if found != digest:
             raise CheckpointError(
                 f"{model} is model {found}, but the federation pins {digest}: these cannot be compared"
             )
         oracle = CheckpointOracle(store, seed=seed)
 
     def subject(peer: Peer, executors: Sequence[Subject] = ()) -> Subject:
-        return Subject(Dialler(peer, own.certificate, own.key, deadline), oracle, executors, require_floats=floats)
+        return Subject(Dialler(peer, own.certificate, own.key, deadline), oracle, executors)
 
-    asked = [subject(peer) for peer in executors]
-    return asked + [subject(peer, asked) for peer in helpers]
+    asked = [subject(one) for peer in federation.executors for one in peer.by_address]
+    return asked + [subject(one, asked) for peer in federation.helpers for one in peer.by_address]
 
 
 _STYLE = {"holds": "green", "broken": "bold red", "not served": "dim", "not tested": "dim"}

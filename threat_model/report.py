@@ -1,14 +1,13 @@
-"""A suite's figures: tables in a terminal, JSON, the README's security table, and one HTML page with pictures."""
+"""A suite's figures: tables in a terminal, the README's security table, and one HTML page with pictures."""
 
 import itertools
-import json
 import re
 import subprocess
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -253,54 +252,6 @@ def _table(section: Section) -> Table:
     for row in section.rows:
         table.add_row(*row, style="bold red" if row[-1] == "NO" else None)
     return table
-
-
-def to_json(suite: Suite) -> str:
-    outside, promised = suite.outside
-    data = {
-        "version": 1,
-        "origin": origin(suite),
-        "quick": suite.quick,
-        "seconds": round(suite.seconds, 1),
-        "as_expected": suite.as_expected,
-        "confidence": CONFIDENCE,
-        "promised_cells": promised,
-        "promised_cells_outside_their_interval": outside,
-        "cells": [
-            {"attack": c.attack.name, "party": c.attack.party, "metric": c.attack.metric}
-            | {"scheme": c.scheme.name, "verdict": c.verdict, "promised": c.promised, "expected": c.expected}
-            | {"seconds": round(c.seconds, 3), **({} if c.outcome is None else _outcome_json(c.outcome))}
-            for c in suite.cells
-        ],
-        "planted": [
-            {"fault": p.fault, "rule": p.rule, "attack": p.attack, "success": p.outcome.success, "found": p.found}
-            for p in suite.planted
-        ],
-        "active": {
-            "detections": [asdict(d) for d in suite.active.detections],
-            "aborts": [asdict(x) for x in suite.active.leaks],
-        },
-        "masks": [
-            {"attack": g.attack, "fault": g.fault, **_outcome_json(g.outcome), "as_expected": g.expected}
-            for g in suite.masks
-        ],
-        "routes": [
-            {"mode": c.mode, "promised": c.promised, "expected": c.expected, **_outcome_json(c.outcome)}
-            for c in suite.routes
-        ],
-        "composed": [
-            {"scheme": c.scheme.name, "attack": c.attack.name, "verdict": c.verdict, **_outcome_json(c.outcome)}
-            for c in suite.composed
-            if c.outcome is not None
-        ],
-        "not_hidden": [{"what": what, "shown_by": attack} for what, attack in NOT_HIDDEN],
-    }
-    return json.dumps(data, indent=1)
-
-
-def _outcome_json(outcome: Outcome) -> dict[str, Any]:
-    plain = {name: getattr(outcome, name) for name in ("success", "trials", "chance", "p_value", "figures")}
-    return plain | {"interval": [outcome.interval.low, outcome.interval.high]}
 
 
 _RATE = Axis("success", 0.0, 1.0)

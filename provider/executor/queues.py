@@ -236,14 +236,6 @@ class RequestPipe(ABC):
         """Close the pipe. An answer that arrives later is dropped."""
 
 
-class LocalSender(ABC):
-    """A sender in this process."""
-
-    @abstractmethod
-    def put(self, answer: ExecutorAnswer) -> None:
-        """Take the answer, from any thread."""
-
-
 class LocalInbox(Inbox):
     """The inbox of an executor in this process."""
 
@@ -264,7 +256,7 @@ class LocalInbox(Inbox):
         self._handler, self.repeat = handler, repeat
 
     def open_pipe(self) -> RequestPipe:
-        return _LocalPipe(self)
+        return LocalPipe(self)
 
     def deliver(self, message: InboxMessage) -> None:
         if not self._queue.empty() or not self._handler(message):
@@ -314,18 +306,26 @@ class LocalInbox(Inbox):
 
 def _deliver(answers: Sequence[AddressedAnswer]) -> None:
     for sender, answer in answers:
-        assert isinstance(sender, LocalSender)
+        assert isinstance(sender, LocalPipe)
         sender.put(answer)
 
 
-class Mailbox(RequestPipe, LocalSender):
-    """A pipe whose answers arrive in this process."""
+class LocalPipe(RequestPipe):
+    """A pipe to an executor in this process. It is freed with its last reference, and a late answer with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, inbox: LocalInbox) -> None:
+        self._inbox = inbox
         self._answers: queue.SimpleQueue[ExecutorAnswer] = queue.SimpleQueue()
 
     def put(self, answer: ExecutorAnswer) -> None:
+        """Take the answer, from any thread."""
         self._answers.put(answer)
+
+    def send(self, message: Envelope, payload: memoryview = NOTHING) -> None:
+        self._inbox.deliver(InboxMessage(self, message, payload))
+
+    def repeat(self, like: ProductRequest) -> RepeatedProduct | None:
+        return self._inbox.repeat(like)
 
     def receive(self, seconds: float) -> ExecutorAnswer | None:
         try:
@@ -334,19 +334,7 @@ class Mailbox(RequestPipe, LocalSender):
             return None
 
     def close(self) -> None:
-        """Does nothing: the pipe is freed with its last reference, and an answer that arrives later with it."""
-
-
-class _LocalPipe(Mailbox):
-    def __init__(self, inbox: LocalInbox) -> None:
-        super().__init__()
-        self._inbox = inbox
-
-    def send(self, message: Envelope, payload: memoryview = NOTHING) -> None:
-        self._inbox.deliver(InboxMessage(self, message, payload))
-
-    def repeat(self, like: ProductRequest) -> RepeatedProduct | None:
-        return self._inbox.repeat(like)
+        pass
 
 
 class KeystreamMaker(Generic[J]):

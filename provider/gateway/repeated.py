@@ -11,7 +11,6 @@ executor, bill, quota, stage, and whose turn it is. If one of these is not as us
 way, from its first byte on.
 """
 
-import sys
 from typing import Final, NamedTuple, Self
 
 from provider.executor.queues import RepeatedProduct
@@ -53,7 +52,7 @@ class Repeated(NamedTuple):
 def is_plain(request: wire.Execute | wire.Effect) -> bool:
     """Returns True if requests with an equal header, but for the nonce, may follow."""
     plain = isinstance(request, wire.Execute) and not request.blocks and not request.confirms
-    return plain and request.counts is None and sys.byteorder == "little"
+    return plain and request.counts is None
 
 
 def parts_of(frame: wire.Buffer) -> tuple[bytes, bytes] | None:

@@ -13,7 +13,6 @@ once.
 """
 
 import secrets
-import sys
 from typing import NewType, NoReturn
 
 import numpy as np
@@ -139,8 +138,6 @@ def _encrypt(cipher: CipherContext, space: NDArray[np.int32]) -> None:
     for start in range(0, size, _PIECE):
         stop = min(start + _PIECE, size)
         cipher.update_into(_ZEROS[: stop - start], data[start : stop + _BLOCK])
-    if sys.byteorder == "big":
-        space.byteswap(inplace=True)
 
 
 def mask_key(seed: Seed, *, group_name: str, direction: str) -> StreamKey:

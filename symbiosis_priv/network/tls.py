@@ -30,7 +30,6 @@ from typing import Final
 import msgspec
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
-from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from symbiosis_priv.certificates import reading
 from symbiosis_priv.certificates.pem import read_file
@@ -73,7 +72,7 @@ def server_context(
     (several while one is replaced), or self-signed tenant certificates. Raises `CertificateError` if a file is missing,
     expired, of the wrong kind, or the key does not fit."""
     own = _checked(certificate, key, kind=Kind.PROVIDER, prepare=True)
-    pinned = [_load_connecting(path) for path in helpers]
+    pinned = [reading.load_pin(path) for path in helpers]
     for path in helpers:
         reading.warn_of_expiry(path, fix=lambda: "ask its operator for the next one, and list both under [relay] from")
     if not tenant_authority.exists():
@@ -100,8 +99,6 @@ def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin], kind: K
     a rotation. `kind` is that of the client's certificate. Raises `CertificateError` if a file is missing, expired, of
     the wrong kind, or the key does not fit."""
     own = _checked(certificate, key, kind=kind)
-    if kind is Kind.PROVIDER:
-        _load_connecting(certificate)
     for path in (pin for pin in pins if isinstance(pin, Path)):
         reading.warn_of_expiry(path, fix=lambda: "ask its operator for the next one, and name that as next_certificate")
     pinned = tuple(reading.load_pin(pin) for pin in pins)
@@ -190,17 +187,6 @@ def handshake_error(
     return ConnectionLostError(
         f"no TLS 1.3 connection with {peer} ({reason}): check the address, and that both sides run symbiosis-priv"
     )
-
-
-def _load_connecting(path: Path) -> x509.Certificate:
-    """Load a provider's certificate that can also be the client's of a connection to another provider."""
-    certificate = reading.load_pin(path)
-    if ExtendedKeyUsageOID.CLIENT_AUTH not in reading.usages(certificate):
-        raise CertificateError(
-            f"{path} was made by an older release and cannot connect to other providers, as [relay] needs: its "
-            f"operator renews it (`symbiosis-priv keys rotate` or `keys request`)"
-        )
-    return certificate
 
 
 def _refusal(error: ssl.SSLCertVerificationError, pins: Sequence[Pin] | None) -> str:

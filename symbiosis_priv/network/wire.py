@@ -11,26 +11,17 @@ limits, parses the header, compares the announced payload size with the size tha
 allocates memory for the payload. A reply repeats its request's `Binding`, so that an answer cannot be passed off as the
 answer to another request (rule 7). No message contains a scale, a label or a token id (rule 5).
 
-Segmented requests. For a stack of experts, `counts` says how many rows of a request each expert's matrix multiplies.
-Rows are sorted by expert and have the width of one expert's matrix. A request is for one layer group, so it has one
-width, one keystream and one check. The executor and every helper see the counts, which depend on the tenant's rows
-(docs/threat-model.md). A stack's manifest entry tells both sides that the other knows `counts`, so the version of the
-protocol is unchanged, and a request without `counts` has the same bytes as before.
+Segmented requests. With `counts`, rows are sorted by expert and have the width of one expert's matrix. The executor and
+every helper see the counts, which depend on the tenant's rows (docs/threat-model.md).
 
-Narrow rings. With `ring_bits = 24` the matrices of request and reply are integers modulo 2^24, 3 bytes each. The
-product is computed modulo 2^32, and its low bits are sent. A tenant that uses narrow rings says hello with
-`NARROW_VERSION`, which older providers refuse with a message. All other bytes are those of version 3.
+Narrow rings. With `ring_bits = 24` the product is computed modulo 2^32, and its low 24 bits are sent.
 
-Relay of effects. A tenant may order that a helper sends its effect e to the executor, hidden by a second keystream m of
-the same seed. The matrix e + m is a block. The tenant asks the executor for a `Permit` and passes its token to the
-helper (`Effect.relay`). The helper sends the signed block to the executor (`Deposit`) and answers the tenant without a
-payload. `Execute.blocks` names the rows of blocks that the executor subtracts from its answer. The tenant fetches a
-block (`FetchBlock`) only to find out which provider caused a wrong answer. A tenant that relays says hello with
-`RELAY_VERSION`. Requests and answers without relay have the same bytes as before.
+Relay of effects. The tenant asks the executor for a `Permit` and passes its token to the helper (`Effect.relay`). The
+helper sends the signed block to the executor (`Deposit`) and answers the tenant without a payload. `Execute.blocks`
+names the rows of blocks that the executor subtracts from its answer (`provider.relay`). The tenant fetches a block
+(`FetchBlock`) only to find out which provider caused a wrong answer.
 
-Hybrid keys. A tenant says hello to a helper with `HYBRID_VERSION`, and sends a `KeyShare` next. Seeds in requests and
-effects in answers are then sealed under the key of both messages (`hybrid`). A helper serves no older version, because
-a recorded seed or effect must not depend on X25519 alone.
+Hybrid keys. A helper serves no version without a `KeyShare`: a recorded seed or effect must not depend on X25519 alone.
 """
 
 import functools
@@ -57,6 +48,9 @@ from symbiosis_priv.limits import MAX_ROWS as MAX_ROWS
 from symbiosis_priv.limits import RingBits as RingBits
 from symbiosis_priv.limits import Role as Role
 from symbiosis_priv.system.files import UNDECODABLE
+
+if sys.byteorder != "little":
+    raise ImportError("symbiosis-priv needs a little-endian processor: frames are in its byte order")
 
 VERSION = 3
 NARROW_VERSION = 4
@@ -100,8 +94,8 @@ class Encoding:
         return -(-rows * width * self.item_bits // 8)
 
     def pack(self, matrix: Tensor | NDArray[Any]) -> memoryview:
-        """The payload of a CPU matrix of `dtype`. With 32 bits it is not a copy if the matrix is contiguous and the
-        machine little-endian. `pack` and `unpack` avoid torch where possible (docs/adr/9-lane.md)."""
+        """The payload of a CPU matrix of `dtype`. With 32 bits it is not a copy if the matrix is contiguous. `pack` and
+        `unpack` avoid torch where possible (docs/adr/9-lane.md)."""
         if isinstance(matrix, Tensor):
             matrix = (matrix.detach() if matrix.requires_grad else matrix).numpy()
         array = np.ascontiguousarray(matrix)
@@ -113,17 +107,17 @@ class Encoding:
                 words = array.astype("<i4", copy=False).reshape(-1).view(np.uint8)
                 packed.reshape(-1, 3)[:] = words.reshape(-1, 4)[:, :3]
             return packed.data
-        return (array if sys.byteorder == "little" else array.byteswap()).data.cast("B")
+        return array.data.cast("B")
 
     def unpack(self, payload: bytearray | memoryview | np.ndarray, *, rows: int) -> Tensor:
-        """The matrix `[rows, width]` of a writable payload. With 32 bits it is not a copy on little-endian machines.
-        With 24 bits, items are the signed representatives, -2^23 to 2^23 - 1."""
+        """The matrix `[rows, width]` of a writable payload. With 32 bits it is not a copy. With 24 bits, items are the
+        signed representatives, -2^23 to 2^23 - 1."""
         if self.item_bits == _NARROW:
             packed = np.frombuffer(payload, dtype=np.uint8)
             array = np.empty(len(packed) // 3, dtype=np.int32)
             _unpack24(packed, array)
         else:
-            array = _ordered(np.frombuffer(payload, dtype=self.items))
+            array = np.frombuffer(payload, dtype=self.items)
         return torch.from_numpy(array.reshape(rows, -1 if rows else 0))
 
     def subtract(self, payload: memoryview, matrix: NDArray[np.int32]) -> None:
@@ -135,7 +129,7 @@ class Encoding:
                 _unpack24(packed, subtrahend := np.empty_like(matrix))
                 np.subtract(matrix, subtrahend, out=matrix)
         else:
-            matrix -= _ordered(np.frombuffer(payload, dtype=np.int32)).reshape(matrix.shape)
+            matrix -= np.frombuffer(payload, dtype=np.int32).reshape(matrix.shape)
 
     def payload_space(self, matrix: NDArray[Any]) -> memoryview:
         """The part of a contiguous matrix's memory that receives its payload. Call `unpack_in_place` once it is
@@ -146,8 +140,6 @@ class Encoding:
         """Turn the payload that fills `payload_space(matrix)` into the matrix, in place."""
         if self.item_bits == _NARROW:
             _unpack24(np.frombuffer(self.payload_space(matrix), dtype=np.uint8), matrix)
-        elif sys.byteorder == "big":
-            matrix.byteswap(inplace=True)
 
 
 RING32 = Encoding(torch.int32, 32)
@@ -155,10 +147,6 @@ RING32 = Encoding(torch.int32, 32)
 RING24 = Encoding(torch.int32, _NARROW)
 """Integers modulo 2^24."""
 FLOAT32 = Encoding(torch.float32, 32)
-
-
-def _ordered(array: NDArray[Any]) -> NDArray[Any]:
-    return array if sys.byteorder == "little" else array.byteswap()
 
 
 def _compiled(function: str, source: NDArray[Any], items: int, target: NDArray[Any]) -> bool:

@@ -36,28 +36,17 @@ from tenant.preparation.prepared import Preparation
 
 @dataclass
 class Finding:
-    """The result of probing one provider. Fields that the probe did not reach keep their defaults.
-
-    Args:
-        failure: why the provider cannot be used, with the fix; None if it can be used.
-        warnings: problems that do not prevent use.
-        days_left: days until its certificate expires.
-        groups: the layer groups that it serves in each direction.
-        verified: number of products that were compared with the verification keys.
-        clock_ahead_s: seconds that its clock is ahead of this machine's.
-        round_trip_s: median time of a request without rows.
-        rows_per_s, bytes_per_s: throughput of the largest layer group, both ways.
-    """
+    """The result of probing one provider. Fields that the probe did not reach keep their defaults."""
 
     peer: Peer
-    failure: str | None = None
-    warnings: list[str] = field(default_factory=list)
-    days_left: float | None = None
-    groups: dict[Direction, range] = field(default_factory=dict)
-    verified: int = 0
-    clock_ahead_s: float | None = None
-    round_trip_s: float | None = None
-    rows_per_s: float | None = None
+    failure: str | None = None  # why the provider cannot be used, with the fix
+    warnings: list[str] = field(default_factory=list)  # problems that do not prevent use
+    days_left: float | None = None  # until its certificate expires
+    groups: dict[Direction, range] = field(default_factory=dict)  # that it serves in each direction
+    verified: int = 0  # products that were compared with the verification keys
+    clock_ahead_s: float | None = None  # of this machine's
+    round_trip_s: float | None = None  # median time of a request without rows
+    rows_per_s: float | None = None  # throughput of the largest layer group, both ways
     bytes_per_s: float | None = None
 
 
@@ -195,9 +184,9 @@ class ProviderProbe:
             finding.failure = errors.one_line(str(error))
 
     def _look(self, finding: Finding) -> None:
-        if self._federation.relay and finding.peer.role == "executor":
-            self._check_relay(finding)
-        connection = self._open()
+        federation, peer = self._federation, finding.peer
+        connection = self._connection = peer.connection(federation.tls_context(peer))
+        connection.open(self._deadline)
         if connection.tls is not None and (shown := connection.tls.getpeercert(binary_form=True)) is not None:
             until = x509.load_der_x509_certificate(shown).not_valid_after_utc
             finding.days_left = (until - reading.now()).total_seconds() / _DAY_S
@@ -210,8 +199,9 @@ class ProviderProbe:
                 f"{'ahead of' if finding.clock_ahead_s > 0 else 'behind'} yours: each side checks the validity of "
                 f"certificates by its own clock. Set both by NTP"
             )
-        welcome = self._hello()
-        groups = welcome.groups
+        groups = self._hello().groups
+        if federation.relay and peer.role == "executor":
+            self._check_relay(finding)
         if self._preparation is not None:
             layers = self._preparation.manifest.layers
             if groups.stop > len(layers):
@@ -235,26 +225,17 @@ class ProviderProbe:
             self._verify(finding, groups, self._preparation)
 
     def _check_relay(self, finding: Finding) -> None:
-        """Warn if the executor accepts no blocks of helpers. On its own connection: an older provider closes it."""
-        self._open()
-        self._hello()
+        """Warn if the executor accepts no blocks of helpers."""
         helpers = {helper.name: set(map(fingerprint, helper.pins)) for helper in self._federation.helpers}
         asked = sorted(set[str]().union(*helpers.values()))[: wire.MAX_HELPERS]
         allowed: Sequence[str] = ()
         with suppress(errors.ProviderError):
             allowed = self._expect(wire.Permit, wire.PermitRequest(helpers=tuple(asked)))[0].helpers
-        self.close()
         if others := [name for name, pins in helpers.items() if pins.isdisjoint(allowed)]:
             finding.warnings.append(
                 f"{finding.peer.name} takes no relayed effects of {', '.join(others)}, so they come directly: ask its "
                 f"operator to list the helper's certificate under [relay] from, or remove relay = true"
             )
-
-    def _open(self) -> ClientConnection:
-        federation, peer = self._federation, self.finding.peer
-        self._connection = peer.connection(federation.tls_context(peer))
-        self._connection.open(self._deadline)
-        return self._connection
 
     def _hello(self) -> wire.Welcome:
         digest = self._federation.model_digest

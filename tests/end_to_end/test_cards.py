@@ -73,8 +73,6 @@ def test_a_card_that_is_killed_in_mid_training_changes_no_bit_and_no_other_card(
         ledger = ledger_of(model)
         backend_of(model).close()
         local.stop()
-        shown = CliRunner().invoke(
-            app, ["usage", "--config", str(local.directory / "executor.toml"), "--format", "json"]
-        )
+        shown = CliRunner().invoke(app, ["usage", "--config", str(local.directory / "executor.toml")])
         assert ledger is not None
         assert {line["tenant"]: line["rows"] for line in json.loads(shown.stdout)}["second"] == ledger.rows > 0

@@ -159,10 +159,8 @@ def test_an_unusable_file_is_a_one_line_error(plug: Plug, capsys: pytest.Capture
     assert capsys.readouterr().err.startswith(f"error: cannot use {tmp_path / 'cache' / 'weights'}: Not a directory; ")
 
 
-REPORTS = [("bench", name, "--json") for name in ("linear", "step", "provider", "kernels", "abuse")] + [
+REPORTS = [("bench", name, "--json") for name in ("linear", "step", "provider", "abuse")] + [
     ("demo", "--json"),
-    ("verify", "--json"),
-    ("threat-model", "--json"),
     ("threat-model", "--html"),
 ]
 

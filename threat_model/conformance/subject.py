@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -28,7 +27,6 @@ from symbiosis_priv.network.tls import client_context
 from threat_model.conformance.oracle import Array, CheckpointOracle, Difference, Oracle, first_difference
 
 _SHOWN = 8
-_VALUES = 1000  # largest number of a counterexample's entries in a report
 _NO_SEED = Seed(b"")
 
 
@@ -169,20 +167,6 @@ class Violation(Exception):
             out.append(str(self.difference))
         return out
 
-    def document(self) -> dict[str, Any]:
-        """The counterexample for a JSON report; `nonzero` lists `[row, column, value]`."""
-        out: dict[str, Any] = {"what": self.what, "group": self.group}
-        if (case := self.case) is not None:
-            where = case.rows.nonzero()[:_VALUES].tolist()
-            out |= {"direction": case.direction, "arithmetic": case.arithmetic}
-            out |= {"rows": len(case.rows), "width": case.rows.shape[1]}
-            out["nonzero"] = [[row, column, case.rows[row, column].item()] for row, column in where]
-            if case.seed:
-                out |= {"seed": case.seed.hex(), "first_row": case.first_row}
-        if self.difference is not None:
-            out["difference"] = msgspec.to_builtins(self.difference)
-        return out
-
 
 class NotTested(Exception):
     """The property does not apply to this provider; the message says why."""
@@ -194,13 +178,11 @@ class WrongRole(NotTested):
 
 @dataclass
 class Subject:
-    """One provider in one role, under test. `executors`: those to compare a helper's effects with. `require_floats`: an
-    executor must serve floats; otherwise they are tested only if it serves them."""
+    """One provider in one role, under test. `executors`: those to compare a helper's effects with."""
 
     dialler: Dialler
     oracle: Oracle
     executors: Sequence[Subject] = ()
-    require_floats: bool = False
     _connection: ClientConnection | None = None
     _welcome: wire.Welcome | None = None
 
@@ -235,8 +217,6 @@ class Subject:
         """True if float answers are requested and checked. The first use asks the provider."""
         if self.role != "executor" or not self.oracle.floats:
             return False
-        if self.require_floats:
-            return True
         width, _ = self.oracle.widths(self.sampled[0], FORWARD)
         nothing = Case(self.sampled[0], FORWARD, "float", torch.empty((0, width), dtype=torch.float32))
         try:
@@ -379,10 +359,9 @@ class Subject:
         return reply
 
     def wrong_role(self, reply: wire.Failure) -> WrongRole:
-        other = "helper" if self.role == "executor" else "executor"
         return WrongRole(
-            f"it does not serve this tenant as {self.role} ({one_line(reply.detail)}): test it with --role {other}, or "
-            f"correct its role in federation.toml"
+            f"it does not serve this tenant as {self.role} ({one_line(reply.detail)}): correct its role in "
+            f"federation.toml"
         )
 
 

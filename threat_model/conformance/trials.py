@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 import hypothesis
 import torch
@@ -201,15 +201,6 @@ class PropertyResult:
     violation: Violation | None = None
     at_fault: str | None = None
     wrong_role: bool = False
-
-    def document(self) -> dict[str, Any]:
-        plain = ("provider", "role", "verdict", "examples", "reason", "at_fault")
-        return {name: getattr(self, name) for name in plain} | {
-            "property": self.property.name,
-            "claim": self.property.claim,
-            "seconds": round(self.seconds, 3),
-            "counterexample": None if self.violation is None else self.violation.document(),
-        }
 
 
 def passed(results: Sequence[PropertyResult]) -> bool:

@@ -1,7 +1,6 @@
 """Quotas, bills, revocation, and files that are read again while the provider runs."""
 
 import contextlib
-import csv
 import json
 import os
 import resource
@@ -425,11 +424,9 @@ def test_export(tmp_path: Path, keys: Keys) -> None:
     usage.count(ALICE, "executor", UsageCounts(requests=2, rows=5))
     usage.count(ALICE, "executor", UsageCounts(requests=1, rows=1))
     usage.settle()
-    rows = json.loads(run.invoke(app, ["usage", "-c", str(path), "--format", "json"]).stdout)
+    rows = json.loads(run.invoke(app, ["usage", "-c", str(path)]).stdout)
     assert [(r["tenant"], r["requests"], r["rows"]) for r in rows] == [("alice", 3, 6)]
-    table = list(csv.DictReader(run.invoke(app, ["usage", "-c", str(path)]).stdout.splitlines()))
-    assert [row["rows"] for row in table] == ["6"]
-    assert run.invoke(app, ["usage", "-c", str(path), "--since", "2999-01-01"]).stdout.count("\n") == 1
+    assert json.loads(run.invoke(app, ["usage", "-c", str(path), "--since", "2999-01-01"]).stdout) == []
     usage.close()
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import torch
-from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from provider.config.schema import QuotaConfig, RelayConfig, RelayTarget
 from provider.gateway.credentials import Credentials
@@ -442,30 +441,9 @@ def test_only_listed_providers_may_connect(pair: Pair, keys: Keys, tmp_path: Pat
         assert is_turned_away(Link(pair, keys, stranger), tenant)
 
 
-def test_a_certificate_that_cannot_connect_is_an_error_that_says_so(
-    pair: Pair, keys: Keys, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    """OpenSSL would refuse it in the handshake, without a reason that an operator understands."""
-    tls = pair.executor.config.tls
+def test_a_tenants_certificate_is_no_helpers(pair: Pair, keys: Keys) -> None:
     with pytest.raises(CertificateError, match="provider certificate"):
-        Credentials.load(tls, helpers=[keys.tenants["alice"].certificate])
-    monkeypatch.setitem(issuing._USAGES, Kind.PROVIDER, [ExtendedKeyUsageOID.SERVER_AUTH])
-    old = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="beta")
-    with pytest.raises(CertificateError, match="older release"):
-        Credentials.load(tls, helpers=[old.certificate])
-    config = configured_links(pair, old)
-    with pytest.raises(CertificateError, match="older release"):
-        links.Links(config)
-    monkeypatch.undo()
-    new = issuing.rotate(old.certificate, authority=None)
-    Credentials.load(tls, helpers=[new.certificate])
-
-
-def configured_links(pair: Pair, identity: Identity) -> Any:
-    """The helper's configuration, with another certificate."""
-    config = pair.helper.config
-    tls = msgspec.structs.replace(config.tls, certificate=identity.certificate, key=identity.key)
-    return msgspec.structs.replace(config, tls=tls)
+        Credentials.load(pair.executor.config.tls, helpers=[keys.tenants["alice"].certificate])
 
 
 # A helper's links

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import symbiosis_priv  # noqa: F401  (limits oneDNN before torch's first product)
 
 if TYPE_CHECKING:  # all import torch, so `__getattr__` imports them
+    from tenant.endpoint.rollouts import batched_rollouts
     from tenant.model.all_logits import compute_all_logits
     from tenant.model.hf import RemoteConfig, backend_of
     from tenant.model.overlap import overlapped
@@ -29,6 +30,7 @@ _MODULES = {
     "RemoteConfig": "tenant.model.hf",
     "Tasks": "tenant.tasks",
     "backend_of": "tenant.model.hf",
+    "batched_rollouts": "tenant.endpoint.rollouts",
     "compute_all_logits": "tenant.model.all_logits",
     "overlapped": "tenant.model.overlap",
     "rounded_model": "tenant.model.rounded",
@@ -41,6 +43,7 @@ __all__ = [
     "RemoteConfig",
     "Tasks",
     "backend_of",
+    "batched_rollouts",
     "compute_all_logits",
     "overlapped",
     "rounded_model",

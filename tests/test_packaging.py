@@ -32,7 +32,8 @@ EXPORTS = {
     "provider": set(),
     "tenant": {
         *("BitFitConfig", "BottleneckConfig", "DiffPruningConfig", "MaskBertConfig"),
-        *("RemoteConfig", "Tasks", "backend_of", "compute_all_logits", "overlapped", "rounded_model"),
+        *("RemoteConfig", "Tasks", "backend_of", "batched_rollouts", "compute_all_logits", "overlapped"),
+        "rounded_model",
     },
     "threat_model": set(),
 }

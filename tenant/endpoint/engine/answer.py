@@ -182,7 +182,10 @@ class Sampler:
         if self._added is not None and (options.presence_penalty or options.frequency_penalty):
             self._uses[token] += 1
             self._added[token] -= options.frequency_penalty + options.presence_penalty * (self._uses[token] == 1)
-        return token, None if options.logprobs is None else token_logprob(logits, token, top=options.logprobs)
+        if options.logprobs is None:
+            return token, None
+        scale = options.temperature if options.scaled_logprobs and options.temperature else 1.0
+        return token, token_logprob(logits.double() / scale, token, top=options.logprobs)
 
     @property
     def finished(self) -> bool:

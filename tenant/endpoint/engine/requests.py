@@ -43,6 +43,7 @@ class Sampling:
         min_tokens: number of tokens before the first stop token.
         logprobs: number of most probable tokens to report with each token; None to report no log probabilities.
         prompt_logprobs: the same for the tokens of the prompt.
+        scaled_logprobs: report the log probabilities of tokens at the temperature, not at 1.
         grammar: makes the state of a constraint; None without one.
     """
 
@@ -58,6 +59,7 @@ class Sampling:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    scaled_logprobs: bool = False
     grammar: Callable[[], Grammar] | None = None
 
 
@@ -101,7 +103,8 @@ class EngineRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprob:
-    """A token's log probability before temperature and penalties, and the most probable tokens at its position."""
+    """A token's log probability before penalties, and the most probable tokens at its position. Also before temperature,
+    unless `scaled_logprobs` is set."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()

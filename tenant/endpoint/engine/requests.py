@@ -103,8 +103,8 @@ class EngineRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprob:
-    """A token's log probability before penalties, and the most probable tokens at its position. Also before temperature,
-    unless `scaled_logprobs` is set."""
+    """A token's log probability before penalties, and the most probable tokens at its position. Also before the
+    temperature, unless `scaled_logprobs` is set."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()

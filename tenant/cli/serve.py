@@ -14,7 +14,8 @@ from tenant.endpoint.options import Serving, check_installed
 
 @takes
 def serve(*, model: Model, remote: Remote, options: Serving) -> None:
-    """Serve the model and its adapters to OpenAI's clients: chats, completions, embeddings, and a page at /.
+    """Serve the model and its adapters to OpenAI's clients: chats, completions, embeddings, and a page at /; or, if the
+    model classifies texts, /classify, /score and /rerank.
 
     Ctrl-C and SIGTERM let the answers in progress end.
     """
@@ -36,11 +37,14 @@ def serve(*, model: Model, remote: Remote, options: Serving) -> None:
             )
         server = serving.server(service, listener, keys=keys, masking=remote.masking, options=options)
         address = bound_address(listener)
-        terminal.say(f"serving {', '.join(one.id for one in service.models())} at http://{address}/v1")
+        served_at = f"http://{address}/{'classify' if service.labels else 'v1'}"
+        terminal.say(f"serving {', '.join(one.id for one in service.models())} at {served_at}")
         for served, source in {name: folder, **adapters}.items():
             if (pinned := hub_name(source)) is not None:
                 terminal.say(f"{served} is {'@'.join(pinned)}")
-        if options.api_key_file is None:  # the key is shown only here
+        if options.api_key_file is None and service.labels:
+            terminal.say(f"key: {keys[0]}")
+        elif options.api_key_file is None:  # the key is shown only here
             terminal.say(f"page: http://{address}/#key={keys[0]}")
             terminal.say(f"export OPENAI_BASE_URL=http://{address}/v1 OPENAI_API_KEY={keys[0]}")
             if options.tinker is not None:

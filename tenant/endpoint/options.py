@@ -86,6 +86,12 @@ class Serving:
         float, Option("--drain", min=0, help="Seconds that answers may continue after SIGTERM or Ctrl-C.")
     ] = 30.0
 
+    def check_for_classifier(self) -> None:
+        """Refuse what only models that generate have."""
+        given = {"--draft": self.draft, "--media": self.media, "--tinker": self.tinker}
+        if wrong := [name for name, value in given.items() if value]:
+            raise ConfigError(f"this model classifies texts and generates none; leave out {', '.join(wrong)}")
+
     def model_name(self, model: str, folder: Path) -> str:
         """Return the base model's name for clients. The folder of a model of the hub has the name of a commit."""
         return self.name or (

@@ -7,11 +7,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import tenant.tasks.methods  # noqa: F401 - an adapter may be of one of its methods
+from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.discovery.skeleton import architecture, load_config
 from tenant.endpoint.api.application import create_app
 from tenant.endpoint.api.http_server import Server
 from tenant.endpoint.api.service import Service, Settings
+from tenant.endpoint.engine.classifying import ClassifyingEngine
 from tenant.endpoint.engine.continuous import EngineLimits
 from tenant.endpoint.engine.queued import Turn
+from tenant.endpoint.engine.requests import Engine
 from tenant.endpoint.engine.sequential import open_engine
 from tenant.endpoint.engine.speculation import open_drafter
 from tenant.endpoint.options import Serving
@@ -19,7 +23,14 @@ from tenant.endpoint.page.router import FILES, page_router
 from tenant.masking.registry import scheme_named
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of, session_of
-from tenant.model.loading import load_language_model, load_processor, load_tokenizer, warn_of_other_template
+from tenant.model.loading import (
+    is_classifier,
+    load_classifier,
+    load_language_model,
+    load_processor,
+    load_tokenizer,
+    warn_of_other_template,
+)
 from tenant.tasks import Tasks
 from tenant.tasks.registry import DEFAULT_MEMORY
 
@@ -45,11 +56,17 @@ def opened(
         adapters: PEFT folders by name.
         clients: number of API keys.
     """
+    classifies = is_classifier(architecture(load_config(resolve(model))))
+    if classifies:
+        options.check_for_classifier()
     tokenizer = load_tokenizer(model)
     processor = load_processor(model) if options.media else None
     if processor is not None and tokenizer.chat_template is None:
         tokenizer.chat_template = processor.chat_template  # of chat_template.json
-    loaded = load_language_model(model, remote=remote, tokenizer=tokenizer, media=options.media)
+    if classifies:
+        loaded = load_classifier(model, remote=remote, tokenizer=tokenizer)
+    else:
+        loaded = load_language_model(model, remote=remote, tokenizer=tokenizer, media=options.media)
     with ExitStack() as running:
         backend = running.enter_context(backend_of(loaded))
         tasks = Tasks(loaded, tag=name, memory_limit=DEFAULT_MEMORY if options.tinker is None else _TRAINING_MEMORY)
@@ -63,8 +80,12 @@ def opened(
             drafter = open_drafter(options.draft, tokenizer, model=full, ahead=options.draft_tokens)
         limits = EngineLimits(memory=options.memory_mib << 20, clients=clients)
         turn = Turn()
-        engine = open_engine(
-            loaded, tokenizer, tasks=tasks, limits=limits, drafter=drafter, media=options.media, turn=turn
+        engine: Engine = (
+            ClassifyingEngine(loaded, tokenizer, tasks=tasks)
+            if classifies
+            else open_engine(
+                loaded, tokenizer, tasks=tasks, limits=limits, drafter=drafter, media=options.media, turn=turn
+            )
         )
         running.callback(engine.close, interrupt=backend.close)
         service = Service(
@@ -93,7 +114,7 @@ def opened(
 def server(
     service: Service, listener: socket.socket, *, keys: tuple[str, ...], masking: str, options: Serving
 ) -> Server:
-    """Return a server with the API and the page. `masking`: name of the scheme, for the page."""
+    """Return a server with the API, and the page if the model generates. `masking`: the scheme's name, for the page."""
     settings = Settings(
         keys=keys,
         hosts=frozenset({"localhost", *(host.lower() for host in options.host)}),
@@ -102,5 +123,9 @@ def server(
         open_paths=frozenset({"/health", "/ready", "/openapi.json", *FILES}),
         signed=() if options.tinker is None else ("/tinker-files/",),
     )
-    page = page_router(scheme_named(masking), lambda: ledger_of(service.model), model=service.root, media=options.media)
-    return Server(create_app(service, settings, routers=[page, *service.routers]), listener, drain_s=options.drain_s)
+    routers = service.routers
+    if not service.labels:
+        shown = scheme_named(masking)
+        page = page_router(shown, lambda: ledger_of(service.model), model=service.root, media=options.media)
+        routers = [page, *routers]
+    return Server(create_app(service, settings, routers=routers), listener, drain_s=options.drain_s)

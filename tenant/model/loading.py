@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoProcessor,
     AutoTokenizer,
     GenerationConfig,
@@ -30,6 +31,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
@@ -167,14 +169,30 @@ def load_language_model(
             + ("; `symbiosis-priv tenant serve --media` serves it" if takes_media else "")
         )
     loaded = load_model(model, remote=remote, dtype=dtype, blocks=blocks, kind=kind if media else AutoModelForCausalLM)
-    if tokenizer is not None and _states(tokenizer_files(resolve(model))) != vars(tokenizer)[_READ_FROM]:
-        backend_of(loaded).close()
-        raise CheckpointError(f"the tokenizer of {model} changed while the model was being loaded; load both again")
+    if tokenizer is not None:
+        _check_unchanged(loaded, model, tokenizer)
     if loaded.can_generate():
         stored = loaded.generation_config.to_dict()
         kept = {name: stored[name] for name in _GENERATION_SETTINGS if stored.get(name) is not None}
         loaded.generation_config = GenerationConfig(**kept)
     return loaded
+
+
+def load_classifier(model: str | Path, *, remote: RemoteConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Load a model that classifies texts (`is_classifier`). Arguments and errors as for `load_language_model`."""
+    loaded = load_model(model, remote=remote, kind=AutoModelForSequenceClassification)
+    _check_unchanged(loaded, model, tokenizer)
+    return loaded
+
+
+def _check_unchanged(loaded: Any, model: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    if _states(tokenizer_files(resolve(model))) != vars(tokenizer)[_READ_FROM]:
+        backend_of(loaded).close()
+        raise CheckpointError(f"the tokenizer of {model} changed while the model was being loaded; load both again")
+
+
+def is_classifier(kind: type[PreTrainedModel]) -> bool:
+    return kind.__name__ in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
 
 
 def is_language_model(kind: type[PreTrainedModel]) -> bool:

@@ -295,6 +295,58 @@ class Embeddings(BaseModel):
     usage: EmbeddingUsage
 
 
+class Classification(BaseModel):
+    """The class of one text. `label`: of the largest of `probs`."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classifications(BaseModel):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Classification]
+    usage: EmbeddingUsage
+
+
+class Score(BaseModel):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class Scores(BaseModel):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class RankedText(BaseModel):
+    text: str
+
+
+class Ranked(BaseModel):
+    """A document, by its place in the request."""
+
+    index: int
+    document: RankedText | None = Absent
+    relevance_score: float
+
+
+class Ranking(BaseModel):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: EmbeddingUsage
+
+
 class Model(BaseModel):
     """A model: the base model, or an adapter with its base model as `parent`."""
 

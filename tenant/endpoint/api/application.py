@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from symbiosis_priv.network.addresses import names_host
 from symbiosis_priv.system.fair_share import FairShare
 from tenant.endpoint.api.errors import ApiError, ErrorAnswer
-from tenant.endpoint.api.routes import chat, completions, messages, models, responses
+from tenant.endpoint.api.routes import chat, classify, completions, messages, models, responses
 from tenant.endpoint.api.service import Endpoint, EndpointMetrics, Service, Settings
 
 log = logging.getLogger(__name__)
@@ -198,7 +198,8 @@ def create_app(service: Service, settings: Settings, *, routers: Sequence[APIRou
     metrics = EndpointMetrics(service.engine)
     app.state.endpoint = Endpoint(service=service, settings=settings, metrics=metrics)
     app.include_router(models.open_router)
-    for router in (models.router, chat.router, completions.router, responses.router, messages.router, *routers):
+    generating = (chat.router, completions.router, responses.router, messages.router)
+    for router in (models.router, *((classify.router,) if service.labels else generating), *routers):
         app.include_router(router, dependencies=[Security(HTTPBearer(auto_error=False))])
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _wrong_field)

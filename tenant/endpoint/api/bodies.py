@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import (
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -576,6 +577,39 @@ class EmbeddingRequest(Strict):
     model: Annotated[str, Field(max_length=1024)]
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
+    user: str | None = None
+
+
+class ClassifyRequest(Strict):
+    """`POST /classify`, as vLLM has it."""
+
+    model: Annotated[str, Field(max_length=1024)]
+    input: Prompts
+    use_activation: bool | None = None
+    user: str | None = None
+
+
+Documents = Annotated[list[str], Field(min_length=1, max_length=2048), FAIL_FAST]
+
+
+class ScoreRequest(Strict):
+    """`POST /score`, with both of vLLM's names for the texts."""
+
+    model: Annotated[str, Field(max_length=1024)]
+    queries: str | Documents = Field(validation_alias=AliasChoices("queries", "text_1"))
+    documents: str | Documents = Field(validation_alias=AliasChoices("documents", "text_2"))
+    use_activation: bool | None = None
+    user: str | None = None
+
+
+class RerankRequest(Strict):
+    """`POST /rerank`, as Jina, Cohere and vLLM have it."""
+
+    model: Annotated[str, Field(max_length=1024)]
+    query: str
+    documents: Documents
+    top_n: Annotated[int, Field(ge=0), INTEGER] | None = None
+    return_documents: bool | None = None
     user: str | None = None
 
 

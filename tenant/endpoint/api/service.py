@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from symbiosis_priv.checkpoints.checkpoint import hub_name
 from symbiosis_priv.errors import ConfigError
@@ -31,6 +31,7 @@ from tenant.endpoint.api.media import Processor
 from tenant.endpoint.api.vocabulary import Vocabulary
 from tenant.endpoint.engine.answer import TextStream
 from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Pooling, Sampling
+from tenant.model.loading import is_classifier
 from tenant.session.session import Session
 from tenant.tasks import Tasks
 from tenant.training.corpus import context_of
@@ -137,7 +138,8 @@ class Service:
         session: Session | None = None,
     ) -> None:
         config = model.config.get_text_config()
-        ends = model.generation_config.eos_token_id
+        generation = model.generation_config if model.can_generate() else GenerationConfig()
+        ends = generation.eos_token_id
         found = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}
         self.engine = engine
         self.model = model
@@ -153,7 +155,9 @@ class Service:
         self.context: int = context_of(config) or 1 << 20
         self.ends = frozenset(token for token in found if token is not None)
         self.vocabulary = Vocabulary(tokenizer, size=config.vocab_size, ends=self.ends)
-        self._defaults = {key: getattr(model.generation_config, key, None) for key in ("temperature", "top_p", "top_k")}
+        self._defaults = {key: getattr(generation, key, None) for key in ("temperature", "top_p", "top_k")}
+        self.labels: dict[int, str] | None = model.config.id2label if is_classifier(type(model)) else None
+        """The names of a classifier's labels; None for a model that generates."""
         self._longest_token = max(map(len, tokenizer.get_vocab()))  # characters
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="endpoint-texts")
         self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by client

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 from symbiosis_priv.errors import SymbiosisError
 
 Finish = Literal["stop", "length", "cancelled"]
-Pooling = Literal["last", "mean"]
+Pooling = Literal["last", "mean", "logits"]
 MOST_BUCKET = 4096
 """An answer of one token takes as many passes as its bucket."""
 
@@ -77,7 +77,7 @@ class EngineRequest:
         stop: texts that end the answer and are not part of it.
         bucket: executors see row counts and passes in multiples of this number: rows of the prompt, which are filled
             with rows of no meaning, and passes of the answer. `Done` follows the last pass of the bucket.
-        pooling: compute an embedding of the prompt instead of an answer.
+        pooling: compute an embedding of the prompt instead of an answer, or a classifier's logits.
         inputs: further tensors for the model's forward pass, of pictures or sounds, by name.
         shows_row: report a row of the last token that was computed without other requests (`Done.row`).
     """
@@ -170,7 +170,7 @@ class Token:
 
 @dataclass(frozen=True, kw_only=True)
 class Embedded:
-    """The requested embedding, float32 values."""
+    """The requested embedding or logits, float32 values."""
 
     vector: tuple[float, ...]
 

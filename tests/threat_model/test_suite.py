@@ -6,7 +6,7 @@ import html
 import html.parser
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,7 +43,10 @@ from threat_model.planted import score
 from threat_model.report import (
     BEGIN,
     END,
+    attack_charts,
+    last_sections,
     origin,
+    pool_charts,
     security_table,
 )
 from threat_model.suite import Suite, Verdict, examine
@@ -248,6 +251,23 @@ def test_a_report_says_what_was_attacked_when_and_how(quick: Suite, quick_page: 
     for name, text in told.items():
         assert f"{name}: {html.escape(text)}" in page
     assert origin(replace(quick, quick=False))["run"] == "full"
+
+
+def test_checks_without_chance_have_no_rate(quick: Suite) -> None:
+    [lies] = [section for section in last_sections(quick) if section.title == "Active adversaries"]
+    trials = {d.name: d.trials for d in quick.active.detections}
+    rates = {name: rate for name, _, rate in lies.rows if name in trials}
+    assert {rates[name] for name in rates if trials[name] == 1} == {"always: no chance is involved"}
+    assert all(rate.endswith("%") for name, rate in rates.items() if trials[name] > 1)
+
+
+@pytest.mark.parametrize("charts", [pool_charts, attack_charts])
+def test_a_chart_compares_two_values_at_least(quick: Suite, charts: Callable[[Suite], list[str]]) -> None:
+    for chart in charts(quick):
+        points = [path.count(",") for path in re.findall(r'<polyline points="(.*?)"', chart)]
+        assert chart.count("<rect") > 1 or max(points) > 1, chart
+    one = tuple(c for c in quick.cells if c.scheme is quick.schemes[0])
+    assert charts(replace(quick, cells=one)) == []
 
 
 def test_the_readme_shows_the_table_that_is_tested() -> None:

@@ -27,6 +27,7 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from tests.provider.clients import execute
 from tests.provider.scheduler.playing import Separate
+from tests.waiting import until
 
 TIMEOUT_S = 20.0
 
@@ -182,6 +183,23 @@ def test_a_device_that_has_failed_ends_the_executor_and_a_lack_of_memory_does_no
         asker.send(1)
         with pytest.raises(DeviceLostError):
             ended.result(TIMEOUT_S)
+
+
+def test_a_lack_of_memory_in_the_senders_thread_ends_nothing(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor's own thread takes the request. Any error of a product of few rows is one of that request alone."""
+    model = Watched(store)
+    monkeypatch.setattr(model, "few", lambda request: raising(MemoryError()))
+    with running(model) as (inbox, ended):
+        asker = Asker(inbox, store)
+        find_it_at_rest(asker, model)
+        repeated = asker.pipe.repeat(asker.message(1))
+        assert repeated is not None
+        for _ in range(3):
+            until(lambda: not repeated.multiply(time.monotonic(), 0, 0))
+            asker.ask(1)
+        assert not ended.done()
 
 
 def test_an_executor_that_has_ended_multiplies_nothing_at_once(

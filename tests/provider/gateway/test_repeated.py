@@ -161,6 +161,25 @@ def test_repeated_requests_have_the_same_products_bills_and_records(
     assert at_once.count(True) >= len(sent) // 2  # all but the first of each kind, and those of nine rows
 
 
+def test_a_tenant_has_its_new_weight_after_a_reload(
+    served: Provider, connect: Connect, at_once: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = connect("alice", to=served)
+    in_lane(client, at_once)
+    weights, make = list[float](), Executor._job_of
+
+    def noted(self: Executor, *arguments: Any) -> Any:
+        job = make(self, *arguments)
+        weights.append(job.weight)
+        return job
+
+    monkeypatch.setattr(Executor, "_job_of", noted)
+    assert served._gateway is not None
+    served._gateway.state.quotas.renew(lambda _: QuotaConfig(weight=7.0))
+    client.product(execute(0, 1), ones(1))
+    assert weights[-1] == 7.0
+
+
 def without_authorities(provider: Provider) -> Credentials:
     assert provider._gateway is not None
     return dataclasses.replace(provider._gateway._credentials, authorities={})

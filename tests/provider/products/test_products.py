@@ -3,10 +3,12 @@
 
 import contextlib
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from provider.config.schema import MIB, ExecutorConfig, SchedulerConfig
 from provider.executor.executor import Executor
 from provider.executor.queues import ExecutorAnswer, LocalInbox, ProductRequest
-from provider.products.model import FloatGroups, ServedModel, Transfers, open_store
+from provider.products.model import FloatGroups, LocalOperands, ServedModel, Transfers, open_store
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
@@ -279,6 +281,32 @@ def test_a_product_by_expert_in_chunks_equals_the_whole_product(
     transfers = Transfers(torch.device("cpu"), widest=12, chunk=chunk)
     got = transfers.product(matrix, rows, direction, counts=counts)
     assert torch.equal(got, matrix.product(rows, direction, counts=counts))
+
+
+def test_a_gpus_programs_are_compiled_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not depend on the shape, so one layer group compiles them all."""
+    loaded: list[int] = []
+    groups = [SimpleNamespace(columns=lambda _: (3, 5))] * 4
+    manifest = SimpleNamespace(groups=groups)
+    store: Any = SimpleNamespace(device="cuda:1", served=range(1, 3), manifest=lambda: manifest, matrix=loaded.append)
+    monkeypatch.setattr("provider.products.model.Transfers", lambda device, widest: (device, widest))
+    assert set(LocalOperands(store).loaded) == {1}
+    assert loaded == [1]
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_every_thread_that_multiplies_uses_the_device(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the current device belongs to a thread, and every thread begins with the first one."""
+    matrix = RingMatrix(torch.ones((3, 5), dtype=torch.int16), weight_bits=10)
+    transfers, used = Transfers(torch.device("cpu"), widest=5, chunk=4), list[tuple[int, object]]()
+    monkeypatch.setattr(transfers._module, "set_device", lambda device: used.append((threading.get_ident(), device)))
+    for _ in range(2):
+        thread = threading.Thread(
+            target=transfers.product, args=(matrix, torch.ones(rows, 5, dtype=torch.int32), FORWARD)
+        )
+        thread.start()
+        thread.join()
+        assert used.pop() == (thread.ident, CPU)
 
 
 def test_each_rank_has_the_device_with_its_number(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,6 +235,45 @@ def test_answers_are_taken_back_as_the_client_dumps_them(client: Any, called: An
         client.responses.create(model="lora", input=[*HELLO, *said, *HELLO], max_output_tokens=1)
 
 
+def test_responses_take_lists_of_results_and_reasoning(client: Any, called: Any) -> None:
+    (call,) = called[-1].output
+
+    def tokens(*items: Any) -> int:
+        answer = client.responses.create(model="lora", input=[*HELLO, *items], max_output_tokens=1)
+        return int(answer.usage.input_tokens)
+
+    def result(output: Any) -> dict[str, Any]:
+        return {"type": "function_call_output", "call_id": call.call_id, "output": output}
+
+    listed = [{"type": "input_text", "text": "no"}, {"type": "input_text", "text": "on"}]
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "x"}], "content": None}
+    expected = tokens(call, result("noon"))
+    assert tokens(call, result(listed)) == tokens(reasoning, call, result("noon")) == expected
+
+
+def test_all_chunks_of_a_stream_have_a_usage_if_it_was_asked_for(served: Served) -> None:
+    for path, more in (("completions", {"prompt": "Hello"}), ("chat/completions", {"messages": HELLO})):
+        for options in ({"include_usage": True}, None):
+            body = {"model": "tiny", "max_tokens": 2, "stream": True, "stream_options": options, **more}
+            _, sent = ask(served, "POST", f"/v1/{path}", body)
+            chunks = [json.loads(line[6:]) for line in sent.splitlines() if line.startswith("data: {")]
+            if options is None:
+                assert not any("usage" in chunk for chunk in chunks)
+            else:
+                assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+                assert chunks[-1]["usage"]["completion_tokens"] == 2
+
+
+def test_more_texts_are_embedded_than_may_wait(client: Any) -> None:
+    """The engine of this endpoint lets 32 requests of a client wait; LangChain sends 1,000 texts at a time."""
+    texts = [[number] for number in range(100)]
+    found = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
+    assert [one.index for one in found.data] == list(range(100))
+    assert found.usage.prompt_tokens == 100
+    alone = client.embeddings.create(model="tiny", input=texts[77], encoding_format="float")
+    assert found.data[77].embedding == alone.data[0].embedding
+
+
 def test_embeddings_in_both_encodings(client: Any) -> None:
     texts = ["Hello there", "Good morning"]
     plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")

@@ -6,6 +6,7 @@ import io
 import re
 import socket
 import struct
+import threading
 import wave
 import zlib
 from collections.abc import Iterator
@@ -212,6 +213,21 @@ def test_what_the_model_does_not_take_is_refused(case: Any) -> None:
         client.chat.completions.create(model="tiny", messages=too_long, max_tokens=1)
 
 
+@pytest.mark.parametrize("case", [REAL], indirect=True)
+def test_texts_are_looked_for_outside_the_event_loop(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, part, _, client, _ = case
+    threads = set[str]()
+
+    def check(*given: Any) -> None:
+        threads.add(threading.current_thread().name)
+        media.check_kept(*given)
+
+    monkeypatch.setattr("tenant.endpoint.api.routes.chat.check_kept", check)
+    messages: Any = [{"role": "user", "content": [part, {"type": "text", "text": "what is it?"}]}]
+    client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+    assert {name.rpartition("_")[0] for name in threads} == {"endpoint-texts"}
+
+
 def refused(decode: Any, *given: Any, **more: Any) -> str:
     with pytest.raises(ApiError) as error:
         decode(*given, media.Media(), param="x", **more)
@@ -350,6 +366,29 @@ def test_a_text_has_no_places_for_pictures_or_sounds(place: str) -> None:
     with pytest.raises(ConfigError, match="leave it out of texts"):
         media.Processor(enlarging).inputs(place * 2, given, context=500)
     assert enlarging.seen == 0
+
+
+class Counted(str):
+    """A text that counts the characters that searches pass."""
+
+    passed = 0
+
+    def find(self, wanted: str, begin: int = 0) -> int:  # type: ignore[override]
+        found = super().find(wanted, begin)
+        self.passed += (len(self) if found < 0 else found + len(wanted)) - begin
+        return found
+
+    def __contains__(self, wanted: object) -> bool:
+        self.passed += len(self)
+        return super().__contains__(wanted)  # type: ignore[operator]
+
+
+def test_looking_for_the_texts_of_a_chat_reads_it_once() -> None:
+    texts = [f" {number % 7} " for number in range(1000)]
+    said: Any = [{"role": "user", "content": [{"type": "text", "text": text} for text in texts]}]
+    rendered = Counted("[user]" + "".join(texts) + "[assistant]")
+    media.check_kept(said, rendered)
+    assert rendered.passed <= len(rendered)
 
 
 def test_a_template_that_leaves_out_a_text_is_refused() -> None:

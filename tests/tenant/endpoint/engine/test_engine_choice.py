@@ -105,3 +105,16 @@ def test_what_a_sliding_window_hides_takes_no_memory(tmp_path: Path) -> None:
     assert shorter.logprobs == Asked(alone, prompt[:BLOCK], max_tokens=2, sampling=Sampling(logprobs=1)).logprobs
     alone.close()
     engine.close()
+
+
+def test_the_context_is_that_of_yarn(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    folder = save("LlamaForCausalLM", tmp_path, rope_parameters=rope, max_position_embeddings=32)
+    model: Any = load_language_model(folder, remote=RemoteConfig(masking="simulate"))
+    tokenizer: Any = Letters()
+    for engine in (open_engine(model, tokenizer), SequentialEngine(model, tokenizer)):
+        prompt = tuple(3 + i % 90 for i in range(100))
+        assert Asked(engine, prompt, max_tokens=3).tokens == generated(model, prompt, 3)
+        with pytest.raises(ConfigError, match="context of 128"):
+            Asked(engine, prompt, max_tokens=29)
+        engine.close()

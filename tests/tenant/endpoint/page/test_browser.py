@@ -355,13 +355,146 @@ def test_chats_survive_a_reload_and_can_be_deleted(page: Any) -> None:
     assert page.evaluate("localStorage.getItem('chats')") is None
 
 
+def test_an_answer_is_regenerated_and_a_question_edited(page: Any) -> None:
+    first = ask(page, "The weather")
+    page.get_by_label("Message").fill("And the sea?")
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Edit").first.click()
+    answer_of(page)
+    assert page.get_by_label("Edited message").evaluate("(box) => box === document.activeElement")
+    page.keyboard.press("Escape")
+    with page.expect_request(COMPLETIONS) as asked:
+        page.get_by_role("button", name="Regenerate").first.click()
+    assert answer_of(page) == first  # temperature 0
+    assert question(asked) == [{"role": "user", "content": "The weather"}]
+    assert page.locator("#chat article").count() == 2
+    for end in ("Cancel", "Escape", "Send"):
+        page.get_by_role("button", name="Edit").click()
+        box = page.get_by_label("Edited message")
+        assert box.input_value() == "The weather"
+        assert answer_of(page) == first
+        box.fill("The tide")
+        if end == "Escape":
+            page.keyboard.press(end)
+        elif end == "Cancel":
+            page.locator("#chat").get_by_role("button", name=end).click()
+        else:
+            with page.expect_request(COMPLETIONS) as asked:
+                page.locator("#chat").get_by_role("button", name=end).click()
+            answer_of(page)
+        assert box.count() == 0
+    assert question(asked) == [{"role": "user", "content": "The tide"}]
+    assert page.locator("#chat article").count() == 2
+
+
 ARABIC = "# الطقس\n\nاليوم **غائم** مع `LoRA` قليلا.\n\n1. أولا\n2. ثانيا\n   - فرع\n\n> قال: نعم\n\n"
 ARABIC += (
     "| المدينة | الحرارة |\n|---|---:|\n| القاهرة | 31 |\n\nIn English: cloudy.\n\n```python\nprint(1)  # واحد\n```"
 )
 
 
-DROP = Path(__file__).with_name("drop.js").read_text(encoding="utf-8")
+ARABIC = "# الطقس\n\nاليوم **غائم** مع `LoRA` قليلا.\n\n1. أولا\n2. ثانيا\n   - فرع\n\n> قال: نعم\n\n"
+ARABIC += (
+    "| المدينة | الحرارة |\n|---|---:|\n| القاهرة | 31 |\n\nIn English: cloudy.\n\n```python\nprint(1)  # واحد\n```"
+)
+
+
+def test_languages_run_in_their_own_direction(page: Any, states: Path) -> None:
+    answers_with(page, ARABIC)
+    ask(page, "كيف الطقس اليوم؟")
+    shown = page.locator("#chat .assistant .text")
+    right = [*shown.locator("h4, li, blockquote, table").all(), shown.locator("> p").first]
+    right += page.locator("#chat .user .text > div, #chats li button:first-child").all()
+    assert {style(one, "direction") for one in right} == {"rtl"}
+    left = [shown.locator("> p").last, shown.locator("pre")]
+    assert {style(one, "direction") for one in left} == {"ltr"}
+    page.get_by_label("Message").fill("وغدا؟")
+    assert style(page.get_by_label("Message"), "direction") == "rtl"
+    page.screenshot(path=states / "arabic.png")
+
+
+CONTRAST, DROP = (Path(__file__).with_name(f"{name}.js").read_text(encoding="utf-8") for name in ("contrast", "drop"))
+
+
+def contrasts(page: Any) -> dict[tuple[str, str], float]:
+    """The contrast of every button that can be used now: at rest, focused, under the pointer, and pressed."""
+    found = {}
+    for button in page.locator("dialog[open] button:visible, body:not(:has(dialog[open])) button:visible").all():
+        name = button.inner_text() or button.get_attribute("aria-label")
+        page.mouse.move(0, 0)
+        found[name, "rest"] = button.evaluate(CONTRAST)
+        button.focus()
+        found[name, "focus"] = button.evaluate(CONTRAST)
+        button.hover()
+        found[name, "hover"] = button.evaluate(CONTRAST)
+        page.mouse.down()
+        found[name, "pressed"] = button.evaluate(CONTRAST)
+        page.mouse.move(0, 0)
+        page.mouse.up()  # not on the button: that would press it
+    page.evaluate("getSelection().removeAllRanges()")
+    return found
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+def test_the_text_of_buttons_has_contrast_in_every_state(
+    browser: Any, served: Served, states: Path, colours: str
+) -> None:
+    page = browser.new_page(color_scheme=colours)
+    page.set_default_timeout(60_000)
+    page.goto(served.url)
+    page.get_by_role("button", name="Continue").wait_for()
+    found = contrasts(page)
+    page.get_by_label("API key").fill(KEY)
+    page.get_by_role("button", name="Continue").click()
+    page.get_by_role("option").first.wait_for(state="attached")
+    found |= contrasts(page)  # with examples
+    answers_with(page, "Some code:\n```\nls\n```\n")
+    ask(page, "The weather")
+    found |= contrasts(page)
+    page.get_by_role("button", name="Edit").click()
+    found |= contrasts(page)
+    page.get_by_label("Edited message").focus()
+    page.screenshot(path=states / f"edit-{colours}.png")
+    page.get_by_role("button", name="Settings").click()
+    found |= contrasts(page)
+    page.get_by_role("button", name="Close").hover()
+    page.screenshot(path=states / f"hover-{colours}.png")
+    page.get_by_role("button", name="Close").click()
+    page.route(COMPLETIONS, lambda route: None)
+    page.get_by_role("button", name="Regenerate").click()
+    found |= contrasts(page)  # with Stop
+    names = {name for name, _ in found}
+    assert names >= {"Continue", "Close", "Send", "Stop", "Cancel", "Edit", "Copy", "New chat", "Delete all"}
+    assert {one: contrast for one, contrast in found.items() if contrast < 4.5} == {}
+    page.close()
+
+
+def test_a_phone_shows_the_conversation_first(page: Any, states: Path) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    ask(page, "The weather")
+    box = page.locator("#chat").bounding_box()
+    assert box["height"] > 844 * 0.5
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert page.locator("header").bounding_box()["height"] < 70
+    assert not page.locator("#subject").is_visible()
+    page.get_by_text("Privacy ledger").click()
+    assert page.locator("#subject").is_visible()
+    page.screenshot(path=states / "phone-ledger.png")
+    page.get_by_text("Chats", exact=True).click()
+    page.locator("#subject").wait_for(state="hidden")
+    for height in (844, 420):  # with a keyboard
+        page.set_viewport_size({"width": 390, "height": height})
+        for name in ("message", "send"):
+            place = page.locator(f"#{name}").bounding_box()
+            assert 0 < place["y"] < place["y"] + place["height"] < height
+            at = [place["x"] + place["width"] / 2, place["y"] + place["height"] / 2]
+            assert page.evaluate("(at) => document.elementFromPoint(...at).id", at) == name
+    page.screenshot(path=states / "phone-keyboard.png")
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.emulate_media(reduced_motion="reduce")
+    page.get_by_role("button", name="Settings").click()
+    drawer = page.locator("#settings").bounding_box()
+    assert (drawer["x"], drawer["width"], drawer["y"] + drawer["height"]) == (0, 390, 844)
 
 
 def test_a_server_of_texts_says_that_it_takes_no_pictures(page: Any) -> None:

@@ -1,4 +1,5 @@
-"""Cases of tests that are data: a TOML file beside a test has a table for each test, and an entry for each case."""
+"""Cases of tests that are data: a TOML file beside a test has a table or a list for each test, and an entry for
+each case."""
 
 import tomllib
 from pathlib import Path
@@ -8,9 +9,9 @@ import pytest
 
 
 def table(test: str, name: str) -> dict[str, Any]:
-    """A table of the data file of a test (`__file__`)."""
-    found: dict[str, Any] = tomllib.loads(Path(test).with_suffix(".toml").read_text(encoding="utf-8"))
-    return dict(found[name])
+    """A table of the data file of a test (`__file__`); the entries of a list are named by their numbers."""
+    found: Any = tomllib.loads(Path(test).with_suffix(".toml").read_text(encoding="utf-8"))[name]
+    return dict(found) if isinstance(found, dict) else {str(number): entry for number, entry in enumerate(found)}
 
 
 def cases(test: str, name: str) -> pytest.MarkDecorator:

@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.cases import table
+
 Packed = tuple[dict[str, Tensor], Tensor]
 """Stored tensors by the ending that takes the place of the weight's, and the weight: float64 `[rows, columns]`."""
 Packer = Callable[[int, int, np.random.Generator], Packed]
@@ -243,102 +245,8 @@ def _as_bytes(packed: Packed) -> Packed:
     return found | {".weight_scale": found[".weight_scale"].view(torch.uint8)}, weight
 
 
-def compressed(kind: str, **weights: Any) -> dict[str, Any]:
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups, "ignore": ["lm_head"]}
-
-
-GPTQMODEL = {"meta": {"quantizer": ["optimum:1.24.0", "gptqmodel:2.2.0"]}, "sym": False}
 FORMS: dict[str, tuple[dict[str, Any], Packer]] = {
-    "fp8 blocks": (
-        {"quant_method": "fp8", "weight_block_size": [20, 24], "activation_scheme": "dynamic"},
-        floats(".weight_scale_inv", (20, 24), torch.bfloat16),
-    ),
-    "fp8 blocks, float32": (
-        {"quant_method": "fp8", "weight_block_size": [16, 16]},
-        floats(".weight_scale_inv", (16, 16), torch.float32),
-    ),
-    "fp8 blocks, powers of two": (
-        {"quant_method": "fp8", "weight_block_size": [16, 16], "scale_fmt": "ue8m0"},
-        floats(".weight_scale_inv", (16, 16), torch.float8_e8m0fnu),
-    ),
-    "fp8 of DeepSeek-V4": (
-        {"quant_method": "fp8", "weight_block_size": [16, 16], "scale_fmt": "ue8m0", "expert_dtype": "fp4"},
-        floats(".scale", (16, 16), torch.float8_e8m0fnu),
-    ),
-    "fp8 channels": ({"quant_method": "fbgemm_fp8"}, floats(".weight_scale", None, torch.float32)),
-    "fp4 pairs": ({"quant_method": "fp8", "expert_dtype": "fp4"}, pairs((".weight", ".scale"), GROUP)),
-    "compressed fp8": (
-        compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
-        floats(".weight_scale", None, torch.bfloat16),
-    ),
-    "compressed fp8 blocks": (
-        compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[20, 24]),
-        floats(".weight_scale", (20, 24), torch.bfloat16),
-    ),
-    "compressed mxfp8": (
-        compressed("mxfp8-quantized", num_bits=8, type="float", group_size=16),
-        lambda *of: _as_bytes(floats(".weight_scale", (1, 16), torch.float8_e8m0fnu)(*of)),
-    ),
-    "compressed mxfp4": (
-        compressed("mxfp4-pack-quantized", num_bits=4, type="float", group_size=16),
-        pairs((".weight_packed", ".weight_scale"), GROUP),
-    ),
-    "compressed nvfp4": (
-        compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16),
-        nvfp4("_packed", "_global_scale", divides=True),
-    ),
-    "modelopt fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, floats(".weight_scale", None, torch.float32)),
-    "modelopt nvfp4": (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {"group_0": {"targets": ["Linear"]}}},
-        nvfp4("", "_scale_2", divides=False),
-    ),
-    "compressed int8": (
-        compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
-        integers(8, group=None, zeros=True),
-    ),
-    "compressed 4 bits": (compressed("pack-quantized", num_bits=4, type="int", strategy="group"), integers(4)),
-    "compressed 4 bits, ordered": (
-        compressed("pack-quantized", num_bits=4, type="int", strategy="group", actorder="group"),
-        integers(4, zeros=True, ordered=True),
-    ),
-    "compressed 8 bits": (compressed("pack-quantized", num_bits=8, type="int"), integers(8, zeros=True)),
-    "compressed 4 bits, early": (
-        compressed("pack-quantized", num_bits=4, type="int", symmetric=False, group_size=GROUP),
-        integers(4, zeros=True, early=True),
-    ),
-    "gptq 4 bits": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, **GPTQMODEL}, gptq(4)),
-    "gptq 4 bits, ordered": ({"quant_method": "gptq", "bits": 4, "desc_act": True, **GPTQMODEL}, gptq(4, ordered=True)),
-    "gptq 8 bits": ({"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq", **GPTQMODEL}, gptq(8)),
-    "gptq 4 bits, symmetric": ({"quant_method": "gptq", "bits": 4, "sym": True}, gptq(4, zeros="middle")),
-    "gptq 4 and 8 bits": (
-        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 8}, "-:lm_head": {}}, **GPTQMODEL},
-        gptq(4, 8),
-    ),
-    "gptq 4 bits, second format": (
-        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
-        gptq(4, second=True),
-    ),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
-    "bitsandbytes nf4": (
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-        bitsandbytes("nf4", dtype="float16"),
-    ),
-    "bitsandbytes nf4, nested": (
-        {
-            "quant_method": "bitsandbytes",
-            "load_in_4bit": True,
-            "load_in_8bit": False,
-            "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_use_double_quant": True,
-        },
-        bitsandbytes("nf4", nested=True),
-    ),
-    "bitsandbytes fp4": (
-        {"quant_method": "bitsandbytes", "load_in_4bit": True},
-        bitsandbytes("fp4", block=128, dtype="float32"),
-    ),
-    "bitsandbytes int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bitsandbytes_int8),
+    form: (given["entry"], eval(given["pack"])) for form, given in table(__file__, "forms").items()
 }
 """The entry of config.json and the packer of each form of a single matrix."""
 

@@ -20,9 +20,7 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import chip as chips
 from symbiosis_priv.kernels.chip import Chip
 from symbiosis_priv.network.tls import TenantIdentity
-from symbiosis_priv.network.wire import ErrorCode
-from tests.provider.clients import failure
-from tests.provider.conftest import Configure, Connect
+from tests.provider.conftest import Configure
 from tests.waiting import until
 
 LAYERS = 2
@@ -136,18 +134,6 @@ def test_a_tenant_at_all_cards_gets_its_quota_in_sum(rate: int, groups: list[int
     assert done <= (rate * (max(passes) + BURST_S) + rows * len(groups)) * (1 + 1e-9)
     if rows * total * together <= rate * BURST_S:
         assert max(passes) <= done / rate * (1 + 1e-6)  # no slower than with one process
-
-
-def test_connections_are_limited_by_each_process(configure: Configure, connect: Connect) -> None:
-    config = configure(
-        roles=("executor",), max_connections_per_tenant=1, executor=ExecutorConfig(processes=2, threads=1)
-    )
-    first, second = (card.config(config) for card in cards_of(config))
-    with Provider(first) as one, Provider(second) as other:
-        for place in (one, other):
-            connect("alice", to=place)
-            assert failure(connect("alice", role=None, to=place).receive()[0]) == ErrorCode.BUSY
-        assert one.address != other.address
 
 
 def test_a_provider_in_code_has_one_card(configure: Configure) -> None:

@@ -9,6 +9,7 @@ import pytest
 from provider.config.provider_toml import load, template
 from provider.config.schema import Limits, ProviderConfig, from_json, to_json
 from symbiosis_priv.errors import ConfigError
+from tests.cases import cases
 
 NO_DEFAULT = (
     *(
@@ -101,61 +102,19 @@ def test_paths_of_relays_are_relative_to_the_file(tmp_path: Path) -> None:
     assert from_json(to_json(config)) == config
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ("colour = 1\n" + MINIMAL, "colour"),
-        (MINIMAL + "pin = 1", "pin"),
-        (MINIMAL.replace('key = "alpha.key"', ""), "key"),
-        (MINIMAL.replace('"alpha.key"', "3"), "key"),
-        ('roles = ["boss"]\n' + MINIMAL, "roles"),
-        ("roles = []\n" + MINIMAL, "roles"),
-        ('listen = "nowhere"\n' + MINIMAL, "nowhere"),
-        (MINIMAL + "[limits]\nmax_payload_mib = 0", "max_payload_mib"),
-        (MINIMAL + "[limits]\nstop_timeout_s = -1.0", "stop_timeout_s"),
-        (MINIMAL + "[limits]\nmax_payload_mib = 1000", "max_inflight_mib_per_tenant"),
-        (MINIMAL + "[limits]\nmax_inflight_mib = 600", "max_inflight_mib"),
-        (MINIMAL + '[executor]\nendpoint = "tcp://0.0.0.0:1"', "endpoint"),
-        (MINIMAL + f'[executor]\nendpoint = "ipc:///{"x" * 100}"', "endpoint"),
-        (MINIMAL + '[executor]\ngateways = "all"', "devices takes its place"),
-        (MINIMAL + '[executor]\ndevices = "some"', "devices"),
-        (MINIMAL + '[executor]\ndevices = ["cuda"]', "devices"),
-        (MINIMAL + '[executor]\ndevices = ["cuda:1", "cuda:1"]', "has a card twice"),
-        (MINIMAL + '[executor]\ndevices = "all"\nranks = 2', "exclude each other"),
-        (MINIMAL + "[executor]\nprocesses = 2\nranks = 2", "exclude each other"),
-        (MINIMAL + '[executor]\nprocesses = 2\nendpoint = "ipc:///run/a/b"', "exclude each other"),
-        (MINIMAL + '[executor]\nprocesses = 2\ndevices = "all"', "exclude each other"),
-        (MINIMAL + '[executor]\nprocesses = 2\ndevice = "cuda"', "write devices = 'all'"),
-        (MINIMAL + "[executor]\nprocesses = 2\nfloat_memory_mib = 9", "remove .executor. float"),
-        ('roles = ["executor", "helper"]\n' + MINIMAL + "[executor]\nprocesses = 2", "remove roles"),
-        (MINIMAL + '[executor]\ndevices = "all"\n[relay]\nfrom = ["b.pem"]', "remove .relay. from"),
-        (
-            MINIMAL + '[executor]\ndevices = "all"\n[registry]\nannounce = ["r.example:1"]\nauthority = "a.pem"',
-            "remove .registry. announce",
-        ),
-        (MINIMAL.replace("[tls]", "weight_bits = 40\n[tls]"), "weight_bits"),
-        (MINIMAL + '[relay]\nto = [{ address = "alpha.example:1", certificate = "a.pem" }]', '"helper" to roles'),
-        ('roles = ["helper"]\n' + MINIMAL + '[relay]\nfrom = ["b.pem"]', '"executor" to roles'),
-        (
-            'roles = ["helper"]\n' + MINIMAL + '[relay]\nto = [{ address = "alpha", certificate = "a.pem" }]',
-            "host:port",
-        ),
-        (MINIMAL + "[relay]\nhelpers = []", "known are to, from, memory_mib"),
-        (MINIMAL + '[registry]\nannounce = ["r.example:1"]', "announce needs authority"),
-        (MINIMAL + '[registry]\nannounce = ["r.example"]\nauthority = "a.pem"', "not host:port"),
-        (MINIMAL + '[registry]\nannounce = ["r.example:1"]\nauthority = "a.pem"\naddress = "here"', "not host:port"),
-        (MINIMAL + "[registry]\ncapacity_layers = 0", "capacity_layers"),
-        (
-            'roles = ["helper"]\n' + MINIMAL + '[registry]\nannounce = ["r.example:1"]\nauthority = "a.pem"',
-            "tenants choose their helpers by hand",
-        ),
-        (MINIMAL.replace("[tls]", 'layers = "auto"\n[tls]'), "capacity_layers"),
-        ("name =", "provider.toml"),
-    ],
-)
-def test_mistakes_are_named(tmp_path: Path, change: str, named: str) -> None:
+@cases(__file__, "mistakes")
+def test_mistakes_are_named(
+    tmp_path: Path, before: str | None, after: str | None, replaced: str | None, by: str | None, named: str
+) -> None:
+    text = f"{before or ''}\n{MINIMAL}{after or ''}"
+    text = text.replace(replaced, by or "") if replaced else text
     with pytest.raises(ConfigError, match=named):
-        load(written(tmp_path, change))
+        load(written(tmp_path, text))
+
+
+def test_half_a_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"provider\.toml"):
+        load(written(tmp_path, "name ="))
 
 
 def test_child_configuration_is_checked() -> None:

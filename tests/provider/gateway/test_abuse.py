@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -189,69 +188,6 @@ def test_effects_of_a_tenant_that_hangs_up(victim: Service, connect: Connect, bl
     culprit.must_have(abandoned=6)
 
 
-def test_payloads_that_are_announced_and_never_sent(victim: Service, connect: Connect, blame: Blame) -> None:
-    culprits = [blame(tenant) for tenant in ("alice", "bob")]
-    for tenant in ("alice", "bob"):
-        for _ in range(3):
-            attacker = connect(tenant, to=victim)
-            attacker.send(execute(GATE_UP, ROWS), announced=ROWS * WIDTH * 4)
-    honest = connect("carol", to=victim)
-    assert longest_wait(honest, seconds=1.0) <= PATIENCE_S
-    begun = time.monotonic()
-    honest.product(execute(GATE_UP, ROWS), torch.ones(ROWS, WIDTH, dtype=torch.int32))
-    assert time.monotonic() - begun < 15.0
-    for culprit in culprits:
-        culprit.must_have(slow=1)
-
-
-def test_requests_whose_tenant_leaves(victim: Service, connect: Connect, blame: Blame) -> None:
-    """The memory of abandoned requests is freed before their bytes can be granted again."""
-    honest, culprit = connect("alice", to=victim), blame("bob")
-    matrix = bytes(ROWS * WIDTH * 4)
-    over = threading.Event()
-
-    def attack() -> None:
-        while not over.is_set():
-            with contextlib.closing(connect("bob", to=victim)) as attacker:
-                attacker.send(execute(GATE_UP, ROWS), matrix)
-
-    with watching(victim) as watch, beside(*[attack] * 3, over=over):
-        assert longest_wait(honest, seconds=1.5) <= PATIENCE_S
-    assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
-    culprit.must_have(abandoned=1)
-
-
-def test_requests_that_come_too_late(
-    configure: Configure, launch: Launch, wide: Path, connect: Connect, tmp_path: Path
-) -> None:
-    """Late requests are refused and sent again at once; memory that the executor still holds stays on the budget."""
-    bills = tmp_path / "usage.sqlite"
-    config = configure(checkpoint=wide, request_timeout_s=0.05, **LIMITS)
-    service = launch(msgspec.structs.replace(config, usage=UsageConfig(database=bills)))
-    honest, row, matrix = connect("alice", to=service), torch.ones(1, WIDTH, dtype=torch.int32), bytes(ROWS * WIDTH * 4)
-    honest.until_served(execute(GATE_UP, 1), row, within=20)
-    over = threading.Event()
-
-    def attack(tenant: str) -> None:
-        with contextlib.closing(connect(tenant, to=service)) as attacker:
-            while not over.is_set():
-                attacker.send(execute(GATE_UP, ROWS), matrix)
-                attacker.receive()
-
-    attacks = [partial(attack, tenant) for tenant in ("bob", "carol") for _ in range(3)]
-    with watching(service) as watch, beside(*attacks, over=over):
-        end = time.monotonic() + 1.5
-        while (begun := time.monotonic()) < end:
-            honest.until_served(execute(GATE_UP, 1), row, within=20)
-            assert time.monotonic() - begun <= PATIENCE_S
-    assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib"]
-
-    def late() -> set[str]:
-        return {str(line["tenant"]) for line in read(bills) if int(line["failed"]) + int(line["refused"])}
-
-    until(lambda: {"bob", "carol"} <= late())
-
-
 def test_a_flood_of_large_requests(victim: Service, connect: Connect, blame: Blame) -> None:
     """Honest answers have the right bits, and the abuser is billed for the flood."""
     honest, culprit = connect("alice", to=victim), blame("bob")
@@ -274,20 +210,6 @@ def test_a_flood_of_large_requests(victim: Service, connect: Connect, blame: Bla
             future.result()
     assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
     culprit.must_have(requests=24, rows=24 * 2048)
-
-
-def test_answers_that_are_never_read(victim: Service, connect: Connect, blame: Blame) -> None:
-    """Unread answers use memory of their tenant's share, and keep no other tenant's rows in memory."""
-    honest, culprit = connect("alice", to=victim), blame("bob")
-    readers = [connect("bob", to=victim) for _ in range(8)]
-    with watching(victim) as watch:
-        for reader in readers:
-            reader.send(execute(GATE_UP, 2048), bytes(2048 * WIDTH * 4))
-        culprit.must_have(requests=8)
-        assert longest_wait(honest, seconds=1.0) <= PATIENCE_S
-        for reader in readers:
-            reader.close()
-    assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
 
 
 class FarClient:
@@ -338,31 +260,6 @@ def test_silent_unauthenticated_connections(victim: Service, keys: Keys) -> None
     assert watch.grown_mib <= 32
     named = [line for line in victim.logged() if line["event"] in ("handshake_dropped", "handshake_refused")]
     assert len(named) < 50
-
-
-def held(pid: int) -> tuple[int, int]:
-    """(open files, threads) of a process."""
-    return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208 - /proc
-
-
-def test_a_thousand_closed_connections_leave_no_memory_files_or_threads(
-    victim: Service, connect: Connect, keys: Keys
-) -> None:
-    honest, before = connect("alice", to=victim), held(victim.process.pid)
-
-    def come_and_go() -> None:
-        for number in range(250):
-            with contextlib.suppress(OSError):  # some do not even finish their handshake
-                connection = socket.create_connection(parse_address(victim.address), timeout=20)
-                with connection, contextlib.ExitStack() as stack:
-                    if number % 2:
-                        tls = keys.context("bob").wrap_socket(connection, server_hostname="127.0.0.1")
-                        stack.enter_context(tls).sendall(wire.encode(wire.FetchHealth()))
-
-    with watching(victim) as watch, beside(*[come_and_go] * 4):
-        assert longest_wait(honest, seconds=1.0) <= PATIENCE_S
-    until(lambda: all(now <= then + 2 for now, then in zip(held(victim.process.pid), before, strict=True)))
-    assert watch.grown_mib <= 32
 
 
 def malformed(rng: random.Random) -> tuple[bytes, bool]:
@@ -429,14 +326,3 @@ def test_ten_thousand_malformed_frames(configure: Configure, launch: Launch, wid
     assert watch.grown_mib < 32
     assert service.stop() == 0
     assert not any(line["event"] == "connection_failed" for line in service.logged())
-
-
-def test_memory_is_flat_in_the_number_of_tenants(victim: Service, connect: Connect) -> None:
-    """At most 2 MiB for each connection, whatever it has requested before."""
-    rows = torch.ones(64, WIDTH, dtype=torch.int32)
-    with watching(victim) as watch:
-        for tenant in ("alice", "bob", "carol"):
-            for _ in range(20):
-                connect(tenant, to=victim).product(execute(GATE_UP, 64), rows)
-    assert watch.grown_mib <= 2 * 60
-    assert watch.left_mib <= 60

@@ -22,7 +22,7 @@ from provider.products.model import ServedModel
 from provider.refusal import Refusal
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import Seed
-from symbiosis_priv.errors import ConfigError, SymbiosisError
+from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.hybrid import KeyOffer
@@ -116,13 +116,6 @@ def test_a_part_of_the_layers(configure: Configure, connect: Connect, provider: 
         assert status is not None
         assert (status.first_group, len(status.rows_by_group)) == (4, 5)
         assert status.rows_by_group == [5, 3, 3, 3, 3]
-
-
-def test_layers_that_the_model_does_not_have(configure: Configure) -> None:
-    whole = configure()
-    part = msgspec.structs.replace(whole, model=msgspec.structs.replace(whole.model, layers="1-2"))
-    with pytest.raises(ConfigError, match="layers = '1-2' goes beyond this model, whose layers are 0-1"):
-        Provider(part).start()
 
 
 def test_frequent_health_requests_take_no_executor_time(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,19 +246,6 @@ def test_bytes_are_held_from_the_header_on(configure: Configure, connect: Connec
         until(lambda: provider.status().bytes_held >= 2 * 4 * WIDTH * rows, within_s=30)
         client.close()
         until(lambda: not provider.status().bytes_held, within_s=30)
-
-
-def test_a_request_of_a_kind_that_was_accepted_is_checked_again(connect: Connect) -> None:
-    """The connection keeps the sizes of accepted kinds, and nothing else of them."""
-    client = connect()
-    rows = torch.ones(2, WIDTH, dtype=torch.int32)
-    narrow = msgspec.structs.replace(execute(0, 2), ring_bits=24)
-    for request in (execute(0, 2), narrow, execute(0, 2)):
-        assert torch.equal(client.product(request, rows), client.product(execute(0, 2), rows))
-        assert failure(client.ask(execute(0, 2), bytes(8))) == wire.ErrorCode.BAD_REQUEST
-    assert failure(client.ask(effect(0, 2, seed=bytes(32)))) == wire.ErrorCode.ROLE_REFUSED
-    assert failure(client.ask(execute(99, 2), bytes(8))) == wire.ErrorCode.BAD_REQUEST
-    assert works(client)
 
 
 def test_broken_frames_end_the_connection(connect: Connect, provider: Provider) -> None:
@@ -407,16 +387,6 @@ def test_bytes_are_taken_before_memory_is() -> None:
             pass
         assert budget.used == 8 * MIB
     assert budget.used == 0
-
-
-def test_small_requests_never_wait_for_bytes() -> None:
-    budget = ByteBudget(LARGE)
-    alice, bob, carol = tenants("alice", "bob", "carol")
-    with budget.taken(alice, 8 * MIB, timeout=0), budget.taken(bob, 4 * MIB, timeout=0):
-        with budget.taken(carol, LARGE.small_request, timeout=0), budget.taken(alice, 10, timeout=0):
-            pass
-        with pytest.raises(Refusal), budget.taken(carol, LARGE.small_request + 1, timeout=0):
-            pass
 
 
 def test_tenants_take_turns_for_bytes() -> None:

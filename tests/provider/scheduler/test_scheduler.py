@@ -259,26 +259,6 @@ def test_a_tenant_is_charged_with_the_time_that_a_product_took() -> None:
     assert seconds["fine_tuning"] > 0.4 * sum(seconds.values())
 
 
-def test_rows_that_joined_products_of_inference_do_not_keep_fine_tuning_from_its_turn_later() -> None:
-    """They were more than its share, and it paid for them once inference asked for another layer group."""
-    row_s = ROW_WORK / RATE
-    subject = scheduler(slice_s=200 * row_s)
-    subject.put(job("trainer", rows=1_000_000, stage="fine_tuning"))
-
-    def served(rows: int, group: int) -> Counter[Stage]:
-        found = Counter[Stage]()
-        while found.total() < rows:
-            if not subject.waiting()["inference"]:
-                subject.put(job("chat", rows=40, group=group))
-            pieces = subject.take(0.0)
-            found.update({piece.job.stage: piece.rows for piece in pieces})
-            subject.done(pieces, now=0.0, seconds=sum(piece.rows for piece in pieces) * row_s)
-        return found
-
-    assert served(20_000, group=0)["fine_tuning"] > 6_000
-    assert served(5_000, group=1)["fine_tuning"] > 800
-
-
 # Fair shares of tenants and of stages, by their weights
 
 
@@ -332,16 +312,6 @@ def test_inference_has_priority_and_does_not_starve_fine_tuning() -> None:
     assert served["inference"] / served["fine_tuning"] == pytest.approx(4, rel=0.2)
 
 
-def test_one_row_of_inference_overtakes_waiting_fine_tuning() -> None:
-    subject = scheduler()
-    for tenant in "abc":
-        subject.put(job(tenant, rows=1000, stage="fine_tuning"))
-    for _ in range(10):
-        subject.take(1.0)
-    subject.put(job("chat", rows=1, group=5, arrival=1.0))
-    assert subject.take(1.0)[0].job.tenant == "chat"
-
-
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("name", ["opportunistic", "none"])
 def test_requests_for_a_narrow_layer_group_are_not_free(name: PolicyName, rows: int) -> None:
@@ -384,23 +354,6 @@ def test_only_fine_tuning_and_leading_requests_are_cut(arriving: list[Job]) -> N
         assert sum(p.job.stage == "fine_tuning" for p in cut) <= 1
 
 
-def test_only_a_tenant_alone_is_served_past_the_queues() -> None:
-    """No other tenant waits or is expected meanwhile, and the rows fit in a slice."""
-    subject = scheduler()
-    for group in range(3):
-        assert not subject.is_alone(job("alone", rows=SLICE_ROWS + 1))
-        assert subject.is_alone(job("alone", rows=SLICE_ROWS, group=group))
-        (piece,) = subject.take_alone(one := job("alone", rows=SLICE_ROWS, group=group))
-        assert piece == (one, 0, SLICE_ROWS)
-        assert one.left
-        subject.done([piece], now=0.0, seconds=1.0)
-    assert not subject.is_alone(job("another"))  # the first tenant is expected
-    subject.put(job("another"))
-    assert not subject.is_alone(job("alone"))  # the other tenant waits
-    assert [p.job.tenant for p in subject.take(0.0)] == ["another"]
-    assert not scheduler("none").is_alone(job())
-
-
 @pytest.mark.parametrize(("tenant", "stage"), [("another", "fine_tuning"), ("trainer", "inference")])
 def test_products_are_longer_while_nobody_else_has_asked_for_a_second(tenant: str, stage: Stage) -> None:
     subject = scheduler()
@@ -421,16 +374,6 @@ def test_products_are_longer_while_nobody_else_has_asked_for_a_second(tenant: st
         pass
     assert trained(3.5, 20) == [8, 8, 4]
     assert trained(5.0, 20) == [20]
-
-
-def test_rows_of_fine_tuning_fill_the_slice_of_an_inference() -> None:
-    subject = scheduler()
-    subject.put(job("trainer", rows=500, stage="fine_tuning"))
-    subject.take(0.0)
-    subject.put(job("chat", rows=4))
-    subject.put(job("other", rows=3))
-    pieces = subject.take(0.0)
-    assert [(p.job.tenant, p.rows) for p in pieces] == [("chat", 4), ("other", 3), ("trainer", SLICE_ROWS - 7)]
 
 
 @pytest.mark.parametrize(("reading_rows", "riders"), [(0, 2), (20, 10)])
@@ -460,17 +403,6 @@ def test_added_fine_tuning_gets_no_more_than_its_share() -> None:
             served[piece.job.tenant] += piece.rows
     assert served["does not"] > 5 * SLICE_ROWS  # and it does get its share
     assert served["rides"] - served["does not"] <= 3 * SLICE_ROWS
-
-
-def test_inference_joins_fine_tuning_which_keeps_half_of_its_slice() -> None:
-    subject = scheduler()
-    subject.put(job("chat", rows=1, group=1))
-    subject.take(0.0)  # fine-tuning has been charged less now
-    subject.put(job("trainer", rows=500, stage="fine_tuning"))
-    for tenant in "abc":
-        subject.put(job(tenant, rows=3))
-    pieces = subject.take(0.0)
-    assert [(p.job.tenant, p.rows) for p in pieces] == [("a", 3), ("trainer", SLICE_ROWS - 3)]
 
 
 @pytest.mark.parametrize(

@@ -125,12 +125,6 @@ def test_only_the_parent_is_killed(parent: int | str | None, monkeypatch: pytest
     assert not killed
 
 
-def test_the_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}.items():
-        monkeypatch.setenv(name, value)
-    assert [rank for rank in range(9) if rank_group.is_here(rank)] == [4, 5, 6]
-
-
 FLOODED = """
 import sys
 from provider.shards import rank_group

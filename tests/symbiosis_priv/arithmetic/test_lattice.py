@@ -13,7 +13,7 @@ from symbiosis_priv.arithmetic import lattice
 from symbiosis_priv.arithmetic.keystream import StreamKey, expand
 from symbiosis_priv.arithmetic.lattice import HEIGHT, MOST_NOISE, WEIGHT, WORDS, Panels
 from symbiosis_priv.limits import HintBits
-from tests.builds import BUILDS, TORCH, build
+from tests.builds import BUILDS, build
 
 HALF = WEIGHT // 2
 KEY = StreamKey(bytes(range(32)))
@@ -114,11 +114,3 @@ def test_products_are_exact_for_the_rounded_matrix(name: str, bits: HintBits, wi
     with build(name):
         panels.add_product(secrets, out)
     assert torch.equal(out, want)
-
-
-def test_no_rows_have_no_product() -> None:
-    for name in (TORCH, BUILDS[-1]):
-        out = torch.empty((0, 5), dtype=torch.int32)
-        with build(name):
-            Panels.empty(5, bits=20).add_product(lattice.secrets(words(0, WORDS)), out)
-        assert out.shape == (0, 5)

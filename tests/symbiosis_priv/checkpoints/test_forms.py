@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
+import shutil
 import struct
 import sys
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +28,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.checkpoints.widening import shape, widen
 from symbiosis_priv.errors import CheckpointError, UnsupportedModelError
 from tests import experts, forms
+from tests.cases import cases
 
 DOWN = "model.layers.1.mlp.down_proj"
 
@@ -69,7 +72,7 @@ def test_the_manifest_of_experts_is_that_of_the_same_weights_in_floats(moe: Path
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system has no peak of memory to reset")
 def test_one_matrix_of_a_stack_is_widened_at_a_time(tmp_path: Path) -> None:
     """While a store reads and quantises 128 experts, its memory grows by less than their weights in float32."""
-    stacked = ["fp8 blocks, float32", "compressed 4 bits", "mxfp4"]
+    stacked = ["compressed 4 bits", "mxfp4"]
     program = f"from {__name__} import growth\nfor form in {stacked}: print(*growth(form, {str(tmp_path)!r}))"
     # freed memory goes back to the system at once: what the allocator keeps would be counted too
     allocator = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "1"}
@@ -298,16 +301,29 @@ def test_scales_and_numbers_at_their_ends() -> None:
 # What a stranger may write
 
 
+@pytest.fixture(scope="module")
+def published(llama_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], Path]:
+    """`published(form, folder)`: a copy of the Llama in a form, which is packed once."""
+    packed: dict[str, Path] = {}
+
+    def copy(form: str, folder: Path) -> Path:
+        if form not in packed:
+            packed[form] = tmp_path_factory.mktemp("packed") / "model"
+            forms.publish(llama_path, packed[form], form)
+        return Path(shutil.copytree(packed[form], folder))
+
+    return copy
+
+
 def damaged(folder: Path, **changes: Any) -> Path:
     """Change or remove (None) tensors of a checkpoint."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for ending, change in changes.items():
         name = f"{DOWN}.{ending}"
-        if change is None:
+        tensors[name] = change(tensors.get(name))
+        if tensors[name] is None:
             del tensors[name]
-        else:
-            tensors[name] = change(tensors.get(name))
     save_file(tensors, path)
     return folder
 
@@ -326,100 +342,12 @@ def state(tensor: torch.Tensor, **changes: Any) -> torch.Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
-HOSTILE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "no scales": ("fp8 blocks", {"weight_scale_inv": None}, "without its scales"),
-    "infinite scales": ("fp8 blocks", {"weight_scale_inv": at(1, float("inf"))}, "inf or nan"),
-    "scales that overflow": ("fp8 blocks", {"weight_scale_inv": at(1, 3e38)}, "inf or nan"),
-    "no number": (
-        "fp8 blocks, powers of two",
-        {"weight": lambda t: at(5, 255)(t.view(torch.uint8)).view(t.dtype)},
-        "nan",
-    ),
-    "too few scales": ("fp8 blocks", {"weight_scale_inv": lambda t: t[:1].contiguous()}, "scales do not fit"),
-    "no scale at all": ("fp8 channels", {"weight_scale": lambda t: t[:0].contiguous()}, "scales do not fit"),
-    "scales of doubles": ("fp8 channels", {"weight_scale": lambda t: t.double()}, "float64"),
-    "integers for floats": ("fp8 channels", {"weight": lambda t: t.to(torch.int32)}, "int32"),
-    "no zero points": ("gptq 4 bits", {"qzeros": None}, "has no .*qzeros"),
-    "a group below 0": ("gptq 4 bits", {"g_idx": at(3, -1)}, "out of range"),
-    "a group that is not there": ("gptq 4 bits", {"g_idx": at(3, 1 << 30)}, "out of range"),
-    "too few groups": ("gptq 4 bits", {"g_idx": lambda t: t[:-1].contiguous()}, "do not hold"),
-    "groups that are not named": ("gptq 4 bits", {"g_idx": lambda t: 0 * t}, "has no columns"),
-    "other zero points than it says": (
-        "gptq 4 bits, symmetric",
-        {"qzeros": lambda t: t + 0x11111111},
-        r"a zero point is 9, not 8; perhaps its checkpoint_format is \"gptq_v2\"",
-    ),
-    "lost zero points": ("gptq 4 bits, symmetric", {"qzeros": at(0, -1)}, "overwritten its neighbours"),
-    "too many zero points": ("gptq 4 bits", {"qzeros": lambda t: torch.cat([t, t], 1)}, "do not hold the zero points"),
-    "groups of another size": (
-        "awq",
-        {"qzeros": lambda t: t[:2].contiguous(), "scales": lambda t: t[:2].contiguous()},
-        "not of the sizes",
-    ),
-    "other words": ("gptq 4 bits", {"qweight": lambda t: t.to(torch.int64)}, "packed integers"),
-    "words of one dimension": ("awq", {"qweight": lambda t: t.flatten()}, "packed integers"),
-    "more rows": ("awq", {"qweight": lambda t: torch.cat([t, t])}, r"on disk|config\.json says"),
-    "a shape that does not fit": ("compressed 4 bits", {"weight_shape": at(1, 1 << 40)}, "words do not hold"),
-    "a negative shape": ("compressed 4 bits", {"weight_shape": at(0, -32)}, "words do not hold"),
-    "a shape of floats": ("compressed 4 bits", {"weight_shape": lambda t: t.float()}, "two integers"),
-    "a shape of many numbers": ("compressed 4 bits", {"weight_shape": lambda t: t.repeat(1000)}, "two integers"),
-    "no shape": ("compressed 4 bits", {"weight_shape": None}, "lack their shape"),
-    "no scale of the scales": ("compressed nvfp4", {"weight_global_scale": None}, "lacks the scale of its scales"),
-    "a scale of the scales that is 0": ("compressed nvfp4", {"weight_global_scale": lambda t: 0 * t}, "inf or nan"),
-    "many scales of the scales": ("modelopt nvfp4", {"weight_scale_2": lambda t: t.repeat(2)}, "not one float32"),
-    "an FP4 zero point": (
-        "compressed mxfp4",
-        {"weight_zero_point": lambda _: torch.zeros(1, dtype=torch.int8)},
-        "uint8 with these scales",
-    ),
-    "a table of other numbers": ("bitsandbytes nf4", {"weight.quant_map": at(3, -0.4)}, "not that of nf4"),
-    "no state": ("bitsandbytes nf4", {"weight.quant_state.bitsandbytes__nf4": None}, "no state"),
-    "a state that is no JSON": (
-        "bitsandbytes nf4",
-        {"weight.quant_state.bitsandbytes__nf4": at(0, 0)},
-        "its state is damaged",
-    ),
-    "a state of megabytes": (
-        "bitsandbytes nf4",
-        {"weight.quant_state.bitsandbytes__nf4": lambda t: t.repeat(100)},
-        "at most 4096 bytes",
-    ),
-    "another shape than its bytes": (
-        "bitsandbytes nf4",
-        {"weight.quant_state.bitsandbytes__nf4": lambda t: state(t, shape=[1 << 40, 1 << 40])},
-        "are not .* in blocks",
-    ),
-    "another code than its name": (
-        "bitsandbytes nf4",
-        {"weight.quant_state.bitsandbytes__nf4": lambda t: state(t, quant_type="fp4")},
-        "the state fp4 as nf4",
-    ),
-    "scales that are not nested": (
-        "bitsandbytes nf4, nested",
-        {"weight.nested_absmax": None},
-        "bnb_4bit_use_double_quant",
-    ),
-    "scales nested otherwise": (
-        "bitsandbytes nf4, nested",
-        {"weight.quant_state.bitsandbytes__nf4": lambda t: state(t, nested_dtype="float16")},
-        "its state is damaged",
-    ),
-    "too few scales of blocks": (
-        "bitsandbytes fp4",
-        {"weight.absmax": lambda t: t[1:].contiguous()},
-        "are not .* in blocks",
-    ),
-    "int8 by columns": ("bitsandbytes int8", {"weight_format": at(0, 1)}, "not stored by rows"),
-    "too few scales of rows": ("bitsandbytes int8", {"SCB": lambda t: t[1:].contiguous()}, "scales do not fit"),
-    "two weights": ("compressed 4 bits", {"weight": lambda _: torch.zeros(32, 48)}, "twice"),
-}
-
-
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_damaged_weight_is_refused_by_name(case: str, llama_path: Path, tmp_path: Path) -> None:
-    form, changes, says = HOSTILE[case]
-    forms.publish(llama_path, tmp_path / "published", form)
-    damaged(tmp_path / "published", **changes)
+@cases(__file__, "hostile")
+def test_a_damaged_weight_is_refused_by_name(
+    form: str, changes: dict[str, str], says: str, published: Callable[[str, Path], Path], tmp_path: Path
+) -> None:
+    folder = published(form, tmp_path / "published")
+    damaged(folder, **{name: eval(f"lambda t: {change}") for name, change in changes.items()})
     with pytest.raises(CheckpointError, match=says) as error:
         WeightStore(tmp_path / "published", cache=tmp_path / "cache").manifest()
     assert "down_proj" in str(error.value)
@@ -471,47 +399,10 @@ def test_tensors_of_activations_are_not_part_of_a_weight(llama_path: Path, tmp_p
     assert WeightStore(tmp_path / "published").manifest() == WeightStore(wide).manifest()
 
 
-REFUSED: dict[str, tuple[dict[str, Any] | str, str]] = {
-    "higgs": ({"quant_method": "higgs"}, r"higgs.*model\.dequantize\(\)"),
-    "bitsandbytes of 4 and 8 bits": (
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": True},
-        "load_in_4bit = True, load_in_8bit = True",
-    ),
-    "bitsandbytes in a code that it has not": (
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"},
-        "int4",
-    ),
-    "gguf": ({"quant_method": "gguf"}, "gguf.*gguf_file=name"),
-    "exl2": ({"quant_method": "exl2"}, "exl2.*unquantised model"),
-    "a text": ("hqq", "hqq.*unquantised model"),
-    "a list": ({"quant_method": ["fp8"]}, "not read"),
-    "nothing": ({"bits": 4}, "None"),
-    "auto-round": ({"quant_method": "auto-round"}, "format='auto_gptq'"),
-    "3 bits of some": (
-        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 3}}},
-        "bits = 3; read are 4 and 8",
-    ),
-    "groups of a text": ({"quant_method": "awq", "bits": 4, "group_size": "a"}, "group_size = 'a'"),
-    "3 bits": ({"quant_method": "gptq", "bits": 3}, "bits = 3; read are 4 and 8"),
-    "True bits": ({"quant_method": "gptq", "bits": True}, "bits = True"),
-    "marlin": ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "marlin"),
-    "gemv": ({"quant_method": "awq", "bits": 4, "version": "GEMV"}, "awq in the version gemv"),
-    "mxfp6": (forms.compressed("mxfp6-pack-quantized", num_bits=8), "mxfp6-pack-quantized"),
-    "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "modelopt with NVFP4_AWQ"),
-    "sparse": (
-        forms.compressed("dense", num_bits=4) | {"sparsity_config": {"format": "sparse-24-bitmask"}},
-        "sparse-24-bitmask",
-    ),
-    "rotated": (forms.compressed("dense", num_bits=4) | {"transform_config": {"config_groups": {"a": 1}}}, "rotated"),
-    "blocks of nothing": ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "two positive numbers"),
-    "huge blocks": ({"quant_method": "fp8", "weight_block_size": [1 << 60, 1]}, "two positive numbers"),
-    "many blocks": ({"quant_method": "fp8", "weight_block_size": [1] * 1000}, "two positive numbers"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_other_forms_are_refused_by_name_with_what_to_do(case: str, llama_path: Path, tmp_path: Path) -> None:
-    entry, says = REFUSED[case]
+@cases(__file__, "refused")
+def test_other_forms_are_refused_by_name_with_what_to_do(
+    entry: Any, says: str, llama_path: Path, tmp_path: Path
+) -> None:
     config = json.loads((llama_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": entry}))
     with pytest.raises((CheckpointError, UnsupportedModelError), match=says) as error:

@@ -98,14 +98,6 @@ def test_names_become_folders_of_one_commit_and_the_cache_is_asked_first(hub: ty
     assert len(hub.asked) == asked
 
 
-def test_a_cache_with_config_json_alone_is_completed(hub: type[Hub], tmp_path: Path, tiny: Path) -> None:
-    repository = tmp_path / "cache" / "models--owner--tiny"
-    for name, text in (("refs/main", COMMIT), (f"snapshots/{COMMIT}/config.json", (tiny / "config.json").read_text())):
-        (repository / name).parent.mkdir(parents=True)
-        (repository / name).write_text(text)
-    assert (resolve("owner/tiny") / "model.safetensors").is_file()
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [

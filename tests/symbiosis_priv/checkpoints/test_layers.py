@@ -1,13 +1,11 @@
 """Layer numbers, and ranges of layers as contiguous ranges of groups."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
 
 from symbiosis_priv.checkpoints.layers import LayerRange, layers_of, spans, whole_layers
-from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError
 
 _parts = st.sampled_from(["model", "layers", "0", "1", "2", "17", "q_proj", "q_proj+2", "3+1", "lm_head"])
@@ -33,14 +31,6 @@ def test_blocks_are_counted_in_the_manifests_order(group_names: list[str], layer
     assert layers_of(group_names) == layers
 
 
-def test_layers_of_real_models(llama_path: Path, gpt2_path: Path, tmp_path: Path) -> None:
-    for path, heads in ((llama_path, 1), (gpt2_path, 0)):
-        manifest = WeightStore(path, cache=tmp_path).manifest()
-        per_layer = (len(manifest.groups) - heads) // 2
-        assert manifest.layers == (0,) * per_layer + (1,) * (per_layer + heads)
-        assert manifest.layers == layers_of(group.name for group in manifest.groups)
-
-
 @given(names)
 def test_layers_begin_at_0_and_grow_by_one(group_names: list[str]) -> None:
     layers = layers_of(group_names)
@@ -58,10 +48,6 @@ def test_a_range_of_layers_is_one_range_of_groups(group_names: list[str], wanted
     groups = wanted.groups(layers)
     assert [layers[group] in wanted for group in range(len(layers))] == [g in groups for g in range(len(layers))]
     assert whole_layers(groups, layers) == tuple(range(wanted.first, wanted.last + 1))
-
-
-def test_a_partial_layer_is_not_a_whole_layer() -> None:
-    assert whole_layers(range(1, 5), (0, 0, 1, 1, 2, 2)) == (1,)
 
 
 @given(ranges)

@@ -14,7 +14,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 from symbiosis_priv.checkpoints import packed, weights
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.kernels import KERNELS, Packed, RingMatrix, choose, kernel_of
+from symbiosis_priv.kernels import KERNELS, RingMatrix, choose, kernel_of
 from tests import drawn
 
 CPU = torch.device("cpu")
@@ -100,14 +100,6 @@ def test_files_are_safetensors_and_aligned(
     assert torch.equal(load_file(packed.path_of(tmp_path, "d", layout))["weight"], made.data)
     assert packed.read(tmp_path, "d", layout, weight_bits=weight_bits + 1) is None
     assert packed.read(tmp_path, "another", layout, weight_bits=weight_bits) is None
-
-
-def test_a_file_in_an_older_form_is_not_used(tmp_path: Path) -> None:
-    """An earlier version stored weights of 10 bits as int16. Its file has the same name, and is made again."""
-    weight = torch.ones(64, 128, dtype=torch.int16)
-    older = Packed("panels", 64, 128, 10, torch.ones(1, 64, 64, 2, dtype=torch.int16))
-    packed.write(tmp_path, "d", older, packed.probe_products(weight, weight_bits=10))
-    assert packed.read(tmp_path, "d", "panels", weight_bits=10) is None
 
 
 @settings(max_examples=25)

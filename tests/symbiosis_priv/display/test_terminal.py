@@ -31,13 +31,6 @@ def test_a_table_of_few_items_has_a_column_per_item() -> None:
     assert [column.header for column in long.columns] == ["provider", "role"]
 
 
-def test_a_table_is_not_narrowed_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    assert terminal.console().width >= 120  # pytest captures the output, so there is no terminal
-    monkeypatch.setenv("COLUMNS", "72")
-    assert terminal.console().width == 72
-
-
 def test_long_work_is_announced_repeatedly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(terminal, "_AGAIN_S", 0.01)
     told, twice = [], threading.Event()
@@ -57,18 +50,3 @@ def test_long_work_is_announced_repeatedly(monkeypatch: pytest.MonkeyPatch, caps
         pass
     assert capsys.readouterr().err == "loading ...\n"
     assert len(told) == count
-
-
-def test_progress_is_told_without_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with terminal.progress_bar("quantising") as progress:
-        progress(1, 3)  # short work says nothing
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(terminal, "_AGAIN_S", 0.0)
-    told: list[str] = []
-    for tell in (None, told.append):
-        with terminal.progress_bar("quantising", tell=tell) as progress:
-            progress(1, 3)
-    assert told == ["quantising: 1 of 3"]
-    assert capsys.readouterr().err == "quantising: 1 of 3\n"

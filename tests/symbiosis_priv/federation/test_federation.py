@@ -12,6 +12,7 @@ from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictError
 from symbiosis_priv.federation import Company, Federation, Peer, load_federation
 from symbiosis_priv.limits import Role
+from tests.cases import cases
 from tests.symbiosis_priv.federation.conftest import Write
 
 DIGEST = "sha256:" + "0" * 64
@@ -138,41 +139,7 @@ def test_paths_are_relative_to_the_file_and_home_is_expanded(write: Write, keys:
     assert [peer.name for peer in (*federation.executors, *federation.helpers)] == ["alpha", "beta"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"model": {"digest": "sha256:ff"}}, "digest = 'sha256:ff' .* 64 hexadecimal digits"),
-        ({"model": {"weight_bits": 40}}, "model.weight_bits"),
-        ({"model": {"weigth_bits": 10}}, "weigth_bits"),
-        ({"alpha": {"role": "boss"}}, r"provider\[0\].role"),
-        ({"alpha": {"role": "helper"}}, "role = 'executor'"),
-        ({"alpha": {"address": "a"}}, "provider 'alpha': address 'a' is not host:port"),
-        ({"alpha": {"address": "a\0:1"}}, "is not host:port"),
-        ({"alpha": {"certificate": "~nobody-of-that-name/alpha.pem"}}, "there is no such home folder"),
-        ({"beta": {"address": "b:0"}}, "provider 'beta': port 0 is not valid"),
-        ({"beta": {"name": "alpha"}}, "'alpha' and helper 'alpha' have the same name"),
-        ({"beta": {"certificate": 7}}, r"provider\[1\].certificate"),
-        ({"alpha": {"layers": "-4"}}, "provider 'alpha': layers = '-4' is not a range .* as in '0-15'"),
-        ({"alpha": {"layers": "15-0"}}, "provider 'alpha': layers 15-0 is not a range: .* as in 0-15"),
-        ({"alpha": {"layers": 4}}, r"provider\[0\].layers"),
-        ({"pads": {}}, "pads"),
-        ({"pads": {"helpers": 0}}, "pads.helpers"),
-        ({"pads": {"relay": "yes"}}, "pads.relay"),
-        ({"pads": {"helpers": -1}}, "pads.helpers"),
-        ({"pads": {"helpers": True}}, "pads.helpers"),
-        ({"pads": {"helpers": 2}}, "helpers = 2, and 1 .* have role = 'helper': add helpers, or lower it"),
-        ({"pads": {"helpers": 1 << 62}}, "add helpers, or lower it"),
-        ({"companies": [{"name": "H", "members": []}]}, "company 'H' has fewer than two members: list two or more"),
-        ({"companies": [{"name": "H", "members": ["alpha"]}]}, "company 'H' has fewer than two members"),
-        ({"companies": [{"name": "H", "members": ["alpha", "zeta"]}]}, "is called 'zeta'; there are 'alpha', 'beta'"),
-        ({"companies": [{"name": "H", "members": ["alpha", " ALPHA"]}]}, "lists 'alpha' twice in members: remove one"),
-        (
-            {"companies": [{"name": n, "members": ["alpha", "gamma"]} for n in "Hh"], "gamma": {"role": "executor"}},
-            "two",
-        ),
-    ],
-    ids=str,
-)
+@cases(__file__, "wrong")
 def test_a_wrong_file_is_named_with_its_key(write: Write, changes: dict[str, Any], words: str) -> None:
     path = write(**changes)
     with pytest.raises(ConfigError, match=words) as caught:

@@ -265,21 +265,6 @@ def test_results_can_be_written_into_a_given_tensor(kernel: str, direction: Dire
     assert set(buffer[[0, -1]].flatten().tolist()) == {7}
 
 
-@pytest.mark.parametrize(
-    "out",
-    [
-        torch.empty((2, 6), dtype=torch.int32),
-        torch.empty((3, 5), dtype=torch.int32),
-        torch.empty((2, 5), dtype=torch.int64),
-        torch.empty((5, 2), dtype=torch.int32).t(),
-    ],
-)
-def test_a_result_tensor_of_another_shape_is_refused(out: Tensor) -> None:
-    matrix = RingMatrix(torch.ones(5, 4, dtype=torch.int16), weight_bits=8)
-    with pytest.raises(RangeError, match="contiguous"):
-        matrix.product(torch.zeros(2, 4, dtype=torch.int32), out=out)
-
-
 def test_unknown_kernels_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"'fast'.*int32"):
         RingMatrix(torch.ones(1, 1, dtype=torch.int16), weight_bits=8, kernel="fast")

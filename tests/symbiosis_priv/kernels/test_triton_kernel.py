@@ -182,16 +182,6 @@ def test_every_tile_is_exact(
 # Exactness beyond what other kernels are tested for
 
 
-@needs_interpreter
-@by_kernel
-def test_it_passes_the_self_test(kernel: TritonKernel) -> None:
-    """With the real self-test, which other tests of this folder skip for kernels of Triton."""
-    assert SELF_TEST(kernel, CPU)
-
-
-SELF_TEST = choice.self_test
-
-
 def product(rows: Tensor, weight: Tensor, direction: Direction) -> Tensor:
     x, w = rows.numpy().astype(np.int64), weight.numpy().astype(np.int64)
     return torch.from_numpy((x @ (w.T if direction == FORWARD else w)).astype(np.int32))

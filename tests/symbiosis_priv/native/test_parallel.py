@@ -1,7 +1,6 @@
 """Slices cover everything once, for all sizes and thread counts, also in a forked child."""
 
 import multiprocessing
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -18,23 +17,6 @@ def test_every_unit_is_done_once(threads: int, total: int, least: int) -> None:
         patch.setattr("torch.get_num_threads", lambda: threads)
         for_each_slice(lambda begin, end: done.extend(range(begin, end)), total=total, least=least)
     assert sorted(done) == list(range(total))
-
-
-def test_several_threads_work_at_once(set_threads: Callable[[int], None]) -> None:
-    set_threads(3)
-    together = threading.Barrier(3, timeout=60)
-
-    def meet(begin: int, end: int) -> None:
-        together.wait()
-
-    for_each_slice(meet, total=3, least=1)
-
-
-def test_little_work_stays_on_the_callers_thread(set_threads: Callable[[int], None]) -> None:
-    set_threads(3)
-    seen: list[threading.Thread] = []
-    for_each_slice(lambda *_: seen.append(threading.current_thread()), total=7, least=4)
-    assert seen == [threading.current_thread()]
 
 
 def test_errors_reach_the_caller(set_threads: Callable[[int], None]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from symbiosis_priv.errors import ConfigError, ConnectionLostError
-from symbiosis_priv.network.addresses import is_internal, is_own, local_address, names_host, parse_address, shown
+from symbiosis_priv.network.addresses import is_internal, local_address, names_host, parse_address, shown
 from symbiosis_priv.network.dial import ClientConnection
 
 METADATA = ["fd00:ec2::254", "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fd00:42::42"]
@@ -82,12 +82,6 @@ def test_internal_addresses_are_recognised_in_every_form(address: IPv4Address) -
 @pytest.mark.parametrize("address", ["::1", "::", "fe80::1", "fe80::1%lo", "ff02::1", *METADATA])
 def test_internal_addresses_of_ipv6(address: str) -> None:
     assert is_internal(address)
-
-
-def test_an_address_of_this_machine_is_its_own_and_no_other_is() -> None:
-    """Loopback is an interface of this machine; documentation addresses (RFC 5737) are not."""
-    assert is_own(socket.AF_INET, ("127.0.0.1", 80))
-    assert not is_own(socket.AF_INET, ("203.0.113.7", 80))
 
 
 def test_a_host_header_is_a_host_and_a_port_and_nothing_else() -> None:

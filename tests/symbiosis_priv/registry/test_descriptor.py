@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
@@ -17,11 +16,10 @@ from symbiosis_priv.certificates import issuing, reading
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.certificates.revocation import mark_of
 from symbiosis_priv.checkpoints.layers import LayerRange
-from symbiosis_priv.errors import CertificateError, ConfigError, DescriptorError
+from symbiosis_priv.errors import CertificateError, DescriptorError
 from symbiosis_priv.registry.descriptor import (
     CLOCK_TOLERANCE_S,
     MAX_BYTES,
-    MAX_CERTIFICATE,
     MAX_LIFETIME_S,
     MS,
     Descriptor,
@@ -237,16 +235,3 @@ def test_only_a_ca_certificate_is_an_authority(world: World, tmp_path: Path) -> 
     authority = world.trust.authorities[0].public_bytes(Encoding.PEM)
     both.write_bytes(world.gamma.certificate.read_bytes() + authority)
     assert Trust.load(both).authorities == world.trust.authorities
-
-
-def test_too_many_hosts_do_not_fit(world: World, tmp_path: Path) -> None:
-    authority = issuing.create_authority(tmp_path)
-    hosts = [f"{number:03}.gamma.example" for number in range(70)]
-    many = issuing.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="g", hosts=hosts, operator="G")
-    certificate = x509.load_pem_x509_certificate(many.certificate.read_bytes()).public_bytes(Encoding.DER)
-    assert len(certificate) < MAX_CERTIFICATE
-    verify(
-        sign(world.said(many, host=hosts[3]), many.private_key()), Trust.load(authority.certificate), now=world.began
-    )
-    with pytest.raises(ConfigError, match="fewer hosts"):
-        sign(world.said(certificate=bytes(MAX_BYTES)), many.private_key())

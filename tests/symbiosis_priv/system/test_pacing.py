@@ -64,22 +64,6 @@ def test_the_first_call_can_come_at_once_and_wake_brings_the_next() -> None:
     assert not called.acquire(blocking=False)
 
 
-def test_an_action_may_choose_its_pause_and_stop_its_own_thread() -> None:
-    calls = list[int]()
-
-    def act() -> None:
-        calls.append(1)
-        periodic.every_s = 0.001
-        if len(calls) == 3:
-            assert not periodic.close(LONG_S)  # does not wait for itself
-
-    periodic = Periodic(act, every_s=3600.0, name="test", at_once=True)
-    periodic.start()
-    periodic._thread.join(LONG_S)
-    assert len(calls) == 3
-    assert periodic.close(LONG_S)
-
-
 def test_closing_reports_a_call_that_takes_longer(caplog: pytest.LogCaptureFixture) -> None:
     begun, release = threading.Event(), threading.Event()
 
@@ -96,7 +80,3 @@ def test_closing_reports_a_call_that_takes_longer(caplog: pytest.LogCaptureFixtu
     assert periodic.close(LONG_S)
     assert "slow failed" in caplog.text
     assert "prompt" not in caplog.text
-
-
-def test_a_thread_that_was_never_started_is_closed() -> None:
-    assert Periodic(lambda: None, every_s=1.0, name="test").close(LONG_S)

@@ -8,8 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import MergeModulelist
 
-from symbiosis_priv.checkpoints.discovery.skeleton import discover, traced
-from symbiosis_priv.checkpoints.layers import GroupSpec
+from symbiosis_priv.checkpoints.discovery.skeleton import traced
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError
 from tests.compatibility.families import small
@@ -79,13 +78,3 @@ def test_experts_of_other_sizes_are_refused_before_they_are_joined(
     monkeypatch.setattr(MergeModulelist, "convert", None)
     with pytest.raises(CheckpointError, match="more than config"):
         WeightStore(path, cache=tmp_path / "cache").manifest()
-
-
-def test_a_stack_has_one_dense_matrix(tmp_path: Path) -> None:
-    path = write("Mixtral", tmp_path / "model")
-    stacks = [group for group in discover(path).groups if group.experts > 1]
-    name = "model.layers.0.mlp.experts"
-    assert stacks[:2] == [
-        GroupSpec((f"{name}.gate_up_proj",), 32, (4 * 96,), 4, "outputs"),
-        GroupSpec((f"{name}.down_proj",), 4 * 48, (32,), 4, "inputs"),
-    ]

@@ -106,18 +106,6 @@ def test_costs_are_those_of_running_and_ended_requests() -> None:
     asyncio.run(run())
 
 
-def test_clients_take_turns_with_the_tokenizer(served: Served) -> None:
-    """A client with many long prompts does not delay another client's only prompt."""
-    order: list[str] = []
-
-    async def run() -> None:
-        turns = [served.service.in_thread("a", lambda: order.append("a")) for _ in range(20)]
-        await asyncio.gather(*turns, served.service.in_thread("b", lambda: order.append("b")))
-
-    asyncio.run(run())
-    assert order.index("b") <= 2
-
-
 def test_work_of_a_client_that_has_left_keeps_the_thread(served: Served) -> None:
     """Otherwise clients that leave at once would have any number of threads at work."""
     begun, go_on, order = threading.Event(), threading.Event(), list[str]()

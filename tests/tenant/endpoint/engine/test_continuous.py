@@ -291,23 +291,6 @@ def test_clients_get_equal_shares_of_a_step(opened: Open) -> None:
     assert order.index("b") <= 3
 
 
-def test_a_client_does_not_fill_the_queue(opened: Open) -> None:
-    engine = opened(running=1, waiting=4)
-    first = Asked(engine, PROMPT, client="a", max_tokens=400)
-    taken: list[Asked] = []
-    refused = 0
-    for _ in range(5):
-        try:
-            taken.append(Asked(engine, PROMPT, client="a", max_tokens=1))
-        except OverloadedError:
-            refused += 1
-    assert refused
-    taken.append(Asked(engine, PROMPT, client="b", max_tokens=1))
-    first.handle.cancel()
-    for one in taken:
-        one.done()
-
-
 @pytest.mark.parametrize("limit", ["places", "memory"])
 def test_a_client_leaves_room_for_others_to_run(opened: Open, model: Any, limit: str) -> None:
     """The requests of one key may run for hours; another key's request runs beside them."""

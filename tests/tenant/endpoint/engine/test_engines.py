@@ -85,12 +85,6 @@ def test_a_prompt_has_tokens_of_the_model(engine: QueuedEngine, prompt: tuple[in
         Asked(engine, prompt)
 
 
-def test_an_answer_may_have_no_token(engine: QueuedEngine) -> None:
-    nothing = Asked(engine, PROMPT, max_tokens=0)
-    nothing.done()
-    assert len(nothing.events) == 2
-
-
 @pytest.mark.parametrize("engine", ["one after another"], indirect=True)
 def test_cancelled_requests_end_and_too_many_are_refused(engine: QueuedEngine) -> None:
     first = threading.Event()

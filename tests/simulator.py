@@ -262,7 +262,7 @@ class ScriptedProvider:
         deposits: changes a block before it is signed, as a helper.
         links: the executors to which it relays.
         signs_as: the provider whose key signs its blocks.
-        permit_wait_s: how long it takes to issue a permit.
+        issues_permits: False if it never answers a request for a permit.
         max_bytes: bytes of a tenant's blocks, which it announces and does not enforce.
     """
 
@@ -289,7 +289,7 @@ class ScriptedProvider:
         self.signs_as = self
         self.takes_blocks = True
         self.block_wait_s = 0.3
-        self.permit_wait_s, self.permits_asked = 0.0, 0
+        self.issues_permits, self.permits_asked = True, 0
         self.max_bytes = 1 << 30
         self._model, self._served, self._max_rows, self._max_payload = model, model.served, max_rows, max_payload
         self._network = network
@@ -419,7 +419,8 @@ class ScriptedProvider:
                 )
             case wire.PermitRequest():
                 self.permits_asked += 1
-                time.sleep(self.permit_wait_s)
+                if not self.issues_permits:
+                    return SILENCE
                 helpers = request.helpers if self.takes_blocks else ()
                 token = bytes(wire.TOKEN_BYTES)
                 return frame(

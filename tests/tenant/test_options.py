@@ -19,11 +19,6 @@ def test_masked_by_default() -> None:
     assert config.masking == "pad"
 
 
-def test_options_are_keyword_only() -> None:
-    with pytest.raises(TypeError):
-        RemoteConfig("federation.toml")  # type: ignore[call-arg]
-
-
 @pytest.mark.parametrize("masking", [scheme.name for scheme in registered()])
 def test_every_scheme_but_simulate_needs_a_federation(masking: str) -> None:
     if masking == "simulate":

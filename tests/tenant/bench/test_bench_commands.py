@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 
 from symbiosis_priv.cli import app
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from tenant.bench import real_size, steps_and_tokens
-from tenant.bench.measured_models import Effort, Generate, Llama, MaskingVariant
+from tenant.bench.measured_models import Effort, Llama, MaskingVariant
 from tenant.bench.report import Row, number, read
 from tenant.bench.steps_and_tokens import Comparison, comparison
 from tenant.session import tally
@@ -161,28 +160,6 @@ def test_each_benchmark_gives_its_figures(command: str, tmp_path: Path) -> None:
     assert found.benchmark == command.split()[0]
     CHECKS[command](found.rows, shown)
     assert bench("report", str(file)).startswith(f"## {found.benchmark}\n")
-
-
-def test_bench_endpoint_compares_a_checkpoint_with_plain_transformers(tmp_path: Path) -> None:
-    model = make_base_model(
-        tmp_path / "model", recipe=Pretraining(steps=1, batch=1, window=8, sentences=100, vocab=300, width=32, blocks=1)
-    )
-    sizes = ["--streams", "2", "--prompt", "3", "--tokens", "4", "--repeat", "1", "--threads", "1"]
-    bench("endpoint", "--model", str(model), *sizes, "--json", str(tmp_path / "report.json"))
-    rows = read(tmp_path / "report.json").rows
-    ways = ["one after another", "all together", "whole model, one after another", "whole model, one batch"]
-    assert [row["variant"] for row in rows] == ways
-    one, together = (number(row["round_trips"]) for row in rows[:2])
-    assert one == 2 * 4 * 4  # answers x layer groups x passes
-    assert 4 * 4 <= together <= 4 * 5  # a request may come a step late
-    assert all(row["round_trips"] == 0 for row in rows[2:])
-    assert all(number(row["tokens_per_s"]) > 0 for row in rows)
-
-
-def test_a_turn_ends_when_all_processes_are_idle(running: Comparison) -> None:
-    turn = running.turn("pad", Generate(prompt=1, tokens=4))
-    assert len(turn.seconds) == 4
-    assert min(turn.tenant_cpu_s, turn.executor_cpu_s, turn.helper_cpu_s) >= 0
 
 
 @pytest.mark.parametrize("command", table(__file__, "wrong"))

@@ -1,23 +1,13 @@
 """Emulated links: bandwidth and delay; unchanged bytes; nothing left behind."""
 
 import math
-import os
-import socket
-import socketserver
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 from hypothesis import given, strategies as st
 
 from symbiosis_priv.errors import ConfigError
-from tenant.bench.link import Condition, DelayLine, open_link
-from tenant.bench.processes import Child
-from tests.waiting import beside
+from tenant.bench.link import Condition, DelayLine
 
-TIMEOUT_S = 60.0
 PETALS = (
     Condition(mbit_per_s=1000, round_trip_ms=5),
     Condition(mbit_per_s=100, round_trip_ms=5),
@@ -60,54 +50,3 @@ def test_a_direction_has_its_bandwidth_and_delay(
         assert arrival >= before  # in order
         assert math.isclose(arrival, busy + size / condition.bytes_per_s + condition.delay_s, abs_tol=1e-6)
         before, free = arrival, arrival - condition.delay_s
-
-
-class Echo(socketserver.StreamRequestHandler):
-    """Sends received bytes back."""
-
-    disable_nagle_algorithm = True
-
-    def handle(self) -> None:
-        while data := self.connection.recv(1 << 16):
-            self.connection.sendall(data)
-
-
-@pytest.fixture
-def echo() -> Iterator[int]:
-    """The port of a server that sends received bytes back."""
-    with socketserver.ThreadingTCPServer(("0.0.0.0", 0), Echo) as server, beside(server.serve_forever):
-        yield server.server_address[1]
-        server.shutdown()
-
-
-@contextmanager
-def serve_client(host: str, port: int) -> Iterator[Callable[[int], list[float]]]:
-    """The work of a `Child`: the handler returns the seconds of three exchanges with the echo server, of 1, 1 and
-    `size` bytes."""
-    with socket.create_connection((host, port), timeout=TIMEOUT_S) as connection:
-
-        def exchange(data: bytes) -> float:
-            began = time.perf_counter()
-            sending = threading.Thread(target=connection.sendall, args=(data,))
-            sending.start()
-            back = bytearray()
-            while len(back) < len(data):
-                back += connection.recv(1 << 20)
-            sending.join()
-            assert back == data
-            return time.perf_counter() - began
-
-        yield lambda size: [exchange(b"x"), exchange(b"x"), exchange(os.urandom(size))]
-
-
-def test_bytes_arrive_unchanged_and_delayed(echo: int) -> None:
-    """Never earlier than the condition allows; the additional delay depends on the machine."""
-    size = 1 << 20
-    with open_link() as link:
-        (port,) = link.ports([echo])
-        for condition in (Condition(mbit_per_s=40, round_trip_ms=30), Condition(mbit_per_s=40)):
-            link.apply(condition)
-            with Child("client", serve_client, link.host, port) as client:
-                _, byte, many = client.ask(size, timeout_s=TIMEOUT_S)
-            assert 2 * condition.delay_s <= byte < 2 * condition.delay_s + 5
-            assert many >= 2 * condition.delay_s + size / condition.bytes_per_s  # both directions at the same time

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from symbiosis_priv.errors import ConfigError, DeadlineExceededError, SymbiosisError
-from tenant.bench import processes
 from tenant.bench.processes import Child
 from tests.waiting import until
 
@@ -89,55 +88,3 @@ def test_no_child_outlives_its_parent(number: signal.Signals, tmp_path: Path) ->
         assert child.name != "proc"
         process.send_signal(number)
     until(lambda: not child.exists())
-
-
-_LOWER = """
-import os
-from pathlib import Path
-from tenant.bench import processes
-before = os.getpriority(os.PRIO_PROCESS, 0)
-processes.lower_own_priority(7)
-group = Path("/proc/self/autogroup")
-print(os.getsid(0) == os.getpid(), os.getpriority(os.PRIO_PROCESS, 0) - before)
-print(group.read_text().split()[-1] if group.exists() else 7)
-"""
-
-
-def test_a_process_with_low_priority_has_a_session_of_its_own() -> None:
-    """Linux divides cores among sessions first, so a priority within a shared session would not suffice."""
-    told = subprocess.run([sys.executable, "-c", _LOWER], capture_output=True, text=True, check=True, timeout=60)
-    assert told.stdout.split() == ["True", "7", "7"]
-
-
-CHILD = """
-import time
-memory = bytearray(128 << 20)
-while time.process_time() < 0.25:  # the system counts in hundredths, rounded down, of several kinds
-    pass
-print("done", flush=True)
-input()
-"""
-
-
-def test_costs_include_children() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"done\n"
-        assert 0.2 <= processes.cpu_seconds([process.pid]) < 60
-        assert processes.peak_mib([process.pid]) > 128
-        process.communicate(b"\n")
-    assert processes.cpu_seconds([process.pid]) == 0
-    assert processes.peak_mib([process.pid]) == 0
-
-
-def test_the_resources_of_a_process_are_counted(tmp_path: Path) -> None:
-    before = processes.resources([os.getpid()])
-    with (tmp_path / "file").open("wb"):
-        after = processes.resources([os.getpid()])
-    assert after.files == before.files + 1
-    assert after.threads >= 1
-    assert after.bytes > 1 << 20

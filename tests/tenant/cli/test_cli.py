@@ -5,38 +5,30 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from symbiosis_priv import cli as root_cli
-from symbiosis_priv.certificates.issuing import issue
-from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.display import terminal
-from symbiosis_priv.errors import CertificateError, CheckpointError, ConfigError, DeadlineExceededError
+from symbiosis_priv.errors import CertificateError, CheckpointError, ConfigError
 from symbiosis_priv.harness.base_model import private_text
 from symbiosis_priv.harness.local import LocalFederation
 from tenant.cli import app as cli
 from tenant.cli.generate import generate as generate_command
-from tenant.federation import cli as federation_cli
 from tenant.model.hf import RemoteConfig
 from tenant.model.loading import load_tokenizer
-from tenant.training.corpus import context_of
 from tenant.training.generate import Conversation, generate, open_model
 from tenant.training.options import Decoding
 from tenant.training.output import last_checkpoint
-from tests import forms
 from tests.compatibility.families import build
 from tests.warm import Popen
 
@@ -296,19 +288,6 @@ def test_hints_are_shown_made_and_used(
         tenant("prepare", *where, "--masking", "lwe", "--hint-bits", "17")
 
 
-def test_check_shows_examples_with_what_is_learned(model: Path, tmp_path: Path) -> None:
-    chats = tmp_path / "chats.jsonl"
-    turns = [{"role": "user", "content": "1+1 [or 2]?"}, {"role": "assistant", "content": "2", "weight": 1}]
-    chats.write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"messages": turns * 200}) + "\n")
-    shutil.copytree(model, tmp_path / "model")
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
-    (tmp_path / "model" / "chat_template.jinja").write_text(template)
-    shown = tenant("check", "--model", str(tmp_path / "model"), "--data", str(chats), "--show", "1")
-    assert "\n<user>1+1 [or 2]?<assistant>[[2]]\n" in shown
-    assert "2 examples; 1 cut to 256 tokens, 0 left out" in shown
-
-
 def test_check_shows_the_split_without_reading_weights(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
     shown = tenant("check", "--model", str(tmp_path))
@@ -320,15 +299,6 @@ def test_check_shows_the_split_without_reading_weights(model: Path, tmp_path: Pa
     products = config["vocab_size"] * config["hidden_size"]
     assert re.search(rf"multiply-adds for a row of logits.* {products:,} ", shown)
     assert "the tied LM head, at providers" in tenant("check", "--model", str(tmp_path), "--tied-head")
-
-
-def test_check_shows_two_round_trips_beside_four(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
-    shown = tenant("check", "--model", str(tmp_path), "--round-trips", "2")
-    four, two = map(int, re.findall(r"round trips of a token +. +(\d+)", shown))
-    blocks = json.loads((model / "config.json").read_text())["num_hidden_layers"]
-    assert four - two == 2 * blocks - 1
-    assert re.search(r"pays from a round trip of \(1 Gbit/s, a GPU\) +. +[\d.e-]+ ms", shown)
 
 
 def test_check_measures_quality_without_a_provider_and_shows_its_progress(
@@ -349,33 +319,10 @@ def test_check_measures_quality_without_a_provider_and_shows_its_progress(
         assert [(done, total) for name, done, total in seen if name == label] == [(1, 2), (2, 2)]
 
 
-def test_check_shows_the_traffic_of_the_federations_ring(model: Path, local: LocalFederation, tmp_path: Path) -> None:
-    narrow = changed(local, tmp_path / "federation.toml", r"\[model\]", "[model]\nring_bits = 24")
-    sent = []
-    for federation in (local.federation, narrow):
-        shown = tenant("check", "--model", str(model), "--federation", str(federation))
-        figure = re.search(r"sent and received for a token\D+([\d.]+) MB", shown)
-        assert figure
-        sent.append(float(figure[1]))
-    assert sent[1] < sent[0]
-
-
-def test_check_reports_what_rounding_adds_to_weights_in_4_bits(model: Path, text: Path, tmp_path: Path) -> None:
-    forms.publish(model, tmp_path / "published", "compressed 4 bits", chosen=r"self_attn")
-    shown = tenant("check", "--model", str(tmp_path / "published"), "--text", str(text), "--blocks", "1")
-    assert "Stored as compressed-tensors, and read without rounding. Rounding to 10 bits changes" in " ".join(
-        shown.split()
-    )
-
-
 def test_check_needs_the_full_checkpoint(model: Path, text: Path, local: LocalFederation, tmp_path: Path) -> None:
     tenant("prepare", "--model", str(model), "--federation", str(local.federation), "--slim", str(tmp_path / "slim"))
     with pytest.raises(CheckpointError, match="full base checkpoint"):
         tenant("check", "--model", str(tmp_path / "slim"), "--text", str(text))
-
-
-def federation_check(path: Path, *, timeout: str = "20") -> Any:
-    return CliRunner().invoke(federation_cli.app, ["check", "--federation", str(path), "--timeout", timeout])
 
 
 def changed(local: LocalFederation, path: Path, pattern: str, replacement: str) -> Path:
@@ -386,12 +333,6 @@ def changed(local: LocalFederation, path: Path, pattern: str, replacement: str) 
     return path
 
 
-def test_federation_check_passes(local: LocalFederation) -> None:
-    result = checked(federation_check(local.federation))
-    assert result.exit_code == 0
-    assert "every provider of the file shows its pinned certificate" in result.output
-
-
 def test_a_missing_certificate_of_the_tenant_is_not_a_providers_failure(local: LocalFederation) -> None:
     path = changed(local, local.directory / "without.toml", r"tenant\.pem", "no.pem")
     for command in (["federation", "check"], ["verify"]):
@@ -399,32 +340,6 @@ def test_a_missing_certificate_of_the_tenant_is_not_a_providers_failure(local: L
         assert isinstance(result.exception, CertificateError)
         assert "no.pem" in str(result.exception)
         assert "failed" not in result.output
-
-
-@pytest.mark.parametrize(
-    ("pattern", "replacement", "said"),
-    [
-        ("sha256:[0-9a-f]{64}", "sha256:" + 64 * "0", "executor: provider 'executor' answered wrong_model"),
-        (r"keys/helper\.pem", "keys/stranger.pem", "helper: .*certificate"),
-        ("HELPER", "127.0.0.1:PORT", "helper: .*check its address, and with its operator whether it runs"),
-    ],
-    ids=["another model", "another certificate", "nobody there"],
-)
-def test_federation_check_names_the_provider_that_fails(
-    local: LocalFederation, tmp_path: Path, pattern: str, replacement: str, said: str
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
-    keys = local.directory / "keys"
-    authority = Identity(keys / "authority.pem", keys / "authority.key")
-    if not (keys / "stranger.pem").exists():
-        issue(keys, authority=authority, kind=Kind.PROVIDER, name="stranger")
-    pattern = pattern.replace("HELPER", local.address("helper"))
-    path = changed(local, tmp_path / "federation.toml", pattern, replacement.replace("PORT", port))
-    result = federation_check(path, timeout="1" if "PORT" in replacement else "20")
-    assert result.exit_code == 1
-    assert re.search(said, result.output, re.DOTALL)
-    assert said.startswith("executor") or "executor: " not in result.output
 
 
 def test_rule_9_a_fixed_length_hides_the_end(model: Path) -> None:
@@ -478,35 +393,6 @@ def test_rule_10_a_folder_does_not_decide_how_many_rows_are_sent(model: Path, tm
     assert len(texts) == 1
 
 
-def test_a_prompt_without_tokens_is_an_error(model: Path) -> None:
-    split, tokenizer = open_model(model, remote=RemoteConfig(masking="simulate"))
-    bare: Any = partial(cast(Any, tokenizer), add_special_tokens=False)  # like GPT-2's
-    with pytest.raises(ConfigError, match="no tokens"):
-        generate(split, bare, "")
-
-
-def test_an_error_during_generation_is_on_a_separate_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    split, tokenizer = open_model(model, remote=RemoteConfig(masking="simulate"))
-    passes = 0
-
-    def fail(*args: Any) -> None:
-        nonlocal passes
-        passes += 1
-        if passes == 4:
-            raise DeadlineExceededError("lost")
-
-    split.register_forward_pre_hook(fail)
-    with pytest.raises(DeadlineExceededError):
-        generate(split, tokenizer, "The weather", stream=True)
-    shown = capsys.readouterr().out
-    assert shown.strip()
-    assert shown.endswith("\n")
-    passes = 3
-    with pytest.raises(DeadlineExceededError):
-        generate(split, tokenizer, "The weather", stream=True)
-    assert capsys.readouterr().out == ""
-
-
 def test_no_more_tokens_than_the_models_context(model: Path) -> None:
     """Rotary positions have no table, and a text beyond the context is of no use either."""
     tokenizer, decoding = load_tokenizer(model), Decoding(max_new_tokens=40)
@@ -520,18 +406,3 @@ def test_no_more_tokens_than_the_models_context(model: Path) -> None:
         chat.answer("a")  # ends with the context
         with pytest.raises(ConfigError, match="context of 32"):
             chat.answer("a " * 40)
-
-
-@pytest.mark.parametrize(
-    ("positions", "rope", "context"),
-    [
-        (64, {"factor": 4.0, "original_max_position_embeddings": 64}, 256),  # as Qwen's page tells people to write it
-        (256, {"factor": 4.0, "original_max_position_embeddings": 64}, 256),
-        (64, {"factor": 2.0}, 128),
-        (256, {"factor": None, "original_max_position_embeddings": 64}, 256),  # transformers divides the two
-    ],
-)
-def test_yarns_factor_counts(positions: int, rope: dict[str, float | None], context: int) -> None:
-    parameters = {"rope_type": "yarn", "rope_theta": 1e4, **rope}
-    config = LlamaConfig(max_position_embeddings=positions, rope_parameters=parameters)
-    assert context_of(config) == context

@@ -20,10 +20,10 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import dial, wire
 from symbiosis_priv.network.tls import client_context
-from tenant.connections.channel import Channel, Wiretap, fresh_nonce
+from tenant.connections.channel import Channel, fresh_nonce
 from tenant.connections.notices import Notices
 from tenant.core.masked import UNMASKED_BY_CHOICE, MaskedRows, mask
-from tests.tenant.conftest import Identities, NewProvider, Tape
+from tests.tenant.conftest import Identities, NewProvider
 from tests.tenant.scripted import Heard, ScriptedProvider, frame, silent
 
 WIDTH, OUTPUTS = 64, 128
@@ -144,14 +144,6 @@ def test_a_damaged_frame_is_refused_and_the_next_request_works(
     assert len(executor.hellos) == 2  # the start of the next frame is unknown
 
 
-def test_silence_ends_at_the_deadline(executor: ScriptedProvider, connect: NewChannel) -> None:
-    executor.behaviour = silent()
-    started = time.monotonic()
-    with pytest.raises(errors.DeadlineExceededError, match=r"within 0.3 s.*RemoteConfig\(deadline_s=\.\.\.\)"):
-        ask(connect(executor, deadline_s=0.3))
-    assert time.monotonic() - started > 0.25
-
-
 def test_a_trickle_does_not_extend_the_deadline(executor: ScriptedProvider, connect: NewChannel) -> None:
     """A byte now and then keeps a socket alive, but does not extend a request's deadline."""
 
@@ -164,12 +156,6 @@ def test_a_trickle_does_not_extend_the_deadline(executor: ScriptedProvider, conn
     executor.behaviour = trickle
     with pytest.raises(errors.DeadlineExceededError):  # otherwise the whole answer would come
         ask(connect(executor, deadline_s=0.5))
-
-
-def test_an_absent_provider_is_an_error_at_the_deadline(executor: ScriptedProvider, connect: NewChannel) -> None:
-    executor.close()
-    with pytest.raises(errors.DeadlineExceededError, match=r"cannot reach executor .* Is it running"):
-        ask(connect(executor, deadline_s=0.2))
 
 
 def test_a_wait_is_logged_repeatedly_at_a_limited_rate(
@@ -228,13 +214,6 @@ def test_a_provider_that_does_not_answer_is_named_during_the_wait(
     assert why[fate] in message
 
 
-def test_an_answer_in_time_logs_nothing(
-    executor: ScriptedProvider, connect: NewChannel, caplog: pytest.LogCaptureFixture
-) -> None:
-    ask(connect(executor))
-    assert caplog.messages == []
-
-
 def test_a_quota_that_delays_requests_is_logged_once_a_minute(
     executor: ScriptedProvider, connect: NewChannel, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -270,21 +249,6 @@ def test_closing_wakes_a_request_of_another_thread(executor: ScriptedProvider, c
     assert len(executor.hellos) == 1
 
 
-def test_closing_after_an_answer_arrived_leaves_no_connection_open(
-    executor: ScriptedProvider, connect: NewChannel
-) -> None:
-    class Closing(Wiretap):
-        def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None: ...
-
-        def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-            channel.close()
-
-    channel = connect(executor, wiretap=Closing())
-    request, payload = execute()
-    assert channel.request(request, payload, outputs=OUTPUTS).shape == (len(payload), OUTPUTS)
-    assert channel.connection is None
-
-
 def test_a_certificate_that_is_not_pinned_is_refused_at_once(new_provider: NewProvider, connect: NewChannel) -> None:
     """A wrong certificate at the right address. Waiting would not help, so nothing is tried again."""
     impostor, real = new_provider(), new_provider()
@@ -316,20 +280,6 @@ def test_an_unknown_tenant_gets_a_clear_error(
     assert executor.hellos == []
 
 
-def test_a_wiretap_sees_what_is_sent_and_may_change_what_is_received(
-    executor: ScriptedProvider, connect: NewChannel, tape: Tape
-) -> None:
-    request, payload = execute()
-    answer = connect(executor, wiretap=tape).request(request, payload, outputs=OUTPUTS)
-    (_, peer, sent, rows), (_, _, received, reply) = tape.frames
-    assert (peer.role, sent) == ("executor", request)
-    assert isinstance(received, wire.Result)
-    assert rows is not None
-    assert reply is not None
-    assert torch.equal(rows, payload.masked_words)
-    assert torch.equal(reply, answer)
-
-
 def test_an_endless_name_lookup_ends_at_the_deadline(
     executor: ScriptedProvider, connect: NewChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,17 +298,3 @@ def test_an_endless_name_lookup_ends_at_the_deadline(
         assert time.monotonic() - began < 20
     finally:
         over.set()
-
-
-def test_a_machine_that_cannot_start_a_thread_gets_a_transport_error(
-    executor: ScriptedProvider, connect: NewChannel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error is temporary: background requests are tried again later, as after any network failure."""
-
-    def full(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    channel = connect(executor)
-    monkeypatch.setattr(threading.Thread, "start", full)
-    with pytest.raises(errors.ConnectionLostError, match="can't start new thread"):
-        channel.connect(deadline=time.monotonic() + 5)

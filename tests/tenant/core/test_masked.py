@@ -304,11 +304,9 @@ def test_the_gate_lets_no_company_see_rows_and_seeds(gate_of: Callable[[str], tu
         gate.check(executor, mask(zeros(2), [pad_of(2)]))
 
 
-def test_the_gate_lets_nothing_pass_to_a_quarantined_provider(
-    new_federation: NewFederation, new_provider: NewProvider
-) -> None:
-    executor, helper = new_provider().peer("executor"), new_provider().peer("helper")
-    federation, quarantined = new_federation([executor], [helper], pad_helpers=1), Quarantine()
+def test_the_gate_lets_nothing_pass_to_a_quarantined_provider(scripted: Scripted) -> None:
+    executor, helper = scripted.new_provider().peer("executor"), scripted.new_provider().peer("helper")
+    federation, quarantined = scripted.new_federation([executor], [helper], pad_helpers=1), Quarantine()
     gate, rows = Gate(federation, federation.helpers, quarantined), mask(zeros(2), [pad_of(2, holder=helper)])
     for peer, request in ((executor, rows), (helper, None)):
         gate.check(peer, request)

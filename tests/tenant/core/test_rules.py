@@ -64,7 +64,7 @@ from tenant.preparation.prepared import Preparation
 from tenant.routing.routes import Routes
 from tenant.session.session import Session
 from tenant.session.supply import Supply
-from tests.tenant.conftest import NewFederation, NewSession, Scripted, Tape
+from tests.tenant.conftest import NewSession, Scripted, Tape
 from tests.tenant.scripted import Heard, ScriptedProvider, frame, spoil
 from tests.waiting import until
 
@@ -198,13 +198,6 @@ def a_fork_takes_the_same_rows(secret: SessionSecret) -> bool:
             return b"refused"
 
     return in_a_fork(burn) == burn()
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_rule_2_a_fork_takes_no_rows_of_its_parent(monkeypatch: Patch) -> None:
-    assert not a_fork_takes_the_same_rows(SessionSecret())
-    monkeypatch.setattr(SessionSecret, "_check_alive", lambda self: None)
-    assert a_fork_takes_the_same_rows(SessionSecret())
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -487,20 +480,6 @@ def test_rule_5_breach_a_scale_in_a_nonce(split: Any, scripted: Scripted, monkey
     assert leaks([scripted.executor, scripted.helper], {"scale": [struct.pack("<d", s) for s in scales]}) == {"scale"}
 
 
-def test_rule_5_breach_token_ids_in_a_payload(split: Any, scripted: Scripted, monkeypatch: Patch) -> None:
-    send = ClientConnection.send
-
-    def send_ids(self: ClientConnection, message: Any, payload: Tensor | None = None, *, deadline: float) -> None:
-        if payload is not None:
-            payload[0, :4] = IDS[0, :4]
-        send(self, message, payload, deadline=deadline)
-
-    monkeypatch.setattr(ClientConnection, "send", send_ids)
-    with pytest.raises(errors.VerificationError):  # the answer is not a product of the row, but the row was sent
-        split(input_ids=IDS)
-    assert leaks([scripted.executor, scripted.helper], {"tokens": [IDS[0, :4].int().numpy().tobytes()]}) == {"tokens"}
-
-
 def test_rule_5_breach_unmasked_rows(split: Any, scripted: Scripted, monkeypatch: Patch) -> None:
     monkeypatch.setattr(Supply, "take", lambda self, *what, **named: [])
     with torch.no_grad(), pytest.raises(errors.BurntRowError):
@@ -666,19 +645,18 @@ def someone_knows_both(providers: Sequence[tuple[str, ScriptedProvider]]) -> boo
 
 @pytest.mark.parametrize("shared", ["operator", "certificate", "address"])
 def test_rule_8_one_party_in_both_roles_is_refused(
-    executor: ScriptedProvider,
-    helper: ScriptedProvider,
-    new_federation: NewFederation,
-    federation_file: Callable[[Federation], Path],
-    shared: str,
+    scripted: Scripted, federation_file: Callable[[Federation], Path], shared: str
 ) -> None:
     if shared == "address":
-        helper.port = executor.port
+        scripted.helper.port = scripted.executor.port
     if shared == "certificate":
-        helper.certificate = executor.certificate
+        scripted.helper.certificate = scripted.executor.certificate
     operators = ("Alpha", "alpha " if shared == "operator" else "Beta")
-    peers = executor.peer("executor", operator=operators[0]), helper.peer("helper", operator=operators[1])
-    path = federation_file(new_federation(peers[:1], peers[1:]))
+    peers = (
+        scripted.executor.peer("executor", operator=operators[0]),
+        scripted.helper.peer("helper", operator=operators[1]),
+    )
+    path = federation_file(scripted.new_federation(peers[:1], peers[1:]))
     with pytest.raises(errors.RoleConflictError, match=f"same {shared}"):
         load_federation(path)
 
@@ -708,17 +686,6 @@ def test_rule_8_no_party_gets_seed_and_row(scripted: Scripted, monkeypatch: Patc
     monkeypatch.setattr(Federation, "admissible", lambda self, executor, holders: True)
     use()
     assert someone_knows_both(parties)
-
-
-def test_rule_8_a_quarantined_helper_is_not_replaced_by_an_executor(scripted: Scripted, session: Session) -> None:
-    scripted.helper.behaviour = spoil
-    xq = ring_rows(session.preparation)
-    with pytest.raises(errors.VerificationError):
-        session.product(QKV, FORWARD, xq)
-    with pytest.raises(errors.QuarantinedError):
-        session.product(QKV, FORWARD, xq)
-    assert scripted.executor.effects == []
-    assert scripted.helper.executed == []
 
 
 # Rule 9. What stays visible is what the documentation names: layer, direction, row count, order.
@@ -763,16 +730,6 @@ def test_rule_9_only_shapes_are_visible(llama: Path, federation: Path, tape: Tap
 
     monkeypatch.setattr(Session, "multiply", skip_zeros)
     assert data_shows(llama, federation, tapes[2:])
-
-
-def test_rule_9_frames_have_one_size_per_shape(split: Any, executor: ScriptedProvider) -> None:
-    train_a_step(split)
-    train_a_step(split, IDS.flip(0, 1))
-    sizes: dict[tuple[Any, ...], set[int]] = {}
-    for heard in executor.executed:
-        request = heard.request
-        sizes.setdefault((request.group, request.direction, request.rows), set()).add(len(heard.header + heard.payload))
-    assert all(len(seen) == 1 for seen in sizes.values())
 
 
 def test_rule_9_a_bucket_hides_exact_row_counts(scripted: Scripted, store: WeightStore) -> None:

@@ -4,13 +4,12 @@ pad."""
 import itertools
 from pathlib import Path
 
-import pytest
 from hypothesis import given, strategies as st
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD
 from symbiosis_priv.federation import Company, Federation, Peer
 from symbiosis_priv.limits import Role
-from tenant.federation.probe import Finding, find_gaps, layer_text
+from tenant.federation.probe import Finding, find_gaps
 
 LAYERS = (0, 0, 1, 1, 2, 2)
 ALL = range(len(LAYERS))
@@ -40,13 +39,6 @@ def test_a_gap_is_named_with_its_direction() -> None:
         "layers 0-2 forward",
         "layers 0-2 backward",
     ]
-
-
-@pytest.mark.parametrize(
-    ("groups", "text"), [([0], "layer 0"), ([0, 5], "layers 0, 2"), ([1, 2], "layers 0-1"), ([4, 5], "layer 2")]
-)
-def test_the_text_of_a_set_of_layers(groups: list[int], text: str) -> None:
-    assert layer_text(groups, LAYERS) == text
 
 
 def test_without_pads_every_helper_is_needed() -> None:

@@ -1,8 +1,5 @@
 """`federation init` writes a file from the operators' data, or names the missing data and writes no file."""
 
-import os
-import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,14 +7,13 @@ import pytest
 from typer.testing import CliRunner
 
 from symbiosis_priv import errors
-from symbiosis_priv.certificates.issuing import create_authority, create_request, issue
+from symbiosis_priv.certificates.issuing import create_request, issue
 from symbiosis_priv.certificates.reading import Kind, fingerprint
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_federation
 from tenant.federation.cli import _preparation, app
 from tests.cases import cases
-from tests.warm import run
 
 DIGEST = "sha256:" + "0" * 64
 
@@ -88,15 +84,6 @@ def test_mistakes_are_named_and_leave_no_file(folder: Path, arguments: list[str]
     assert not (folder / "federation.toml").exists()
 
 
-def test_a_name_that_is_not_text_is_an_error_and_leaves_no_file(folder: Path) -> None:
-    """Bytes in another encoding, as Python passes them on from the command line."""
-    beta = (BETA[0], BETA[1] + "\udcff")
-    result = CliRunner().invoke(app, ["init", *ALPHA, *beta, "--tenant", "alice", "--digest", DIGEST])
-    assert isinstance(result.exception, ConfigError)
-    assert "UTF-8" in str(result.exception)
-    assert not (folder / "federation.toml").exists()
-
-
 def test_companies_and_pads_are_written(folder: Path) -> None:
     issue(folder / "keys", authority=None, kind=Kind.PROVIDER, name="gamma")
     gamma = ("--helper", "gamma.example:7403,keys/gamma.pem,Gamma AG")
@@ -119,29 +106,3 @@ def test_a_file_is_not_overwritten_and_a_key_must_exist(folder: Path) -> None:
     assert (folder / "federation.toml").read_text() == "mine"
     with pytest.raises(ConfigError, match="keys request --name bob"):
         init("other.toml", *ALPHA, *BETA, "--tenant", "bob", "--digest", DIGEST)
-
-
-def test_a_provider_argument_needs_three_parts(folder: Path) -> None:
-    for text in ("", "a:1", "a:1,pem", "a:1,,Operator", ",,"):
-        with pytest.raises(ConfigError, match="--helper"):
-            init(*ALPHA, "--helper", text, "--tenant", "alice", "--digest", DIGEST)
-
-
-def test_check_warns_about_exposed_keys_and_expiring_certificates(folder: Path) -> None:
-    """On stderr, once each, before any other error."""
-    keys = folder / "keys"
-    issue(folder / "new", authority=create_authority(folder / "a"), kind=Kind.TENANT, name="alice", days=3)
-    for file in ("alice.pem", "alice.key"):
-        (folder / "new" / file).replace(keys / file)
-    (keys / "alice.key").chmod(0o640)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    both = ("--executor", f"127.0.0.1:{port},keys/alpha.pem,A", "--helper", f"127.0.0.2:{port},keys/beta.pem,B")
-    init(*both, "--tenant", "alice", "--digest", DIGEST)
-    command = [sys.executable, "-m", "symbiosis_priv.cli", "federation", "check", "--federation", "federation.toml"]
-    done = run(
-        [*command, "--timeout", "0.2"], capture_output=True, text=True, timeout=100, check=False, env=dict(os.environ)
-    )
-    assert done.returncode == 1
-    assert done.stderr.count("chmod 600 keys/alice.key") == 1, done.stderr
-    assert done.stderr.count("keys/alice.pem expires in 2 days") == 1

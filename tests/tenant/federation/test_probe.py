@@ -182,23 +182,6 @@ def test_silent_providers_end_at_the_deadline_and_are_probed_in_parallel(
         assert "--timeout waits longer" in finding.failure
 
 
-@pytest.mark.parametrize("host", ["a..b", "x" * 64])
-def test_a_host_that_does_not_exist_is_a_failure(
-    new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation, host: str
-) -> None:
-    finding = only(new_federation([dataclasses.replace(executor.peer("executor"), host=host)]), preparation)
-    assert "cannot reach executor" in finding.failure
-
-
-def test_a_probe_that_fails_in_any_way_is_a_failure(
-    new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("symbiosis_priv.federation.federation.client_context", lambda **_: 1 // 0)
-    monkeypatch.setattr("threading.excepthook", lambda _: None)
-    finding = only(new_federation([executor]), preparation)
-    assert "was not probed to the end" in finding.failure
-
-
 @pytest.fixture
 def registry(tmp_path: Path) -> Iterator[tuple[Vouching, LyingRegistry]]:
     vouching = Vouching.in_folder(tmp_path / "vouching")

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic import lattice
 from symbiosis_priv.arithmetic.keystream import StreamKey, derive, expand
-from symbiosis_priv.arithmetic.modular import dot
 from symbiosis_priv.arithmetic.quantise import QuantisedGroup
-from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, RoleConflictError, StorageError, VerificationError
@@ -23,15 +22,13 @@ from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.limits import GroupIndex, HintBits
 from tenant import RemoteConfig
 from tenant.core.pads import PadOrder, SessionSecret
-from tenant.core.parts import Part, Plan
-from tenant.masking.backend import RingRows
 from tenant.masking.lwe import LweSource
 from tenant.masking.registry import session_scheme
 from tenant.masking.scheme import Materials
 from tenant.preparation.hints import MOST_ROWS, Hints, make_hints
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
-from tests.tenant.conftest import NewFederation, NewProvider, NewSession
+from tests.tenant.conftest import NewSession, Scripted
 from tests.tenant.scripted import ScriptedProvider, product_of, ring_rows, spoil
 
 
@@ -73,17 +70,12 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 @pytest.mark.parametrize("bits", [16, 20, 24, 32])
 def test_a_product_is_that_of_the_row_and_its_error(
-    bits: HintBits,
-    store: WeightStore,
-    tmp_path: Path,
-    noise: list[Tensor],
-    executor: ScriptedProvider,
-    new_session: NewSession,
+    bits: HintBits, store: WeightStore, tmp_path: Path, noise: list[Tensor], scripted: Scripted
 ) -> None:
     """To the bit at 32 bits; a rounded hint adds less than the bound, and every row passes the exact check."""
     preparation = prepare(store, digest=store.manifest().digest, cache=tmp_path)
     make_hints(preparation, store, bits=bits)
-    session = new_session("lwe", [executor], prepared=preparation, pool_memory=0)
+    session = scripted.new_session("lwe", [scripted.executor], prepared=preparation, pool_memory=0)
     for index in range(len(preparation.facts)):
         for direction in DIRECTIONS:
             width = preparation.facts[index].inputs(direction)
@@ -161,39 +153,19 @@ def test_a_pad_keeps_no_secret_once_its_effect_is_computed(prepared: Preparation
     assert secrets == []
 
 
-def test_a_lie_is_found_and_the_executor_is_blamed(
-    prepared: Preparation, new_provider: NewProvider, new_session: NewSession
-) -> None:
-    liar, other = new_provider(), new_provider()
+def test_a_lie_is_found_and_the_executor_is_blamed(prepared: Preparation, scripted: Scripted) -> None:
+    liar, other = scripted.new_provider(), scripted.new_provider()
     liar.behaviour = spoil
     kept = replace(prepared, forget_keys=lambda: None)
-    session = new_session("lwe", [liar], prepared=kept)
+    session = scripted.new_session("lwe", [liar], prepared=kept)
     rows = torch.ones(3, prepared.facts[0].inputs(FORWARD), dtype=torch.int32)
     with pytest.raises(VerificationError, match=f"an answer of provider {liar.peer('executor').name!r}"):
         session.product(GroupIndex(0), FORWARD, rows)
-    session = new_session("lwe", [liar, other], prepared=kept)
+    session = scripted.new_session("lwe", [liar, other], prepared=kept)
     for direction in DIRECTIONS:
         for _ in range(4):  # also one that the liar was to answer, under pads that another executor may see as well
             session.product(GroupIndex(0), direction, ring_rows(prepared, 0, direction, 2) // 2)
     assert [p.peer for p in session.routes.executors if p.peer in session.routes.quarantined] == [liar.peer("executor")]
-
-
-def test_replaced_pads_are_opened_with_their_own_errors(
-    prepared: Preparation, store: WeightStore, executor: ScriptedProvider, new_session: NewSession
-) -> None:
-    session = new_session("lwe", [executor], prepared=prepared, pool_memory=0)
-    draw = session.runtime.pads.draw
-    index, rows = GroupIndex(0), ring_rows(prepared, 0, FORWARD, 5) // 2
-    r, v = prepared.keys[index, FORWARD]
-    order = PadOrder(index, FORWARD, 5)
-    plan = Plan(index, FORWARD, rows.shape[1], len(r), r, v, lambda: (r, v))
-    part = Part(plan, RingRows(rows, outputs=len(r)), 0, rows.clone(), dot(rows, v), [draw(order)])
-    part.mask()
-    before = part.sent.masked_words
-    part.remask({0: draw(order)})
-    assert not torch.equal(part.sent.masked_words, before)
-    assert part.open(product_of(store, 0, FORWARD, part.sent.masked_words)) == []
-    assert part.open(product_of(store, 0, FORWARD, before)) == [0, 1, 2, 3, 4]
 
 
 # Hints
@@ -210,12 +182,6 @@ def fresh(store: WeightStore, tmp_path: Path) -> Preparation:
     preparation = prepare(store, digest=store.manifest().digest, cache=tmp_path / "cache")
     make_hints(preparation, store, bits=16)
     return preparation
-
-
-def test_hints_take_the_bytes_that_were_forecast(fresh: Preparation, store: WeightStore) -> None:
-    files = list(hint_file(fresh).parent.iterdir())
-    assert make_hints(fresh, store, bits=16) == sum(file.stat().st_size for file in files)
-    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
 
 
 def test_making_hints_goes_on_where_it_was(
@@ -270,28 +236,24 @@ def test_only_the_tenants_own_hint_is_used(
     assert not executor.executed
 
 
-def test_a_hint_that_others_can_read_or_replace_is_refused(
-    fresh: Preparation, executor: ScriptedProvider, new_session: NewSession
-) -> None:
+def test_a_hint_that_others_can_read_or_replace_is_refused(fresh: Preparation, scripted: Scripted) -> None:
     rows = torch.ones(1, fresh.facts[0].inputs(FORWARD), dtype=torch.int32)
     for path, mode in ((hint_file(fresh), 0o644), (hint_file(fresh).parent, 0o777), (fresh.folder, 0o777)):
         assert path is not None
         before = path.stat().st_mode
         path.chmod(mode)
         with pytest.raises(ConfigError, match="other users can"):
-            new_session("lwe", [executor], prepared=fresh).product(GroupIndex(0), FORWARD, rows)
+            scripted.new_session("lwe", [scripted.executor], prepared=fresh).product(GroupIndex(0), FORWARD, rows)
         path.chmod(before)
     hint_file(fresh).rename(hint_file(fresh).parent / "moved")
     hint_file(fresh).symlink_to(hint_file(fresh).parent / "moved")
     with pytest.raises(CheckpointError, match="not prepared"):
-        new_session("lwe", [executor], prepared=fresh).product(GroupIndex(0), FORWARD, rows)
+        scripted.new_session("lwe", [scripted.executor], prepared=fresh).product(GroupIndex(0), FORWARD, rows)
 
 
-def test_damage_to_a_hint_in_use_convicts_no_executor(
-    fresh: Preparation, executor: ScriptedProvider, new_session: NewSession
-) -> None:
+def test_damage_to_a_hint_in_use_convicts_no_executor(fresh: Preparation, scripted: Scripted) -> None:
     """The file changes below its map, after it was checked."""
-    session = new_session("lwe", [executor], prepared=fresh, pool_memory=0)
+    session = scripted.new_session("lwe", [scripted.executor], prepared=fresh, pool_memory=0)
     rows = torch.ones(4, fresh.facts[0].inputs(FORWARD), dtype=torch.int32)
     session.product(GroupIndex(0), FORWARD, rows)
     with hint_file(fresh).open("r+b") as file:
@@ -363,33 +325,18 @@ def test_without_its_count_a_matrix_is_never_used_again(
     new_session("lwe", [executor], prepared=fresh).product(GroupIndex(0), FORWARD, rows)
 
 
-def test_a_session_stops_at_the_last_row(
-    fresh: Preparation, executor: ScriptedProvider, new_session: NewSession
-) -> None:
-    path, _, draw = counted(fresh)
-    path.write_text(f"{MOST_ROWS:020} {draw}")
-    session = new_session("lwe", [executor], prepared=fresh)
-    with pytest.raises(ConfigError, match="prepare the model again"):
-        session.product(GroupIndex(0), FORWARD, torch.ones(1, 64, dtype=torch.int32))
-    assert not executor.executed
-
-
 # Refused by name
 
 
 def test_what_it_does_not_do_is_refused_by_name(
-    prepared: Preparation,
-    preparation: Preparation,
-    executor: ScriptedProvider,
-    new_session: NewSession,
-    new_federation: NewFederation,
+    prepared: Preparation, preparation: Preparation, scripted: Scripted
 ) -> None:
     with pytest.raises(ConfigError, match=r"'lwe' needs ring_bits = 32, not 24"):
-        new_session("lwe", [executor], prepared=prepared, ring_bits=24)
+        scripted.new_session("lwe", [scripted.executor], prepared=prepared, ring_bits=24)
     with pytest.raises(ConfigError, match="remove relay = true"):
-        session_scheme("lwe").check(new_federation([executor], relay=True))
+        session_scheme("lwe").check(scripted.new_federation([scripted.executor], relay=True))
     with pytest.raises(RoleConflictError, match=r"'lwe' \(experimental: a lattice assumption, and 6 GB"):
-        new_session("pad", [executor])
+        scripted.new_session("pad", [scripted.executor])
     with pytest.raises(ConfigError, match="has no option 'K'"):
         RemoteConfig(masking="lwe", federation="federation.toml", masking_options={"K": 1536})
     with pytest.raises(CheckpointError, match=r"no hints are prepared .* tenant prepare .* --masking lwe"):
@@ -397,14 +344,3 @@ def test_what_it_does_not_do_is_refused_by_name(
     source = lwe_source(prepared, SessionSecret())
     with pytest.raises(ConfigError, match="does not mask rows for stacks of experts"):
         source.draw(PadOrder(GroupIndex(0), FORWARD, 1, counts=(1,)))
-
-
-def test_training_needs_hints_of_both_directions(
-    store: WeightStore, tmp_path: Path, executor: ScriptedProvider, new_session: NewSession
-) -> None:
-    preparation = prepare(store, digest=store.manifest().digest, cache=tmp_path)
-    session_scheme("lwe").prepare(preparation, store, bits=16, training=False)
-    session = new_session("lwe", [executor], prepared=preparation)
-    session.product(GroupIndex(0), FORWARD, torch.ones(1, 64, dtype=torch.int32))
-    with pytest.raises(CheckpointError, match=r"backward.* was not prepared .*--masking lwe --training"):
-        session.product(GroupIndex(0), BACKWARD, ring_rows(preparation, 0, BACKWARD, 1))

@@ -14,8 +14,7 @@ from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, NonFiniteError
 from symbiosis_priv.harness import strategies as testing
-from symbiosis_priv.network import wire
-from tenant.masking.paper_pool import PaperPool, PaperPoolBackend, PaperPoolOptions, gaussian
+from tenant.masking.paper_pool import PaperPool, PaperPoolBackend, PaperPoolOptions
 from tenant.model.hf import RemoteConfig
 from tenant.preparation.keys import prepare
 from tenant.preparation.opening import Opening
@@ -154,18 +153,6 @@ def test_noise_does_not_come_from_torch(open_backend: Open, store: WeightStore, 
     assert not torch.equal(*noises)
 
 
-def test_gaussian_is_gaussian() -> None:
-    """Compared with the exact distribution function; the false-alarm rate is below 1e-9 (Dvoretzky-Kiefer-
-    Wolfowitz)."""
-    generator = torch.Generator().manual_seed(3)
-    words = torch.randint(-(2**31), 2**31, (500, 400), dtype=torch.int32, generator=generator)
-    sample = gaussian(words).flatten().sort().values
-    exact = torch.special.ndtr(sample)
-    steps = torch.arange(1, len(sample) + 1, dtype=torch.float64) / len(sample)
-    assert float((exact - steps).abs().max()) < (torch.tensor(2e9).log() / 2 / len(sample)) ** 0.5
-    assert bool(torch.isfinite(gaussian(torch.tensor([[-(2**31), 2**31 - 1]], dtype=torch.int32))).all())
-
-
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_non_finite_rows_are_an_error_before_a_byte_is_sent(
     open_backend: Open, store: WeightStore, new_provider: NewProvider, poison: float
@@ -177,29 +164,6 @@ def test_non_finite_rows_are_an_error_before_a_byte_is_sent(
     with pytest.raises(NonFiniteError, match="nothing was sent"):
         backend.linear(0, FORWARD, x)
     assert executor.hellos == []
-
-
-def test_no_rows_and_too_many_rows(open_backend: Open, store: WeightStore, new_provider: NewProvider) -> None:
-    executor = new_provider(max_rows=8)
-    backend = open_backend(store, provider=executor)
-    assert backend.linear(0, FORWARD, torch.zeros(0, 64)).shape == (0, 128)
-    assert executor.hellos == []
-    x = torch.randn(20, 64)
-    assert torch.allclose(backend.linear(0, FORWARD, x), x.double() @ weights(store).t(), atol=1e-3)
-    assert [heard.request.rows for heard in executor.executed] == [3, 8, 8, 4]
-    assert {type(heard.request) for heard in executor.heard} == {wire.Execute}
-
-
-def test_row_counts_are_rounded_up_to_a_bucket(
-    open_backend: Open, store: WeightStore, new_provider: NewProvider
-) -> None:
-    executor = new_provider()
-    backend = open_backend(store, provider=executor, row_bucket=8)
-    x = torch.randn(13, 64)
-    for count in (1, 8, 13):
-        got = backend.linear(0, FORWARD, x[:count])
-        assert torch.allclose(got, x[:count].double() @ weights(store).t(), atol=1e-3)
-    assert [heard.request.rows for heard in executor.executed[1:]] == [8, 8, 16]
 
 
 def weights(store: WeightStore) -> Tensor:

@@ -1,34 +1,31 @@
 """One place lists the schemes; a new scheme is a module and its registration."""
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
-from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, RANGE, Bound, Direction, Headroom, quantise_rows
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import ConfigError, RoleConflictError, VerificationError
+from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation import Federation, Peer, Registries
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.limits import GroupIndex
-from symbiosis_priv.network import wire
 from tenant import RemoteConfig
 from tenant.cli.options import MASKING_ROLES, Masking
-from tenant.core.pads import EffectSource, Pad, PadOrder
-from tenant.core.parts import Rows
-from tenant.masking.backend import RingBackend, _on_host
+from tenant.core.pads import EffectSource
+from tenant.masking.backend import _on_host
 from tenant.masking.registry import LocalSource, register, registered, scheme_named, session_scheme, unregister
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.model.connect import open_backend
 from tenant.preparation.prepared import Preparation
-from tests.tenant.conftest import NewSession, Scripted
-from tests.tenant.scripted import Heard, ScriptedProvider, frame, product_of
+from tests.tenant.conftest import Scripted
+from tests.tenant.scripted import product_of
 from threat_model.evidence.schemes import SCHEMES, variant
 
 ROOT = Path(__file__).parents[3]
@@ -168,14 +165,6 @@ def test_a_scheme_that_needs_a_helper_is_refused_without_one() -> None:
             scheme.check(replace(ALONE, peers=(EXECUTOR,)))
 
 
-def test_unmasked_rows_are_warned_about_if_a_helper_exists(caplog: pytest.LogCaptureFixture) -> None:
-    scheme_named("none").check(replace(ALONE, peers=(EXECUTOR,)))
-    scheme_named("pad").check(ALONE)
-    assert not caplog.records
-    scheme_named("none").check(ALONE)
-    assert "masking = 'pad'" in caplog.text
-
-
 # One-time pads of one or several helpers: sent rows and opened answers are exact to the bit
 
 
@@ -215,29 +204,6 @@ def test_the_sum_over_all_helpers_is_exact(scripted: Scripted, store: WeightStor
 # Rows on a GPU are copied to the host and back through page-locked memory, with the same bits
 
 
-class _NoProduct:
-    """Keeps the rows, and leaves the results as they are."""
-
-    rows: Any = None
-
-    def multiply(self, index: GroupIndex, direction: Direction, rows: Rows) -> None:
-        self.rows = rows
-
-    def multiply_all(self, products: Sequence[tuple[GroupIndex, Direction, Rows]]) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        pass
-
-
-def test_tensors_on_the_host_are_not_copied(preparation: Preparation) -> None:
-    products = _NoProduct()
-    inputs, outputs = (torch.randn(2, width) for width in preparation.manifest.groups[0].columns(FORWARD))
-    RingBackend(preparation.facts, products).multiply(0, FORWARD, [inputs], [outputs])
-    assert products.rows.inputs[0] is inputs
-    assert products.rows.outputs[0] is outputs
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_copies_between_the_devices_wait_for_each_other() -> None:
@@ -246,64 +212,3 @@ def test_copies_between_the_devices_wait_for_each_other() -> None:
         near = _on_host(parts)
         assert all(part.is_pinned() for part in near)
         assert all(torch.equal(here, there.detach().cpu()) for here, there in zip(near, parts, strict=True))
-
-
-# A scheme may open an answer in its own way before the check (`Pad.open`), and no other code depends on it
-
-
-STEP = 64
-"""Bits by which the rounding scheme scales its rows, and so their products."""
-
-
-class Rounded(Pad):
-    def open(self, answer: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        for effect in self.effects():
-            answer = answer - effect
-        return (answer + STEP // 2) & -STEP, ()
-
-
-class RoundedSource(LocalSource):
-    """Answers with a small error, which is rounded off."""
-
-    def draw(self, order: PadOrder) -> Pad:
-        pad = super().draw(order)
-        return Rounded(pad.rows, pad.shares)
-
-
-class Rounding(Borrowed):
-    name = "rounding"
-    headroom_bits = 0
-
-    def effects(self, materials: Materials) -> EffectSource:
-        assert materials.store is not None
-        return RoundedSource(materials.facts, materials.secret, materials.store)
-
-
-@pytest.fixture
-def _rounding() -> Iterator[None]:
-    register(Rounding())
-    yield
-    unregister(Rounding.name)
-
-
-@pytest.mark.usefixtures("_rounding")
-def test_a_scheme_opens_answers_in_its_own_way(scripted: Scripted, store: WeightStore) -> None:
-    """Pads may be split, and a bucket may add rows of zeros."""
-
-    def err_a_little(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        error = torch.arange(answer.numel()).view(answer.shape) % (STEP - 1) - STEP // 2 + 1
-        return frame(reply, answer + error.to(torch.int32))
-
-    scripted.executor.behaviour = err_a_little
-    session = scripted.new_session("rounding", row_bucket=4)
-    for count in (1, 3, 8, 2):
-        rows = (torch.arange(count * 64, dtype=torch.int32).view(count, 64) % 97 - 48) * STEP
-        assert torch.equal(session.product(GroupIndex(1), FORWARD, rows), product_of(store, 1, FORWARD, rows))
-    assert session.ledger().answers_rejected == 0
-
-
-@pytest.mark.usefixtures("_rounding")
-def test_an_error_that_cannot_be_rounded_off_is_refused(executor: ScriptedProvider, new_session: NewSession) -> None:
-    executor.behaviour = lambda heard, reply, answer: frame(reply, answer + STEP)
-    with pytest.raises(VerificationError):
-        new_session("rounding").product(GroupIndex(1), FORWARD, torch.full((2, 64), STEP, dtype=torch.int32))

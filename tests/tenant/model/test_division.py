@@ -1,15 +1,11 @@
 """Which parameters stay with the tenant: each is counted once, under the right kind."""
 
-import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from symbiosis_priv.checkpoints.discovery.skeleton import traced
-from tenant import RemoteConfig, backend_of
 from tenant.model.division import CONVOLUTIONS, EMBEDDINGS, HEADS, OTHERS, ROUTERS, TIED_HEAD, division
 from tests.compatibility.families import build
 
@@ -34,13 +30,3 @@ def test_every_parameter_is_counted_once(name: str, device: str) -> None:
     assert divided.parameters == sum(p.numel() for p in build(kind, **changes).parameters())
     assert kept.items() <= divided.kept.items()
     assert OTHERS not in kept or divided.kept.keys() == kept.keys()
-
-
-def test_loading_logs_what_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    build("LlamaForCausalLM").save_pretrained(tmp_path)
-    with caplog.at_level(logging.INFO, "tenant.model.hf"):
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path, quantization_config=RemoteConfig(masking="simulate"), trust_remote_code=False
-        )
-    backend_of(model).close()
-    assert "parameters are offloaded; here stay embeddings 3,072" in caplog.text

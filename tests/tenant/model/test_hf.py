@@ -1,7 +1,6 @@
 """`from_pretrained` loads only the tenant's tensors, and refuses what cannot work."""
 
 import contextlib
-import copy
 import gc
 import shutil
 import threading
@@ -15,10 +14,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
-from symbiosis_priv.checkpoints.discovery.skeleton import architecture, discover, load_config
+from symbiosis_priv.checkpoints.discovery.skeleton import architecture, load_config
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, NonFiniteError, SymbiosisError, UnsupportedMethodError
 from symbiosis_priv.federation import Federation
@@ -72,39 +71,6 @@ def test_every_frozen_linear_is_remote_and_everything_else_is_loaded(
     assert "MISSING" not in printed
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(load: Load, llama: Path, dtype: torch.dtype) -> None:
-    """The tenant's tensors are rounded, the products are not."""
-    model = load(llama, dtype=dtype)
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    assert {m.weight.dtype for m in model.modules() if isinstance(m, RemoteLayer)} == {dtype}
-    adapted: Any = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
-    out = adapted(input_ids=IDS, labels=IDS)
-    out.loss.backward()
-    assert out.logits.dtype == dtype
-    reference = load(llama)
-    with torch.no_grad():
-        full = reference(input_ids=IDS).logits
-    assert torch.nn.functional.cosine_similarity(out.logits.float(), full, dim=-1).min() > 0.99
-
-
-def test_half_precision_over_the_wire_equals_the_simulation(load: Load, llama: Path, federation: Path) -> None:
-    with torch.no_grad():
-        outputs = [
-            load(llama, dtype=torch.bfloat16, **options)(input_ids=IDS).logits
-            for options in ({"federation": federation}, {"masking": "simulate"})
-        ]
-    assert torch.equal(*outputs)
-
-
-def test_autocast_trains(load: Load, llama: Path) -> None:
-    model: Any = peft.get_peft_model(load(llama), peft.LoraConfig(target_modules="all-linear"))
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(input_ids=IDS, labels=IDS).loss
-    loss.backward()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
-
-
 def test_non_finite_activations_raise_before_a_byte_is_sent(
     load: Load, llama: Path, federation: Path, tape: Tape, executor: ScriptedProvider, helper: ScriptedProvider
 ) -> None:
@@ -132,28 +98,6 @@ def test_providers_see_nothing_of_gradients_that_are_not_finite(
     assert table.grad[IDS].isnan().all()
 
 
-def test_a_loss_scaler_skips_steps_until_gradients_fit_float16(load: Load, llama: Path) -> None:
-    scales = []
-    for split in (True, False):
-        base = load(llama) if split else transformers.LlamaForCausalLM.from_pretrained(llama)
-        model: Any = peft.get_peft_model(base, peft.LoraConfig(target_modules="all-linear"))
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer, scaler = torch.optim.SGD(trained, lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**30)
-        before, steps = [parameter.clone() for parameter in trained], 0
-        while all(torch.equal(parameter, old) for parameter, old in zip(trained, before, strict=True)):
-            with torch.autocast("cpu", torch.float16):
-                loss = model(input_ids=IDS, labels=IDS).loss
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            steps += 1
-        assert steps > 2
-        assert all(parameter.isfinite().all() for parameter in trained)
-        scales.append(scaler.get_scale())
-    assert scales[0] == scales[1]
-
-
 def test_offloaded_weights_count_as_parameters_but_take_no_memory(load: Load, llama: Path) -> None:
     full, split = transformers.LlamaForCausalLM.from_pretrained(llama), load(llama)
     assert split.num_parameters() == full.num_parameters()
@@ -162,26 +106,6 @@ def test_offloaded_weights_count_as_parameters_but_take_no_memory(load: Load, ll
     lora = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", r=4)
     counts = [peft.get_peft_model(model, lora).get_nb_trainable_parameters() for model in (full, split)]
     assert counts[0] == counts[1]
-
-
-def test_offloaded_layers_are_not_initialised(load: Load, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some models compute with a layer's parameters to initialise it (xLSTM: `-10 * ones_like(bias)`)."""
-
-    def initialise(self: Any, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            torch.ones_like(module.weight)
-
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "_init_weights", initialise)
-    load(llama)
-
-
-def test_an_optimizer_may_be_given_every_parameter(load: Load, llama: Path) -> None:
-    model: Any = peft.get_peft_model(load(llama), peft.LoraConfig(target_modules=["q_proj"]))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(input_ids=IDS, labels=IDS).loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    assert len(optimizer.state) == len([p for p in model.parameters() if p.requires_grad])
 
 
 # Checkpoints
@@ -226,14 +150,6 @@ def test_local_masking_and_simulation_need_the_full_checkpoint(
     load(folder, cache=cache, checkpoint=llama)
 
 
-def test_a_federation_of_another_model_is_refused(
-    load: Load, gpt2: Path, federation: Path, executor: ScriptedProvider, tmp_path: Path
-) -> None:
-    with pytest.raises(CheckpointError, match="but the federation pins"):
-        load(gpt2, federation=federation, cache=tmp_path)
-    assert executor.hellos == []
-
-
 def test_other_weights_are_refused(load: Load, llama: Path, federation: Path, tmp_path: Path) -> None:
     """One weight of one layer differs, so the digest differs."""
     other = tmp_path / "other"
@@ -253,14 +169,6 @@ def test_another_architecture_than_the_federations_is_refused(
     build("LlamaForCausalLM").save_pretrained(narrow)
     with pytest.raises(CheckpointError, match="is not the checkpoint that was prepared"):
         load(narrow, federation=federation, checkpoint=llama)
-
-
-def test_a_model_without_the_head_loads_the_rest(load: Load, llama: Path) -> None:
-    model = load(llama, kind=transformers.AutoModel)
-    with torch.no_grad():
-        hidden = model(input_ids=IDS).last_hidden_state
-        whole = load(llama)(input_ids=IDS, output_hidden_states=True).hidden_states[-1]
-    assert torch.equal(hidden, whole)
 
 
 def test_shards_and_subfolders_are_read_where_transformers_reads_them(load: Load, llama: Path, tmp_path: Path) -> None:
@@ -356,16 +264,6 @@ def test_another_number_of_labels_makes_another_head(load: Load, classifier: Pat
     backend_of(model).close()
 
 
-@pytest.mark.parametrize("classifier", ["bert"], indirect=True)
-def test_a_language_model_and_a_classifier_are_different_models(classifier: Path, tmp_path: Path) -> None:
-    """An LM head, with the transform before it, is offloaded; a classification head is not."""
-    build("BertForPreTraining").save_pretrained(tmp_path / "lm")
-    members = {member for group in discover(tmp_path / "lm").groups for member in group.members}
-    outside = {member for member in members if not member.startswith("bert.")}
-    assert outside == {"cls.predictions.transform.dense"}
-    assert "bert.pooler.dense" in members
-
-
 # Models
 
 
@@ -436,21 +334,6 @@ def test_a_model_that_is_dropped_closes_its_connections(llama: Path, federation:
     for thread in started:
         thread.join(TIMEOUT_S)
         assert not thread.is_alive()
-
-
-def test_a_copied_model_gives_the_same_logits(load: Load, llama: Path) -> None:
-    model = load(llama)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        assert torch.equal(twin(input_ids=IDS).logits, model(input_ids=IDS).logits)
-
-
-def test_backend_of_works_with_a_peft_model(load: Load, llama: Path) -> None:
-    model = load(llama)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
-    assert backend_of(wrapped) is backend_of(model)
-    with pytest.raises(SymbiosisError, match="not loaded with RemoteConfig"):
-        backend_of(nn.Linear(2, 2))
 
 
 def test_a_provider_of_the_wrong_model_is_named(

@@ -1,58 +1,24 @@
 """Models that take images or sound. `tests/compatibility` compares their split models with plain ones."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, UnsupportedModelError
-from symbiosis_priv.federation import Federation
-from tenant import backend_of
 from tenant.cli import app as cli
 from tenant.model.loading import check_runs_on_text
 from tests.compatibility.families import build, inputs_of
-from tests.splitting import split_model
-from tests.tenant.conftest import Scripted
 
 
 def output(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     found = model(**inputs)
     tensor: Tensor = found.logits_per_image if "logits_per_image" in found else found.logits
     return tensor
-
-
-def test_a_masked_tower_gives_the_same_bits(
-    scripted: Scripted, federation_file: Callable[[Federation], Path], tmp_path: Path
-) -> None:
-    """Forward and backward, with an executor and a helper."""
-    kind, checkpoint = transformers.AutoModelForImageTextToText, tmp_path / "checkpoint"
-    build("Qwen2_5_VLForConditionalGeneration").save_pretrained(checkpoint)
-    store = WeightStore(checkpoint)
-    executor, helper = scripted.new_provider(store=store), scripted.new_provider(store=store)
-    federation = federation_file(scripted.new_federation([executor], [helper], digest=store.manifest().digest))
-    found = []
-    for model in (
-        split_model(checkpoint, kind=kind),
-        split_model(checkpoint, kind=kind, federation=federation),
-    ):
-        inputs = inputs_of(model)
-        inputs["pixel_values"].requires_grad_()
-        logits = output(model, inputs)
-        logits.square().sum().backward()
-        found.append((logits, inputs["pixel_values"].grad))
-        backend_of(model).close()
-    assert executor.executed
-    for simulated, masked in zip(*found, strict=True):
-        assert simulated is not None
-        assert masked is not None
-        assert torch.equal(simulated, masked)
 
 
 def test_check_compares_outputs_on_the_inputs_of_a_processor(tmp_path: Path) -> None:

@@ -101,15 +101,6 @@ def test_each_part_draws_random_numbers_of_its_own(base: Any) -> None:
     model.unload()
 
 
-def test_halves_of_a_batch_are_generated_at_the_same_time(model: Any) -> None:
-    def generate(ids: Tensor) -> Tensor:
-        tokens: Tensor = model.generate(input_ids=ids, max_new_tokens=3, do_sample=False)
-        return tokens
-
-    model.eval()
-    assert all(map(torch.equal, overlapped(model, generate, PARTS[:2]), map(generate, PARTS[:2])))
-
-
 def test_an_error_of_a_part_ends_the_others_and_leaves_gradients_as_they_were(model: Any) -> None:
     step_of(model.train())(PARTS[0])
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -133,16 +124,6 @@ def test_an_error_of_a_part_ends_the_others_and_leaves_gradients_as_they_were(mo
     assert ended.wait(TIMEOUT_S)
     assert all(torch.equal(p.grad, grad) for p, grad in zip(parameters, before, strict=True))
     assert not any(p._post_accumulate_grad_hooks for p in parameters)
-
-
-def test_parts_have_the_modes_of_the_caller(model: Any) -> None:
-    def modes(_: int) -> tuple[object, ...]:
-        autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
-
-    for guard in (torch.enable_grad(), torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.float16)):
-        with guard:
-            assert overlapped(model, modes, [0, 1]) == [modes(0)] * 2
 
 
 def test_prompt_learning_is_refused_where_it_would_go_wrong(base: Any) -> None:

@@ -4,8 +4,6 @@ A composed product that does not fit is never used: whatever changes a sum, a no
 four round trips.
 """
 
-import copy
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +20,6 @@ from symbiosis_priv.checkpoints.discovery.linears import name_in
 from symbiosis_priv.errors import ConfigError, UnsupportedModelError
 from tenant import backend_of
 from tenant.masking.backend import Backend, Product
-from tenant.model.overlap import overlapped
 from tenant.model.remote_linear import RemoteLayer
 from tenant.model.trips import Trip, _Sent
 from tenant.options import MOST_ROWS
@@ -128,18 +125,6 @@ def test_gradients_and_many_rows_take_four_with_their_bits(loaded: Callable[...,
     assert torch.equal(*found)
     losses = [peft.get_peft_model(model, lora())(input_ids=IDS, labels=IDS).loss for model in (two, four)]
     assert torch.equal(*losses)
-
-
-def test_batches_bfloat16_and_embeddings_as_inputs(loaded: Callable[..., Any], path: Path) -> None:
-    two, four = loaded(dtype=torch.bfloat16), loaded(4, dtype=torch.bfloat16)
-    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    batch = torch.arange(3, 15).view(3, 4)
-    wanted = logits(plain, batch)
-    off = [(logits(model, batch).float() - wanted).abs().max() for model in (two, four)]
-    assert off[0] <= 1.5 * off[1] + 0.01 * wanted.abs().max()
-    with torch.inference_mode():
-        embedded = two(inputs_embeds=two.get_input_embeddings()(batch)).logits
-    assert torch.equal(embedded, logits(two, batch))
 
 
 def lora(**changes: Any) -> peft.LoraConfig:
@@ -305,36 +290,6 @@ def test_a_token_whose_embedding_is_zero_shows_nothing(
         found = logits(two, torch.tensor(ids))
         assert waits(calls) == (expected - COMPOSED, expected)
         assert_close(found, logits(four, torch.tensor(ids)))
-
-
-def test_a_norm_that_is_trained_takes_four(loaded: Callable[..., Any]) -> None:
-    two, four = loaded(), loaded(4)
-    for model in (two, four):
-        for name, parameter in model.named_parameters():
-            if "layernorm" in name:
-                with torch.no_grad():
-                    parameter[3] += 0.01
-    logits(two)  # the first pass finds out
-    assert torch.equal(logits(two), logits(four))
-
-
-def test_a_copied_model_takes_four(loaded: Callable[..., Any]) -> None:
-    assert torch.equal(logits(copy.deepcopy(loaded())), logits(loaded(4)))
-
-
-def test_threads_and_overlapped_parts_have_the_bits_of_one_pass(loaded: Callable[..., Any]) -> None:
-    model = loaded()
-    batches = [torch.arange(3, 3 + n).view(1, -1) for n in (4, 5, 6, 7)]
-    wanted = [logits(model, ids) for ids in batches]
-    found: dict[int, Tensor] = {}
-    threads = [threading.Thread(target=lambda i=i: found.update({i: logits(model, batches[i])})) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(found[i], wanted[i]) for i in range(4))
-    parts = overlapped(model, lambda ids: logits(model, ids), batches)
-    assert all(torch.equal(part, whole) for part, whole in zip(parts, wanted, strict=True))
 
 
 def test_a_failed_round_trip_leaves_nothing_behind(loaded: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

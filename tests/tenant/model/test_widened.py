@@ -1,6 +1,5 @@
 """Models whose checkpoints are stored in 8 or 4 bits: everything is what it is for the same weights in floats."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import CheckpointError, UnsupportedModelError
+from symbiosis_priv.errors import CheckpointError
 from tenant import RemoteConfig, backend_of, rounded_model
 from tenant.model.loading import load_model
 from tenant.preparation.own_tensors import own_digest, write_slim
@@ -65,31 +63,6 @@ def test_split_plain_and_rounded_models_are_those_of_the_same_weights_in_floats(
     assert "MISSING" not in "".join(capfd.readouterr())  # transformers' report
 
 
-def test_the_plain_model_is_an_ordinary_one(untied: Path, tmp_path: Path) -> None:
-    published = tmp_path / "published"
-    forms.publish(untied, published, "gptq 4 bits")
-    model = load_model(published)
-    assert not hasattr(model, "hf_quantizer")
-    assert not model.is_quantized
-    model.save_pretrained(tmp_path / "saved")
-    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert torch.equal(logits(load_model(tmp_path / "saved")), logits(model))
-
-
-def test_it_is_close_to_what_transformers_makes_of_fp8(untied: Path, tmp_path: Path) -> None:
-    """transformers widens FP8 on a CPU without further packages. It takes blocks that fit the matrix, in float32."""
-    published = tmp_path / "published"
-    forms.publish(untied, published, "fp8 blocks, float32", chosen=r"down_proj")
-    config = AutoConfig.from_pretrained(published)
-    config.quantization_config["dequantize"] = True
-    config.quantization_config["modules_to_not_convert"] = ["lm_head", "self_attn", "gate_proj", "up_proj"]
-    theirs: Any = AutoModelForCausalLM.from_pretrained(published, config=config, dtype=torch.float32).eval()
-    ours = load_model(published, dtype=torch.float32)
-    for name, parameter in theirs.named_parameters():
-        assert torch.equal(parameter, ours.get_parameter(name)), name
-    assert torch.equal(logits(theirs), logits(ours))
-
-
 @pytest.mark.parametrize("mode", ["all", "local"])
 @pytest.mark.parametrize("family", ["GptOss", "DeepseekV3", "DeepseekV3 in FP4", "DeepseekV4"])
 def test_experts_are_read_at_the_providers_and_here(family: str, mode: str, tmp_path: Path) -> None:
@@ -126,25 +99,6 @@ def test_a_slim_copy_keeps_the_form_and_the_digest(tmp_path: Path) -> None:
     full = tmp_path / "published"
     assert torch.equal(split(slim, checkpoint=full, experts="all"), split(full, experts="all"))
     assert torch.equal(split(local, checkpoint=full, experts="local"), split(full, experts="local"))
-
-
-def test_the_tenants_tensors_are_pinned_as_numbers(untied: Path, tmp_path: Path) -> None:
-    wide = forms.publish(untied, tmp_path / "published", "gptq 4 bits", chosen=EVERY)
-    store = WeightStore(tmp_path / "published")
-    config = json.loads((wide / "config.json").read_text())
-    entry = json.loads((store.path / "config.json").read_text())["quantization_config"]
-    (wide / "config.json").write_text(json.dumps(config | {"quantization_config": entry}))
-    assert own_digest(store, store.manifest()) == own_digest(WeightStore(wide), store.manifest())
-
-
-def test_forms_that_are_not_read_are_refused_in_our_words(untied: Path, tmp_path: Path) -> None:
-    forms.publish(untied, tmp_path / "published", "gptq 4 bits")
-    path = tmp_path / "published" / "config.json"
-    entry = {"quant_method": "hqq", "bits": 4}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": entry}))
-    for load in (split, load_model):
-        with pytest.raises(UnsupportedModelError, match=r"hqq.*not read"):
-            load(tmp_path / "published")
 
 
 def test_a_tensor_of_the_tenant_without_its_scales_is_refused(untied: Path, tmp_path: Path) -> None:

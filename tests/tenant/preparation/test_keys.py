@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.system.cache_key import cache_key
-from tenant.core.verifier import VerificationKeys
 from tenant.preparation import keys as preparation
 from tenant.preparation.keys import _alone, prepare
 from tenant.preparation.own_tensors import own_digest, write_slim
@@ -137,14 +135,6 @@ def test_the_wait_for_another_process_is_limited(tmp_path: Path) -> None:
         pass
 
 
-def test_existing_keys_need_no_lock(store: WeightStore, tmp_path: Path) -> None:
-    digest = store.manifest().digest
-    made = prepared(store, digest, tmp_path)
-    with _alone(tmp_path), ThreadPoolExecutor(1) as pool:
-        found = pool.submit(prepared, store, digest, tmp_path).result(30)
-    assert tensors_of(found.keys).keys() == tensors_of(made.keys).keys()
-
-
 def test_a_preparation_holds_no_weights(store: WeightStore, tmp_path: Path) -> None:
     """Facts are O(o) and keys O(m (o + d)) per layer group."""
     prepared(store, store.manifest().digest, tmp_path)
@@ -152,17 +142,6 @@ def test_a_preparation_holds_no_weights(store: WeightStore, tmp_path: Path) -> N
     for name in ("facts.safetensors", *KEYS):
         for tensor in load_file(folder_of(tmp_path) / name).values():
             assert tensor.numel() < min(sizes)
-
-
-def test_deleted_keys_are_made_again(store: WeightStore, tmp_path: Path) -> None:
-    digest = store.manifest().digest
-    before = prepared(store, digest, tmp_path)
-    before.forget_keys()
-    before.forget_keys()
-    with pytest.raises(CheckpointError, match="nothing is prepared"):
-        prepared(None, digest, tmp_path)
-    after = prepared(store, digest, tmp_path)
-    assert not torch.equal(tensors_of(before.keys)["secret"], tensors_of(after.keys)["secret"])
 
 
 def test_without_a_checkpoint_the_error_names_the_fix(tmp_path: Path) -> None:
@@ -180,11 +159,6 @@ def test_a_checkpoint_of_another_model_is_refused_and_leaves_nothing(
     assert not (tmp_path / "tenant").exists()
 
 
-def test_other_weight_bits_are_another_model(llama: Path, store: WeightStore, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="weight_bits"):
-        prepared(WeightStore(llama, weight_bits=8), store.manifest().digest, tmp_path)
-
-
 @pytest.mark.parametrize("name", ["manifest.json", "facts.safetensors", *KEYS, "origin.json", "seal"])
 @pytest.mark.parametrize("damage", ["gone", "empty", "cut", "garbage"])
 def test_a_damaged_cache_is_made_again(store: WeightStore, cache: Path, name: str, damage: str) -> None:
@@ -197,17 +171,6 @@ def test_a_damaged_cache_is_made_again(store: WeightStore, cache: Path, name: st
         path.write_bytes({"empty": b"", "cut": whole[: len(whole) // 2], "garbage": bytes(100)}[damage])
     assert len(prepared(store, digest, cache).facts) == 9
     assert len(prepared(None, digest, cache).facts) == 9
-
-
-def test_faults_can_be_attributed_after_the_keys_are_deleted(store: WeightStore, cache: Path) -> None:
-    """A session continues with honest providers, and may have to attribute another fault."""
-    kept = prepared(None, store.manifest().digest, cache)
-    kept.forget_keys()
-    assert not list((cache / "tenant").iterdir())
-    weight = store.group(2).weight.to(torch.int32)
-    rows = torch.randint(-(2**31), 2**31, (3, weight.shape[1]), dtype=torch.int32)
-    assert kept.blame.accepts(GroupIndex(2), FORWARD, rows=rows, answer=rows @ weight.t())
-    assert not kept.blame.accepts(GroupIndex(2), FORWARD, rows=rows, answer=rows @ weight.t() + 1)
 
 
 # Integrity of the cache
@@ -402,25 +365,6 @@ def test_changes_made_by_saving_do_not_matter(store: WeightStore, model: Path, c
     bound(store, model, cache)
 
 
-def test_a_checkpoint_is_hashed_once(
-    store: WeightStore, model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hashed: list[Path] = []
-
-    def count(store: WeightStore, manifest: Manifest) -> str:
-        hashed.append(store.path)
-        return own_digest(store, manifest)
-
-    monkeypatch.setattr(preparation, "own_digest", count)
-    for _ in range(3):
-        bound(store, model, cache)
-        bound(store, store.path, cache)  # the checkpoint of the preparation is not hashed at all
-    assert len(hashed) == 1
-    os.utime(model / "model.safetensors")
-    bound(store, model, cache)
-    assert len(hashed) == 2
-
-
 @pytest.mark.parametrize("preparing", [False, True])
 def test_files_replaced_while_they_are_hashed_are_hashed_again(
     store: WeightStore, model: Path, preparing: bool, cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -480,16 +424,6 @@ def test_a_forged_mark_is_refused(store: WeightStore, model: Path, cache: Path) 
         bound(store, model, cache)
 
 
-def test_a_slim_checkpoint_is_checked_like_a_full_one(store: WeightStore, tmp_path: Path) -> None:
-    cache, slim = tmp_path / "cache", tmp_path / "slim"
-    manifest = prepared(store, store.manifest().digest, cache).manifest
-    write_slim(store, manifest, slim)
-    bound(store, slim, cache)
-    CHANGES["embeddings times 3"](slim)
-    with pytest.raises(CheckpointError, match="is not the checkpoint"):
-        bound(store, slim, cache)
-
-
 def test_reread_replaces_a_preparation_or_names_the_checkpoint(store: WeightStore, model: Path, cache: Path) -> None:
     """The user states that a checkpoint is trusted: this covers its own tensors, never the providers' weights."""
     digest = store.manifest().digest
@@ -505,23 +439,6 @@ def test_reread_replaces_a_preparation_or_names_the_checkpoint(store: WeightStor
     other = WeightStore(model).manifest().digest
     with pytest.raises(CheckpointError, match=f"is model {other}, but the federation pins {digest}"):
         prepare(WeightStore(model), digest=digest, reread=True, cache=cache)
-
-
-def test_another_base_model_is_named_before_keys_are_made(
-    store: WeightStore, gpt2: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither the tokenizer is blamed, nor does the advised command make keys that are then thrown away."""
-    (Path(shutil.copytree(gpt2, tmp_path / "other")) / "tokenizer.json").write_text("{}")
-    digest, other = store.manifest().digest, tmp_path / "other"
-    with pytest.raises(CheckpointError, match="is not the checkpoint that was prepared"):
-        bound(store, other, cache)
-    made = mock.Mock()
-    monkeypatch.setattr(VerificationKeys, "add", made)
-    for _ in range(2):  # the weights are unknown, then the manifest is in the cache
-        with pytest.raises(CheckpointError, match="federation pins"):
-            prepare(WeightStore(other, cache=cache), digest=digest, reread=True, cache=cache)
-        WeightStore(other, cache=cache).manifest()
-    made.assert_not_called()
 
 
 def test_weight_bits_are_checked_also_when_everything_is_cached(store: WeightStore, tmp_path: Path) -> None:

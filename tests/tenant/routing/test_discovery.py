@@ -2,9 +2,7 @@
 
 import itertools
 import logging
-import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -172,20 +170,6 @@ def test_no_executor_replaces_a_provider_of_the_file(federation: Federation, vou
         assert "a provider of the federation file has the same" in found.refused[one.name]
 
 
-def test_a_provider_of_the_file_that_announces_itself_keeps_its_entry(
-    federation: Federation, vouching: Vouching
-) -> None:
-    """Even the provider's own new address does not come from a registry, because the tenant has pinned the address."""
-    said = vouching.said("listed", address=("localhost", 7001))
-    own = Peer("listed", "listed AG", "executor", "localhost", 6003, said.certificate)
-    helper = replace(own, role="helper")
-    for mine in (own, helper):
-        file = replace(federation, peers=(*federation.peers, mine))
-        found = admitted(file, [said], now=vouching.began / MS)
-        assert found.executors == ()
-        assert found.refused == {}
-
-
 @given(subset=st.sets(st.sampled_from(["q1", "q3", "gamma", "delta", "Alpha", "near"])))
 def test_every_accepted_executor_is_admissible_with_every_helper(
     federation: Federation, vouching: Vouching, subset: set[str]
@@ -216,21 +200,6 @@ def test_operators_share_the_limit_of_executors(federation: Federation, vouching
     assert len(shared.executors) == MAX_FOUND
     again = [vouching.said(name, address=("localhost", 8000 + n), after_ms=n % 7) for n, name in enumerate(names)]
     assert admitted(federation, [*again, *honest], now=now).executors == shared.executors  # the list does not change
-
-
-def test_operators_of_one_company_share_one_place(federation: Federation, vouching: Vouching) -> None:
-    """The tenant's file says that three operators are one company: an honest operator gets half of the places."""
-    mass = [f"m{number:03}" for number in range(60)]
-    for number, name in enumerate(mass):
-        vouching.identity(name, operator=f"Mass {number % 3}")
-    honest = [f"z{number:03}" for number in range(20)]
-    for name in honest:
-        vouching.identity(name, operator="Honest AG")
-    said = [vouching.said(name, address=("localhost", 8000 + n)) for n, name in enumerate([*mass, *honest])]
-    company = Company("Mass", members=(), operators=("Mass 0", "Mass 1", "Mass 2"))
-    found = admitted(replace(federation, companies=(company,)), said, now=vouching.began / MS)
-    assert len(found.executors) == MAX_FOUND
-    assert set(honest) < {peer.name for peer in found.executors}
 
 
 @pytest.mark.parametrize(
@@ -335,27 +304,6 @@ def test_closing_does_not_wait_for_a_silent_registry(federation: Federation, vou
         assert found.close(timeout=30)
         assert time.monotonic() - began < 20
         connection.close()
-
-
-def test_a_forked_child_drops_connections_without_sending(
-    federation: Federation, vouching: Vouching, liars: list[LyingRegistry]
-) -> None:
-    before = set(threading.enumerate())  # among them may be connections that stay open, of other tests' services
-    liars[0].show(now_says(vouching, "gamma"))
-    found = Discovery(asking(federation, vouching, liars[0].address), interval_s=3600.0)
-    found.start()
-    found.refresh()
-    for thread in set(threading.enumerate()) - before:
-        if thread.name == "connection":  # the registry's: a lock of OpenSSL that it holds would stay held in the child
-            thread.join(20)
-    child = os.fork()
-    if not child:
-        found.abandon()
-        own = Discovery(asking(federation, vouching, liars[0].address))
-        os._exit(0 if [peer.name for peer in own.refresh()] == ["gamma"] else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert len(found.refresh()) == 1
-    assert found.close(timeout=20)
 
 
 def test_discovery_needs_an_authority(federation: Federation, vouching: Vouching) -> None:

@@ -1,6 +1,5 @@
 """Circuit breakers and costs, decision by decision: no sockets, and a clock that the test sets."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +9,9 @@ from hypothesis import given, strategies as st
 
 from symbiosis_priv.certificates.reading import load_certificates
 from symbiosis_priv.checkpoints.layers import LayerRange
-from symbiosis_priv.checkpoints.manifest import Manifest
-from symbiosis_priv.errors import ConnectionLostError
 from symbiosis_priv.federation import Federation, Peer
-from symbiosis_priv.network import wire
 from tenant.core.masked import Quarantine
-from tenant.routing.known_provider import KnownProvider, ProviderHealth, State, Tolerance
-from tenant.routing.probing import Prober
+from tenant.routing.known_provider import ProviderHealth, State
 from tenant.routing.routes import Routes
 from tests.vouching import Vouching
 
@@ -36,21 +31,6 @@ def test_every_failure_in_a_row_is_followed_by_a_longer_pause() -> None:
     assert pauses[-1] == 30.0
 
 
-def test_failures_of_requests_that_were_lost_together_count_once() -> None:
-    health = steady()
-    assert health.failed(100.0)
-    pause = health.retry_at
-    assert not any(health.failed(100.0 + i / 1000) for i in range(8))
-    assert health.retry_at == pause
-
-
-@given(jitter=st.floats(0, 1, exclude_max=True))
-def test_pauses_are_jittered_by_half(jitter: float) -> None:
-    health = steady(jitter)
-    health.failed(0.0)
-    assert 0.125 <= health.retry_at <= 0.375
-
-
 def test_a_breaker_closes_with_the_answer_to_its_trial() -> None:
     health = steady()
     health.failed(0.0)
@@ -66,12 +46,6 @@ def test_a_breaker_closes_with_the_answer_to_its_trial() -> None:
     assert health.retry_at == 7.25  # as at the start
 
 
-def test_a_probe_changes_nothing_for_a_provider_that_is_up() -> None:
-    health = steady()
-    health.connected()
-    assert health.state is State.UP
-
-
 @given(latency=st.floats(1e-4, 1.0), rate=st.floats(1e-9, 1e-6))
 def test_cost_is_latency_and_bytes(latency: float, rate: float) -> None:
     health, large = steady(), 1 << 24
@@ -80,28 +54,6 @@ def test_cost_is_latency_and_bytes(latency: float, rate: float) -> None:
         health.answered(float(now), seconds=latency + large * rate, size=large)
     assert health.seconds_for(100) == pytest.approx(latency + 100 * rate, rel=1e-2)
     assert health.seconds_for(large // 2) == pytest.approx(latency + large // 2 * rate, rel=1e-2)
-
-
-def test_the_first_slow_measurement_is_dropped() -> None:
-    health = steady()
-    for now, seconds in enumerate((3.0, 0.01, 0.01)):
-        health.answered(float(now), seconds=seconds, size=100)
-    assert health.latency_s == pytest.approx(0.01)
-
-
-def test_patience_follows_measurements_and_grows_without_other_providers() -> None:
-    health = steady()
-    assert health.patience_s(100, others_s=None) >= 2.0
-    assert health.patience_s(1 << 26, others_s=60.0) > 60.0  # a slow connection may take this long for 64 MiB
-    for now in range(3):
-        health.answered(float(now), seconds=1.0, size=100)
-    known = health.patience_s(100, others_s=None)
-    assert known >= 8.0
-    health.failed(3.0)
-    assert health.patience_s(100, others_s=None) == pytest.approx(2 * known)
-    assert health.patience_s(100, others_s=1.0) == 8.0
-    assert health.patience_s(100, others_s=10.0) == pytest.approx(known)
-    assert steady().patience_s(0, others_s=1e-3) >= 2.0
 
 
 @given(sizes=st.lists(st.integers(0, 1 << 24), min_size=1, max_size=30))
@@ -129,56 +81,7 @@ def test_a_wait_without_an_answer_brings_a_penalty_of_many_times_its_length() ->
     assert health.retry_at == 3600.0
 
 
-def test_cost_is_measured_again_after_a_while_and_rarely_for_slow_providers() -> None:
-    quick, slow = steady(), steady()
-    assert quick.is_stale(0.0)
-    for now in range(3):
-        quick.answered(float(now), seconds=0.001, size=100)
-        slow.answered(float(now), seconds=1.0, size=100)
-    assert not quick.is_stale(11.9)
-    assert quick.is_stale(12.1)
-    assert not slow.is_stale(90.0)
-    assert slow.is_stale(103.0)
-    slow.answered(200.0, seconds=2.0, size=100)
-    for _ in range(2):
-        slow.answered(200.0, seconds=0.001, size=100)
-    assert not slow.is_stale(300.0)  # the most expensive recent answer counts, not the average
-    assert slow.is_stale(400.0)
-
-
 # Probes, and the data that is kept about executors that come and go
-
-
-def test_nothing_is_kept_of_executors_that_have_left(
-    new_federation: Callable[..., Federation], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """An executor from a registry is another peer whenever it announces other layers, which its operator decides."""
-    vouching = Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
-    certificate = load_certificates(vouching.identity("gamma").certificate)[0]
-    peer = Peer("gamma", "gamma AG", "executor", "127.0.0.1", 7001, certificate)
-    routes = Routes(new_federation([]), with_helpers=False, tolerance=Tolerance(first_pause_s=0.0, last_pause_s=0.0))
-    heard = threading.Semaphore(0)
-
-    def away(provider: KnownProvider) -> wire.Welcome:
-        heard.release()
-        raise ConnectionLostError("nobody there")
-
-    prober = Prober(
-        routes,
-        Manifest(version=1, weight_bits=10, groups=()),
-        retry=lambda provider, wanted: away(provider),
-        try_once=away,
-        closing=threading.Event(),
-    )
-    for last in range(20):
-        routes.update([replace(peer, layers=LayerRange(0, last))])
-        prober.reconnect()
-        assert heard.acquire(timeout=20)
-        for worker in prober.workers:
-            assert worker.join(20)
-    assert len(prober.workers) <= 1
-    assert len(prober._errors) <= 1
-    assert not [thread for thread in threading.enumerate() if thread.name == "probe-gamma"]
 
 
 def test_announcing_other_layers_does_not_reset_an_executors_health(

@@ -91,14 +91,6 @@ def ask(routes: Routes, clock: Clock, cost: dict[str, float], *, size: int = SMA
     return asked
 
 
-def test_few_rows_go_to_the_executor_with_the_lowest_latency(new_routes: NewRoutes, clock: Clock) -> None:
-    routes = new_routes("ABC")
-    asked = ask(routes, clock, {"p0": 0.1, "p1": 0.001, "p2": 0.1}, times=1000)
-    assert asked["p1"] > 980
-    assert asked["p0"] >= 3
-    assert asked["p2"] >= 3
-
-
 @given(noise=st.lists(st.floats(0.85, 1.15), min_size=60, max_size=60))
 def test_small_differences_do_not_move_rows(noise: list[float]) -> None:
     """Rows stay where they are unless another executor is clearly better."""
@@ -238,42 +230,6 @@ def probe(routes: Routes) -> None:
         provider.health.connected()
 
 
-def test_a_helper_that_has_not_answered_is_a_spare(new_routes: NewRoutes) -> None:
-    routes = new_routes("a", "bc", pad_helpers=1)
-    silent, heard = routes.helpers
-    silent.welcome = None
-    assert routes.holders(GROUP) == [heard]
-
-
-def test_a_helper_that_hangs_repeatedly_leaves_time_for_others(new_routes: NewRoutes, clock: Clock) -> None:
-    """The helper answers probes, so it gets trials. Without a limit, patience would exceed a product's deadline."""
-    routes = new_routes("ab", "cde", pad_helpers=2)
-    hanging, other, third = routes.helpers
-    for _ in range(20):
-        clock.now += 1000.0
-        routes.late([hanging.peer])
-        hanging.health.connected()
-    assert routes.patience_with_helpers_s(GROUP, [hanging.peer], SMALL, left_s=120.0) <= 8 * USUAL.unknown_s + 0.1
-    routes.late([other.peer, third.peer])  # all are slow: one of them gets the time that it needs
-    assert routes.patience_with_helpers_s(GROUP, [hanging.peer], SMALL, left_s=120.0) == 60.0
-
-
-def test_the_only_executor_of_a_group_gets_all_the_time(new_routes: NewRoutes) -> None:
-    routes = new_routes("ab")
-    hear(routes.executors[0], 0, 5)
-    hear(routes.executors[1], 5, 9)
-    assert routes.patience_s(routes.executors[0], GroupIndex(3), SMALL, left_s=7.0) == 7.0
-
-
-def test_only_executors_that_serve_a_group_are_asked(new_routes: NewRoutes) -> None:
-    routes = new_routes("AB")
-    hear(routes.executors[0], 0, 4)
-    hear(routes.executors[1], 3, 7)
-    assert routes.able(GroupIndex(2)) == [routes.executors[0]]
-    assert len(routes.able(GroupIndex(3))) == 2
-    assert routes.uncovered(9) == [7, 8]
-
-
 @given(
     companies=st.lists(st.sampled_from("ABCD"), min_size=2, max_size=6),
     executors=st.integers(1, 3),
@@ -364,12 +320,6 @@ def split(costs: Sequence[float], parts: int) -> tuple[list[int], float]:
     return done, end
 
 
-def test_faster_executors_get_more_parts() -> None:
-    done, _ = split([1.0, 3.0], 16)
-    assert sum(done) == 16
-    assert 11 <= done[0] <= 13
-
-
 @given(costs=st.lists(st.floats(0.1, 10.0), min_size=1, max_size=4), parts=st.integers(1, 24))
 def test_all_parts_are_done_and_a_slow_executor_delays_them_little(costs: list[float], parts: int) -> None:
     """Compared with the time of the fastest executor alone."""
@@ -394,42 +344,3 @@ def test_each_part_is_taken_once_by_many_threads() -> None:
         pass
     assert {id(part) for part in taken} == {id(part) for part in parts}
     assert len(taken) == 500
-
-
-EVENTS: dict[str, Callable[[Routes], None]] = {
-    "an executor fails": lambda routes: routes.failed(routes.executors[0], "lost"),
-    "a helper fails": lambda routes: routes.failed(routes.helpers[0], "lost"),
-    "a helper is late": lambda routes: routes.late([routes.helpers[0].peer]),
-    "quarantine": lambda routes: routes.quarantine(routes.executors[1].peer),
-    "executors join": lambda routes: routes.update([]),
-}
-
-
-@pytest.mark.parametrize("event", EVENTS)
-def test_calm_ends_with_every_event_that_needs_attention(new_routes: NewRoutes, event: str) -> None:
-    """While `all_up`, a product skips `to_probe` and `check`."""
-    routes = new_routes("AB", "C")
-    assert not routes.all_up
-    assert routes.to_probe() == []
-    assert routes.all_up
-    EVENTS[event](routes)
-    assert not routes.all_up
-
-
-def test_calm_returns_when_a_provider_that_failed_answers(new_routes: NewRoutes, clock: Clock) -> None:
-    routes = new_routes("A")
-    executor = routes.executors[0]
-    routes.failed(executor, "lost")
-    clock.now += 100
-    assert routes.to_probe() == [executor]
-    assert not routes.all_up
-    routes.answered(executor, seconds=0.01, size=SMALL)
-    assert routes.to_probe() == []
-    assert routes.all_up
-
-
-def test_a_quarantine_is_for_good(new_routes: NewRoutes) -> None:
-    routes = new_routes("AB")
-    routes.quarantine(routes.executors[0].peer)
-    routes.to_probe()
-    assert not routes.all_up

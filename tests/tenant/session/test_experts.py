@@ -132,33 +132,6 @@ def test_a_row_that_is_sent_again_does_not_show_its_expert(scripted: Scripted, s
         assert all(len(set(heard.request.counts or ())) == 1 for heard in seen)
 
 
-def test_float_results_are_those_of_one_linear_per_expert(store: WeightStore, stacks: list[GroupIndex]) -> None:
-    """Up to rounding, and whichever rows stand beside them: a row's bits do not depend on its expert's other rows."""
-    facts = [GroupFacts.of(entry, store.group(index)) for index, entry in enumerate(store.manifest().groups)]
-    backend = RingBackend(facts, Simulation(store))
-
-    def product(index: int, direction: Direction, x: Tensor, counts: Counts) -> Tensor:
-        y = torch.empty(len(x), facts[index].for_rows(counts).outputs(direction), dtype=torch.float64)
-        backend.multiply(index, direction, [x], [y], counts=counts)
-        return y
-
-    for index, direction in itertools.product(stacks, DIRECTIONS):
-        width = facts[index].for_rows(COUNTS).inputs(direction)
-        x = torch.randn(sum(COUNTS), width, generator=torch.Generator().manual_seed(1))
-        got = product(index, direction, x, COUNTS)
-        (layer,) = store.layers(index)
-        dim = 0 if store.manifest().groups[index].joined == "outputs" else 1
-        matrices = layer.weight.double().chunk(len(COUNTS), dim=dim)
-        experts = [expert for expert, count in enumerate(COUNTS) for _ in range(count)]
-        for row, expert in enumerate(experts):
-            matrix = matrices[expert].t() if direction == FORWARD else matrices[expert]
-            want = x[row].double() @ matrix
-            assert (got[row] - want).norm() <= 0.02 * want.norm()
-            alone = tuple(int(other == expert) for other in range(len(COUNTS)))
-            assert torch.equal(product(index, direction, x[row : row + 1], alone)[0], got[row])
-    assert product(stacks[0], FORWARD, x[:0].new_empty(0, facts[stacks[0]].inputs(FORWARD)), (0,) * 4).shape[0] == 0
-
-
 def test_wrong_counts_and_counts_for_linears_send_nothing(scripted: Scripted, stacks: list[GroupIndex]) -> None:
     session = scripted.new_session("none")
     facts = session.preparation.facts
@@ -185,12 +158,6 @@ def test_a_product_in_several_requests_keeps_the_expert_of_every_row(
         counts = [request.request.counts for request in heard]
         assert all(c is not None and sum(c) <= most for c in counts)
         assert [sum(column) for column in zip(*[c for c in counts if c], strict=True)] == [5, 0, 1, 9]
-
-
-def test_rows_of_a_bucket_belong_to_the_last_expert(scripted: Scripted, stacks: list[GroupIndex]) -> None:
-    session = scripted.new_session("pad", row_bucket=8)
-    assert is_exact(session, stacks[0], FORWARD, COUNTS)
-    assert scripted.executor.executed[0].request.counts == scripted.helper.effects[0].request.counts == (3, 0, 1, 4)
 
 
 def test_dense_rows_and_rows_for_experts_never_share_a_mask(

@@ -196,35 +196,6 @@ def test_a_layers_rows_take_the_lane(new_session: NewSession, scripted: Scripted
     assert torch.equal(torch.cat(outputs, dim=-1)[:, 0], expected)
 
 
-@pytest.mark.parametrize("fault", [name for name in FAULTS if name not in ("usual", "limited")])
-def test_a_failure_is_left_to_the_usual_way(
-    fault: str, executor: ScriptedProvider, new_session: NewSession, outcomes: list[lane.Unfinished | None]
-) -> None:
-    session = new_session("none", tolerance=HASTY)
-    *_, second = run(session, executor, [replace(ONE_ROW, fault=fault)], 32)
-    assert [isinstance(one, lane.Unfinished) for one in outcomes] == [True]
-    if fault in ("lost", "busy"):
-        assert isinstance(second, Tensor)
-        assert len({one.header for one in executor.executed[2:]}) == 1  # identical bytes (rule 3)
-        assert len({one.payload for one in executor.executed[2:]}) == 1
-    else:
-        assert isinstance(second, type)
-    assert session.routes.executors[0].in_flight == 0
-
-
-def test_a_wrong_answer_on_the_lane_convicts_its_executor(
-    new_provider: NewProvider, new_session: NewSession, outcomes: list[lane.Unfinished | None]
-) -> None:
-    liar, helper = new_provider(), new_provider()
-    session = new_session("pad", [liar], [helper])
-    *_, found = run(session, liar, [*[ONE_ROW] * 18, replace(ONE_ROW, fault="a wrong answer")], 32)
-    assert found is VerificationError
-    assert isinstance(outcomes[-1], lane.Unfinished)
-    assert len(liar.executed) == 21  # the answer that was wrong is the evidence
-    assert [one.peer for one in session.routes.executors if one.peer in session.routes.quarantined]
-    assert helper.peer("helper") not in session.routes.quarantined
-
-
 def test_rows_that_are_not_finite_are_refused_before_a_pad_is_burnt(
     executor: ScriptedProvider, session: Session
 ) -> None:
@@ -237,17 +208,6 @@ def test_rows_that_are_not_finite_are_refused_before_a_pad_is_burnt(
     assert len(executor.executed) == 2
 
 
-def test_a_lane_ends_when_a_second_executor_serves_the_group(
-    new_provider: NewProvider, new_session: NewSession, outcomes: list[lane.Unfinished | None]
-) -> None:
-    first, second = new_provider(), new_provider()
-    session = new_session("none", [first])
-    run(session, first, [ONE_ROW], 32)
-    session.routes.update([second.peer("executor")])
-    run(session, first, [ONE_ROW] * 4, 32)
-    assert outcomes == [None, lane.Unfinished()]
-
-
 def test_a_lane_of_halved_rows_computes_no_forward_pass(scripted: Scripted) -> None:
     """Rows of another scale would have other bits."""
     session = scripted.new_session("none")
@@ -258,18 +218,6 @@ def test_a_lane_of_halved_rows_computes_no_forward_pass(scripted: Scripted) -> N
         session.multiply(GroupIndex(0), FORWARD, rows)
     assert session.runtime.lanes
     assert session.forward_few(GroupIndex(0), facts, x, x.dtype) is None
-
-
-def test_two_threads_may_end_a_lane(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = scripted.new_session("none")
-    run(session, scripted.executor, [ONE_ROW], 32)
-
-    def ended(self: lane.Lane, places: Places) -> lane.Unfinished:
-        session.runtime.lanes.clear()  # by the other thread
-        return lane.Unfinished()
-
-    monkeypatch.setattr(lane.Lane, "multiply", ended)
-    assert isinstance(multiply(session, narrowed(session, 32)[0], ONE_ROW, 0), Tensor)
 
 
 def test_rows_that_need_two_requests_make_no_lane(new_provider: NewProvider, new_session: NewSession) -> None:
@@ -318,18 +266,17 @@ def test_every_answer_of_a_long_run_is_checked(masking: str, scripted: Scripted)
         found = run(session, liar, [*[ONE_ROW] * honest_rows, lie], 32)
         assert found[-1] is VerificationError, honest_rows
         assert not any(isinstance(one, type) for one in found[:-1])
+        assert liar.peer("executor") in session.routes.quarantined
         session.close()
         for provider in (liar, *helpers):
             provider.close()
 
 
-def test_no_mask_is_used_twice_in_a_long_run_of_few_rows(
-    executor: ScriptedProvider, new_session: NewSession, session: Session
-) -> None:
+def test_no_mask_is_used_twice_in_a_long_run_of_few_rows(scripted: Scripted, session: Session) -> None:
     zeros, facts = torch.zeros(MOST_FEW, 64), narrowed(session, 32)[0]
     for count in [1] * 40 + [2, 1, 3, 1, MOST_FEW] * 8 + [1] * 10:
         out = torch.empty(count, facts.outputs(FORWARD))
         session.multiply(GroupIndex(0), FORWARD, FloatRows(facts, FORWARD, [zeros[:count]], [out]))
-    sent = [row.numpy().tobytes() for one in executor.executed for row in one.rows]
+    sent = [row.numpy().tobytes() for one in scripted.executor.executed for row in one.rows]
     assert len(sent) == 50 + 8 * (7 + MOST_FEW)
     assert len(set(sent)) == len(sent)

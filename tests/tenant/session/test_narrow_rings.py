@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.arithmetic.wraps import Corrector
 from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -77,15 +77,6 @@ def test_every_scheme_has_the_bits_of_the_simulation(
     assert ledger.answers_rejected == 0
 
 
-def test_parts_and_buckets_and_limits_do_not_change_bits(new_provider: NewProvider, new_session: NewSession) -> None:
-    executors = [new_provider(max_rows=7), new_provider(max_payload=4096)]
-    session = new_session("pad", executors, [new_provider()], ring_bits=24, part_bytes=8192, row_bucket=8)
-    rows = floats(session, MLP, BACKWARD, 93)
-    want = reference(session).linear(MLP, BACKWARD, rows)
-    assert torch.equal(backend_of(session).linear(MLP, BACKWARD, rows), want)
-    assert session.ledger().rows_repeated > 0
-
-
 def test_what_providers_see_of_a_row_that_is_sent_again(executor: ScriptedProvider, new_session: NewSession) -> None:
     """Providers see the number of rows, and other masked words under a new pad."""
     session = new_session("pad", ring_bits=24)
@@ -132,23 +123,6 @@ def test_three_bytes_per_integer_travel(scripted: Scripted) -> None:
     assert {hello.version for hello in scripted.helper.hellos} == {wire.HYBRID_VERSION}
     ledger, size = session.ledger(), wire.RING24.size(5, facts.outputs(FORWARD))
     assert size < ledger.bytes_from_executors < size + 400
-
-
-def test_a_wide_ring_speaks_version_3(executor: ScriptedProvider, new_session: NewSession) -> None:
-    """A request is the same bytes as before narrow rings."""
-    session = new_session("none")
-    session.product(QKV, FORWARD, torch.ones(1, 64, dtype=torch.int32))
-    (heard,) = executor.executed
-    assert b"ring_bits" not in heard.header
-    assert {hello.version for hello in executor.hellos} == {3}
-
-
-def test_an_older_provider_refuses_with_a_message(executor: ScriptedProvider, new_session: NewSession) -> None:
-    refusal = wire.Failure(code=wire.ErrorCode.BAD_REQUEST, detail="this provider speaks version 3, not 4")
-    executor.refusal = lambda hello: refusal if hello.version != wire.VERSION else None
-    session = new_session("none", ring_bits=24)
-    with pytest.raises(ProviderError, match="not 4"):
-        session.product(QKV, FORWARD, torch.ones(1, 64, dtype=torch.int32))
 
 
 def test_a_helper_without_ml_kem_is_refused_by_name(scripted: Scripted) -> None:

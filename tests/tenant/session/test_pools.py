@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import Keystream, StreamKey
-from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import BurntRowError, DeadlineExceededError, VerificationError
 from symbiosis_priv.limits import GroupIndex
@@ -155,14 +155,6 @@ def test_no_pad_row_is_handed_out_twice_under_threads(local: Pools) -> None:
     assert len(set(masks)) == len(masks)
 
 
-def test_a_full_pool_does_not_draw(local: Pools) -> None:
-    pool = local.pool(0, FORWARD)
-    local.take(0, FORWARD, 8)
-    local.settle()
-    local.take(0, FORWARD, 8)
-    assert (pool.taken, pool.dry) == (16, 8)
-
-
 def test_no_more_is_drawn_ahead_than_was_ordered(local: Pools) -> None:
     pool = local.pool(0, FORWARD)
     pool.take(8)
@@ -175,44 +167,6 @@ def test_no_more_is_drawn_ahead_than_was_ordered(local: Pools) -> None:
     pool.order(5000)  # a draw has 4096 rows at most
     local.settle()
     assert pool.ready() == 70 + 2 * 4096
-
-
-@pytest.mark.parametrize(("rows", "block"), [(1, 64), (4, 128), (8, 256), (16, 256), (17, 64), (100, 100)])
-def test_a_block_lasts_for_many_products_of_a_few_rows(rows: int, block: int, local: Pools) -> None:
-    """So helpers compute the pads of a few streams in large products."""
-    pool = local.pool(0, FORWARD)
-    pool.order(rows)
-    local.settle()
-    assert pool.ready() == block
-
-
-def test_single_rows_find_at_least_half_a_block(local: Pools) -> None:
-    """So a generated token does not wait for the effects of a block that was ordered when the last one was empty."""
-    pool = local.pool(0, FORWARD)
-    for _ in range(150):
-        local.take(0, FORWARD, 1)
-        local.settle()
-        assert pool.ready() >= 32
-
-
-def test_memory_is_released(local: Pools) -> None:
-    pool = local.pool(0, FORWARD)
-    for _ in range(10):
-        local.take(0, FORWARD, 10)
-        local.settle()
-    held = sum(pad.rows for pad in pool._ready)
-    assert pool.ready() == held
-    assert local.memory.used == held * 4 * (64 + 128)
-
-
-def test_without_memory_every_pad_is_drawn_when_it_is_taken(preparation: Preparation, store: WeightStore) -> None:
-    pools = Pools(LocalSource(preparation.facts, SessionSecret(), store), preparation, memory=0)
-    pool = pools.pool(0, BACKWARD)
-    for _ in range(3):
-        pools.take(0, BACKWARD, 5)
-        pools.settle()
-    assert pool.dry == pool.taken == 15
-    pools.close()
 
 
 class Flaky(EffectSource):
@@ -263,40 +217,6 @@ def test_a_malformed_effect_in_the_pool_is_not_dropped(preparation: Preparation)
     (pad,) = pools.take(0, FORWARD, 4)
     assert pad.shares[0].effect.exception(TIMEOUT_S) is lie
     pools.close()
-
-
-def test_a_split_pad_gets_its_effect_at_any_time(preparation: Preparation) -> None:
-    """Slices of an effect that has not arrived: fulfilled, failed and cancelled alike."""
-
-    class Slow(Flaky):
-        def draw(self, order: PadOrder) -> Pad:
-            self.promised: Promise[Tensor] = Promise()
-            first = 100 if order.ahead else 0
-            return Pad(order.rows, (Share(None, Keystream(StreamKey(bytes(32)), width=64), first, self.promised),))
-
-    for outcome in ("result", "error", "cancel"):
-        source = Slow(preparation, ValueError())
-        pools = Pools(source, preparation, memory=1 << 20)
-        pools.take(0, FORWARD, 4)
-        pools.settle()
-        promised = source.promised
-        first, second = pools.take(0, FORWARD, 3)[0], pools.take(0, FORWARD, 2)[0]
-        assert [pad.shares[0].first_row for pad in (first, second)] == [100, 103]
-        if outcome == "result":
-            promised.set_result(torch.arange(64, dtype=torch.int32)[:, None])
-            assert [first.effects()[0].flatten().tolist(), second.effects()[0].flatten().tolist()] == [
-                [0, 1, 2],
-                [3, 4],
-            ]
-        elif outcome == "error":
-            promised.set_exception(DeadlineExceededError("away"))
-            with pytest.raises(DeadlineExceededError):
-                second.effects()
-        else:
-            promised.cancel()
-            with pytest.raises(CancelledError):
-                second.effects()
-        pools.close()
 
 
 def test_a_source_does_not_survive_a_fork(preparation: Preparation, monkeypatch: pytest.MonkeyPatch) -> None:

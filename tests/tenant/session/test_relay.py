@@ -1,14 +1,8 @@
 """Relay of effects: the same bits as without it, half the bytes, and only liars are named."""
 
-import dataclasses
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -17,8 +11,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings, strategies 
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD
-from symbiosis_priv.errors import RoleConflictError, TransportError, VerificationError
-from symbiosis_priv.federation import Peer
+from symbiosis_priv.errors import RoleConflictError, VerificationError
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import block_id
@@ -34,7 +27,6 @@ OUT = GroupIndex(1)
 Kept = tuple[wire.Block, bytes]
 """A block as an executor keeps it."""
 PATIENT_S = 20.0
-UNUSED: Any = None
 
 
 def relayed(session: Session) -> tuple[int, int]:
@@ -147,60 +139,15 @@ def test_without_blocks_effects_come_directly_and_bits_are_the_same(
     assert [provider.health.failures for provider in (*session.routes.executors, *session.routes.helpers)] == [0, 0, 0]
 
 
-def test_an_executor_that_is_late_with_permits_does_not_delay_every_pad(
+def test_an_executor_that_issues_no_permit_does_not_delay_every_pad(
     executor: ScriptedProvider, new_session: NewSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supply, "_PERMIT_S", 0.3)
-    monkeypatch.setattr(supply, "_FIRST_PAUSE_S", 0.0)
-    executor.permit_wait_s = 0.6
+    executor.issues_permits = False
     session = new_session("relay", pool_memory=0)
     for seed in range(6):
         assert is_right(session, OUT, FORWARD, 3, seed)
     assert executor.permits_asked == 1
-
-
-def route_to(peer: Peer) -> Any:
-    return SimpleNamespace(peer=peer, welcome=None)
-
-
-def test_an_executor_that_is_late_with_permits_does_not_delay_pads_for_another_one() -> None:
-    asked, answer = threading.Event(), threading.Event()
-
-    def ask(provider: Any) -> Any:
-        if provider.peer.name == "slow":
-            asked.set()
-            answer.wait(30)
-        raise TransportError("no permit")
-
-    clients = MagicMock()
-    clients.__getitem__.side_effect = ask
-    found = supply.Relays(UNUSED, SimpleNamespace(helpers=()), clients)  # type: ignore[arg-type]
-    slow, fast = (route_to(Peer(name, name, "executor", "::1", 1, Path())) for name in ("slow", "fast"))
-    with ThreadPoolExecutor(2) as pool:
-        pool.submit(found.order, slow, [])
-        try:
-            assert asked.wait(30)
-            assert pool.submit(found.order, fast, []).result(5) is None
-        finally:
-            answer.set()
-
-
-def test_pauses_of_relays_grow_with_failures_and_start_anew_once_the_relay_has_worked(
-    executor: ScriptedProvider, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-    monkeypatch.setattr(supply, "time", SimpleNamespace(monotonic=lambda: now))
-    found = supply.Relays(UNUSED, SimpleNamespace(helpers=()), UNUSED)  # type: ignore[arg-type]
-    peer = executor.peer("executor")
-    lengths = []
-    for worked in (0.0, 0.0, 1.9, 4.1, 0.0):  # seconds since the last pause
-        now += worked
-        found.pause(peer)
-        until, length = found._paused[peer]
-        assert until == now + length
-        lengths.append(length)
-        now = until
-    assert lengths == [1.0, 2.0, 4.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("limit", ["rows", "bytes"])
@@ -417,32 +364,6 @@ def test_an_executor_that_refuses_for_another_reason_than_a_missing_block_is_not
     session = new_session("relay", pool_memory=0)
     assert is_right(session, OUT, FORWARD, 3)
     assert not session.routes.quarantined
-
-
-def peer_certificate(peer: Peer) -> bytes:
-    assert isinstance(peer.certificate, Path)
-    return peer.certificate.read_bytes()
-
-
-def test_a_certificate_that_is_replaced_on_the_tenants_disk_convicts_nobody(scripted: Scripted, tmp_path: Path) -> None:
-    """Helper and executor go by the certificates that the session began with, and so does the evidence."""
-    helper, other, peers = scripted.new_provider(), scripted.new_provider(), []
-    pins = [tmp_path / "executor.pem", tmp_path / "helper.pem"]
-    for peer, pin in zip((scripted.executor.peer("executor"), helper.peer("helper")), pins, strict=True):
-        peers.append(dataclasses.replace(peer, certificate=pin))
-        pin.write_bytes(peer_certificate(peer))
-    session = scripted.new_session("relay", peers[:1], peers[1:], pool_memory=0)
-
-    def replaced(stored: Kept) -> Stored:
-        for pin in pins:
-            pin.write_bytes(peer_certificate(other.peer("helper")))
-        return stored
-
-    scripted.executor.evidence = replaced
-    helper.deposits = lambda block, body: (block, bytes([body[0] ^ 1]) + body[1:])
-    with pytest.raises(VerificationError) as caught:
-        is_right(session, OUT, FORWARD, 3)
-    assert caught.value.provider == f"helper {helper.port}"
 
 
 def test_evidence_that_is_lost_convicts_nobody(scripted: Scripted) -> None:

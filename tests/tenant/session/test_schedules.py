@@ -25,7 +25,6 @@ from hypothesis import HealthCheck, Phase, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
-from provider.products.model import ServedModel
 from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.checkpoints.manifest import GroupFacts
@@ -375,30 +374,3 @@ def test_rule_8_breach_every_executor_is_admissible(
     monkeypatch.setattr(Federation, "admissible", lambda *parties: True)
     with pytest.raises(AssertionError, match="p0 has heard a row under a pad of its own company"):
         played(world, scripted)
-
-
-def test_a_request_that_arrives_late_is_judged_in_its_own_session(
-    world: World, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A pool's request is in flight while its session closes, and the next session sends nothing."""
-    mask_rows, close = ServedModel.mask_rows, Session.close
-    sent: list[wire.Effect] = []
-
-    def arrive_late(self: ServedModel, request: wire.Effect) -> Tensor:
-        sent.append(request)
-        time.sleep(0.05)
-        return mask_rows(self, request)
-
-    def close_when_sent(self: Session) -> None:
-        until(lambda: len(sent) >= 2)
-        close(self)
-
-    monkeypatch.setattr(ServedModel, "mask_rows", arrive_late)
-    monkeypatch.setattr(Session, "close", close_when_sent)
-    world.begin("ABCDAB")
-    one_helper = Roles(executors=(0,), guests=(), helpers=(1,), k=1)
-    run = opened(world, scripted, one_helper, memory=1 << 20)
-    run.session.product(GroupIndex(1), FORWARD, run.row_of(1, FORWARD).repeat(2, 1))
-    run.end()
-    assert len(world.providers[1].effects) == 2
-    opened(world, scripted, one_helper, memory=0).end()

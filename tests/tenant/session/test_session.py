@@ -9,11 +9,9 @@ import resource
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -25,13 +23,12 @@ from torch import Tensor
 from symbiosis_priv import errors
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, quantise_rows
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.federation import Peer
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.core.blame import BlameKeys
 from tenant.core.pads import EffectSource, PadOrder
-from tenant.masking.backend import RingBackend, RingRows
+from tenant.masking.backend import RingRows
 from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
@@ -49,9 +46,7 @@ from tests.tenant.scripted import (
     silent,
     spoil,
     store_of,
-    together,
 )
-from tests.waiting import until
 
 QKV, OUT, MLP, DOWN, QKV_2, HEAD = map(GroupIndex, (0, 1, 2, 3, 4, 8))
 Lie = Callable[[random.Random, "Heard", wire.Result, Tensor], "tuple[wire.Message, Tensor] | None"]
@@ -87,16 +82,6 @@ def test_every_scheme_is_exact(new_provider: NewProvider, new_session: NewSessio
     assert (ledger.rows_relayed > 0) == (masking == "relay")
 
 
-def test_products_of_several_threads_are_in_flight_at_once(executor: ScriptedProvider, session: Session) -> None:
-    """No answer comes before all four requests have arrived. A lock held during network waits would block for ever."""
-    executor.behaviour = together(4)
-
-    with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(lambda index: is_right(session, index, FORWARD, 2), range(4)))
-    assert len(executor.hellos) == 4
-    assert session.ledger().products == 4
-
-
 def both(session: Session, indices: Sequence[GroupIndex]) -> list[bool]:
     """Compute products of several layer groups in one call. Returns whether each one is right."""
     asked = list[tuple[GroupIndex, Direction, RingRows]]()
@@ -108,12 +93,6 @@ def both(session: Session, indices: Sequence[GroupIndex]) -> list[bool]:
     return [
         torch.equal(its.product, product_of(store_of(session), index, FORWARD, its._rows)) for index, _, its in asked
     ]
-
-
-def test_products_of_one_call_are_under_way_together(executor: ScriptedProvider, session: Session) -> None:
-    executor.behaviour = together(3)  # no answer comes before all requests have arrived
-    assert both(session, [QKV, OUT, DOWN]) == [True, True, True]
-    assert session.ledger().products == 3
 
 
 @pytest.mark.parametrize("order", [[QKV, OUT], [OUT, QKV]])
@@ -155,17 +134,6 @@ def test_requests_are_split_to_the_limit_of_the_executor(
     assert sum(h.request.rows for h in executor.executed) == 90
     assert max(h.request.rows for h in small.heard) == at_most
     assert limited == "executor" or {h.request.rows for h in large.heard} == {30}
-
-
-def test_a_request_costs_one_round_trip(executor: ScriptedProvider, session: Session) -> None:
-    for seed in range(5):
-        session.product(MLP, BACKWARD, ring_rows(session.preparation, MLP, BACKWARD, 12, seed=seed))
-    ledger = session.ledger()
-    assert ledger.executor_round_trips == ledger.products == len(executor.executed) == 5
-    assert ledger.rows == 60
-    assert ledger.bytes_to_executors == sum(len(h.header + h.payload) for h in executor.executed) + len(
-        wire.encode(executor.hellos[0])
-    )
 
 
 # Tampering
@@ -297,7 +265,7 @@ def tell_lies(session: Session, liar: Liar, *, count: int) -> list[errors.Symbio
         try:
             answer = session.product(index, direction, rows)
         except (errors.VerificationError, errors.ProtocolError) as error:
-            caught.append(error)
+            caught.append(error.with_traceback(None))  # frames hold tensors
             session.routes.quarantined.parties.clear()  # every answer comes from a new liar
         else:
             assert liar.told == told, "a lie was believed"
@@ -423,72 +391,6 @@ def test_no_request_leaves_until_a_fault_is_attributed(scripted: Scripted, monke
     assert [h.request.group for h in scripted.helper.effects if h.request.group == QKV] == []
 
 
-def test_no_pads_ordered_ahead_are_requested_from_a_lying_helper(helper: ScriptedProvider, session: Session) -> None:
-    """One order per connection is being answered when the lie is found; the others are never sent."""
-    ahead, caught = threading.Event(), threading.Event()
-
-    def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
-        if heard.request.rows > 1:  # a block for the pool
-            ahead.set()
-            caught.wait(20)
-        return frame(*spoil(heard, reply, answer) if heard.request.group == DOWN else (reply, answer))
-
-    helper.behaviour = behave
-    for index in (QKV, OUT, MLP):
-        session.product(index, FORWARD, ring_rows(session.preparation, index, FORWARD, 1))
-    assert ahead.wait(20)
-    with pytest.raises(errors.VerificationError, match="an effect of provider"):
-        session.product(DOWN, FORWARD, ring_rows(session.preparation, DOWN, FORWARD, 1))
-    caught.set()
-    session.close()  # all orders have been sent by now, or never will be
-    assert len([h for h in helper.effects if h.request.rows > 1]) in (1, 2)
-
-
-def test_pads_for_the_next_product_are_ordered_while_the_answer_is_awaited(scripted: Scripted) -> None:
-    """An order before the rows are sent would delay them, and an order after the answer would be late."""
-    ordered = threading.Event()
-    too_early, in_time = list[bool](), list[bool]()
-
-    class Tap:
-        def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-            if peer.role == "executor":
-                too_early.append(ordered.wait(0.2))
-            elif isinstance(message, wire.Effect) and message.rows > 1:  # a block for the pool
-                ordered.set()
-
-        def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-            pass
-
-    def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        in_time.append(ordered.wait(20))
-        return frame(reply, answer)
-
-    scripted.executor.behaviour = behave
-    session = scripted.new_session("pad", wiretap=Tap())
-    session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
-    assert (too_early, in_time) == ([False], [True])
-
-
-def test_a_row_calls_few_functions(session: Session) -> None:
-    """The functions on its path decide the time of a single row. There were 305 of them when each product looked for
-    parts, lost pads and failed providers."""
-    called = list[str]()
-
-    def count(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            called.append(frame.f_code.co_qualname)
-
-    rows = ring_rows(session.preparation, OUT, FORWARD, 1)
-    session.product(OUT, FORWARD, rows)
-    until(lambda: session.ledger().pads_ready, within_s=30)
-    sys.setprofile(count)
-    try:
-        session.product(OUT, FORWARD, rows)
-    finally:
-        sys.setprofile(None)
-    assert len(called) <= 210, Counter(called).most_common(20)
-
-
 def test_a_quarantine_survives_a_fork(new_provider: NewProvider, new_session: NewSession) -> None:
     """The child opens new connections, but none to a provider that its parent has quarantined."""
     first, second = new_provider(), new_provider()
@@ -567,14 +469,6 @@ def test_the_parts_of_a_product_depend_only_on_its_size(executor: ScriptedProvid
     assert sorted(sizes) == [15] * 12
 
 
-def test_one_piece_is_sent_while_another_is_multiplied(executor: ScriptedProvider, new_session: NewSession) -> None:
-    """No answer comes before two parts have arrived."""
-    executor.behaviour = together(2)
-    session = new_session("none", part_bytes=4096)
-    assert is_right(session, MLP, FORWARD, 60)
-    assert len(executor.executed) == 4
-
-
 @pytest.mark.parametrize("liar", ["executor", "helper"])
 def test_two_wrong_parts_at_once_convict_no_other_provider(scripted: Scripted, liar: str) -> None:
     """When the second part fails, the keys that attribute faults are deleted already (`forget_keys` deletes them)."""
@@ -640,17 +534,6 @@ def test_several_products_of_one_layer_group_are_in_flight_at_once(
         for row in heard.rows - one
     ]
     assert len(set(masks)) == len(masks) == 3 * 11
-
-
-def test_pads_of_two_products_are_requested_at_once(helper: ScriptedProvider, new_session: NewSession) -> None:
-    """The helper answers no request before it has received both."""
-    helper.behaviour = together(2)
-    session = new_session("pad", pool_memory=0)  # no pads are made ahead
-    rows = [ring_rows(session.preparation, QKV, FORWARD, 2, seed=seed) for seed in range(2)]
-    with ThreadPoolExecutor(2) as threads:
-        products = list(threads.map(functools.partial(session.product, QKV, FORWARD), rows))
-    for one, product in zip(rows, products, strict=True):
-        assert torch.equal(product, product_of(store_of(session), QKV, FORWARD, one))
 
 
 @pytest.mark.parametrize("lies", [False, True])
@@ -734,6 +617,8 @@ def test_closing_does_not_wait_for_absent_providers(scripted: Scripted, caplog: 
     session.close()
     assert time.monotonic() - started < 20
     assert not [record for record in caplog.records if "has failed" in record.getMessage()]
+    with pytest.raises(errors.SymbiosisError, match="closed; load the model again"):
+        session.product(QKV, FORWARD, ring_rows(session.preparation, QKV, FORWARD, 60))
 
 
 def test_closing_fails_a_product_that_another_thread_waits_for(scripted: Scripted) -> None:
@@ -745,16 +630,6 @@ def test_closing_fails_a_product_that_another_thread_waits_for(scripted: Scripte
         assert asked.wait(20)
         session.close()
         assert isinstance(waiting.exception(20), errors.SymbiosisError)
-
-
-def test_a_backend_closes_itself_after_a_with_block(new_session: NewSession) -> None:
-    session = new_session("none")
-    rows = ring_rows(session.preparation, OUT, FORWARD, 1)
-    with RingBackend(session.preparation.facts, session) as backend:
-        backend.linear(OUT, FORWARD, rows.float())
-    session.close()  # again
-    with pytest.raises(errors.SymbiosisError, match="closed; load the model again"):
-        session.product(OUT, FORWARD, rows)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")

@@ -1,6 +1,5 @@
 """A session's ledger: its figures of each provider."""
 
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +12,9 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.checkpoints.manifest import GroupEntry
-from symbiosis_priv.errors import QuarantinedError, VerificationError
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.executor_client import PARALLEL_CHANNELS
-from tenant.session.part_queue import multiply_parts
 from tenant.session.traffic import PredictedTraffic, of_step, of_token
 from tests.tenant.conftest import NewProvider, NewSession
 from tests.tenant.scripted import Heard, ScriptedProvider, frame
@@ -98,24 +95,8 @@ def test_a_step_goes_forward_and_back_in_parts() -> None:
     assert sum([step, step], PredictedTraffic()).up == 2 * step.up
 
 
-FAULT = VerificationError(provider="beta", group_name="mlp", direction="forward", what="an effect")
-
-
 @pytest.fixture
 def executors() -> Iterator[list[Any]]:
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         provider = SimpleNamespace(health=SimpleNamespace(seconds_for=lambda size: None))
         yield [SimpleNamespace(provider=provider, workers=[worker, worker]) for worker in (one, other)]
-
-
-@pytest.mark.parametrize("finder", ["first", "last"])
-def test_the_caller_gets_the_fault_and_not_the_quarantine_that_follows_it(executors: list[Any], finder: str) -> None:
-    parts: list[Any] = [SimpleNamespace(size=1, name=name) for name in ("first", "last")]
-    both = threading.Barrier(2)
-
-    def work(part: Any, provider: Any) -> None:
-        both.wait(10)
-        raise FAULT if part.name == finder else QuarantinedError("beta is quarantined")
-
-    with pytest.raises(VerificationError, match="effect"):
-        multiply_parts(parts, executors, work)

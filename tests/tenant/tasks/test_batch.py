@@ -253,14 +253,6 @@ def test_one_request_serves_all_rows_of_a_layer_group(split: Tasks, names: list[
         assert len(multiply.mock_calls) == len(backend.facts)
 
 
-def test_outside_a_batch_the_model_is_the_base_model(split: Tasks, llama: Path) -> None:
-    plain = load_model(llama, remote=RemoteConfig(masking="simulate"), dtype=torch.float32)
-    with torch.no_grad():
-        with split.batch(list(METHODS)):
-            split.model(input_ids=ids(len(METHODS)))
-        assert torch.equal(split.model(input_ids=ids(2)).logits, plain(input_ids=ids(2)).logits)
-
-
 def test_batches_that_end_in_another_order_are_an_error_and_leave_no_task_active(split: Tasks) -> None:
     """Two generators that yield inside `batch`."""
 
@@ -306,17 +298,6 @@ def test_a_task_trains_in_a_mixed_batch(llama: Path, folders: Path, tmp_path: Pa
     with torch.no_grad():
         torch.testing.assert_close(served, at_home(input_ids=x).logits, rtol=0.05, atol=0.05)
     tasks.close()
-
-
-def test_generation_in_a_mixed_batch(split: Tasks) -> None:
-    names = ["lora", "ia3", "vera"]
-    x = ids(3, tokens=5)
-    with split.batch(names):
-        mixed = split.model.generate(x, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    for row, name in enumerate(names):
-        with split.batch([name]):
-            one = split.model.generate(x[row : row + 1], max_new_tokens=4, do_sample=False, pad_token_id=0)
-        assert torch.equal(mixed[row], one[0])
 
 
 @pytest.mark.filterwarnings("ignore:Unsupported layer type")  # PEFT, of a norm

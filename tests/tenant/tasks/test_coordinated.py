@@ -74,21 +74,6 @@ def test_no_other_division_of_the_sorted_requests_costs_less(requests: list[Requ
     assert cost(by_length(requests, costs)) == pytest.approx(min(every, default=0.0))
 
 
-def test_long_and_short_requests_are_batched_apart() -> None:
-    """Costs are proportional to the padded batch, plus a constant per batch. The plan pads less than arrival order."""
-    rows, tokens = np.mgrid[0:33, 0:65]
-    costs = Costs(shared=20.0 + rows * tokens, own=dict.fromkeys(METHODS, 0.1 * rows * tokens))
-    random = np.random.default_rng(0)
-    requests = [request(int(random.integers(16)), int(random.integers(1, 65))) for _ in range(200)]
-
-    def cost(batches: Batches) -> float:
-        return sum(float(costs.shared[len(batch), max(r.tokens for r in batch)]) for batch in batches)
-
-    found = cost(coordinated(requests, costs))
-    assert found < cost(fixed(requests, size=32)) / 1.2
-    assert found < cost(by_task(requests, costs))
-
-
 def test_requests_outside_the_costs_are_refused() -> None:
     costs = Costs(shared=np.ones((3, 5)), own={"LORA": np.ones((3, 5))})
     with pytest.raises(TaskError, match="tokens"):

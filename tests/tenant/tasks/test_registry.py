@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from peft import LoraConfig, OFTConfig, PeftConfig, ShiraConfig, VeraConfig
+from peft import LoraConfig
 from safetensors.torch import load_file
 
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, TaskError
-from tenant import MaskBertConfig, RemoteConfig, rounded_model
-from tenant.model.loading import load_adapter, load_model
-from tenant.tasks.adapter import check_name, memory_of, stored
+from tenant.model.loading import load_model
+from tenant.tasks.adapter import check_name
 from tenant.tasks.registry import TaskId, Tasks
 from tests.adapters import METHODS
 from tests.tenant.tasks.conftest import WriteTask
@@ -60,15 +59,6 @@ def test_a_task_reports_its_id_and_sizes(tasks: Tasks, folders: Path, llama: Pat
     assert "lora" not in tasks
     with pytest.raises(TaskError, match="register"):
         tasks.load("lora")
-
-
-def test_equal_projections_are_kept_in_memory_once(tasks: Tasks, write_task: WriteTask, tmp_path: Path) -> None:
-    """VeRA's projections from one seed: the second task costs its vectors only."""
-    config = VeraConfig(r=300, target_modules=["q_proj", "v_proj"])
-    for name in ("one", "two"):
-        tasks.register(name, write_task(tmp_path / name, config))
-        tasks.load(name)
-    assert tasks["two"].bytes < 10_000 < tasks.bytes
 
 
 # Names and folders
@@ -188,61 +178,6 @@ def test_tasks_that_do_not_fit_in_memory_are_unloaded_and_loaded(base: Any, fold
     tasks.close()
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        METHODS["diff-pruning"],
-        MaskBertConfig(masked_share=0.2, target_modules=["q_proj", "down_proj"]),
-        ShiraConfig(r=4, target_modules=["q_proj"]),
-    ],
-    ids=lambda config: type(config).__name__,
-)
-def test_the_memory_of_a_sparse_task_counts_at_load(
-    config: PeftConfig, llama: Path, write_task: WriteTask, tmp_path: Path
-) -> None:
-    """Patterns of sparse products, and MaskBert's weights, are as large as the file or larger."""
-    folder = write_task(tmp_path / "sparse", config)
-    tasks = Tasks(load_model(llama, remote=RemoteConfig(masking="simulate")))
-    tasks.register("sparse", folder)
-    tasks.load("sparse")
-    at_load, needed = tasks.bytes, memory_of(stored(folder))
-    logits(tasks, "sparse")
-    assert tasks.bytes == at_load
-    made = [pattern for layer in tasks._loaded["sparse"].patterns for pattern in layer.values()]
-    assert tasks["sparse"].bytes >= sum(one.pattern.bytes + one.tensor.nbytes for one in made) > 0
-    tasks.unload("sparse")
-    tasks.memory_limit = needed - 1
-    with pytest.raises(TaskError, match="memory_limit"):
-        tasks.load("sparse")
-    assert not tasks.bytes
-    tasks.close()
-
-
-def test_maskbert_tasks_work_on_a_whole_model(llama: Path, write_task: WriteTask, tmp_path: Path) -> None:
-    folder = write_task(tmp_path / "masked", MaskBertConfig(masked_share=0.2, target_modules=["q_proj", "down_proj"]))
-    whole = rounded_model(llama)
-    tasks = Tasks(whole)
-    tasks.register("masked", folder)
-    found, base = logits(tasks, "masked"), whole(input_ids=IDS).logits
-    tasks.close()
-    expected = load_adapter(whole, folder)(input_ids=IDS).logits
-    assert (found - expected).norm() < 1e-4 * (expected - base).norm()
-
-
-def test_patterns_that_gradients_need_make_room_after_the_batch(base: Any, folders: Path) -> None:
-    tasks = Tasks(base)
-    tasks.register_all(folders)
-    for name in ("diff-pruning", "lora"):
-        tasks.load(name)
-    tasks.memory_limit = tasks.bytes
-    embedded = tasks.model.get_input_embeddings()(IDS).detach().requires_grad_()
-    with tasks.batch(["diff-pruning"]):
-        tasks.model(inputs_embeds=embedded).logits.sum().backward()
-    assert tasks["diff-pruning"].bytes
-    assert not tasks["lora"].bytes
-    tasks.close()
-
-
 def test_a_task_larger_than_the_limit_is_not_read(base: Any, write_task: WriteTask, tmp_path: Path) -> None:
     folder = write_task(tmp_path / "large", LoraConfig(r=256, target_modules="all-linear"))
     size = (folder / "adapter_model.safetensors").stat().st_size
@@ -277,29 +212,6 @@ def test_a_trained_task_is_never_unloaded_to_make_room(base: Any, folders: Path,
     tasks.close()
 
 
-def test_a_task_that_was_loaded_in_inference_mode_can_be_trained(tasks: Tasks, folders: Path) -> None:
-    tasks.register_all(folders)
-    with torch.inference_mode(), tasks.batch(["lora"]):
-        tasks.model(input_ids=IDS)
-    tasks.load("lora", trainable=True)
-    with tasks.batch(["lora"]):
-        tasks.model(input_ids=IDS).logits.sum().backward()
-    assert all(parameter.grad is not None for parameter in tasks.parameters("lora"))
-
-
-def test_a_task_for_inference_can_be_unloaded_though_a_pass_writes_to_its_parameters(
-    tasks: Tasks, write_task: WriteTask, tmp_path: Path
-) -> None:
-    """COFT does; a folder must not keep its memory for good in this way."""
-    config = OFTConfig(oft_block_size=8, target_modules=["q_proj"], coft=True, eps=1e-4)
-    tasks.register("coft", write_task(tmp_path / "coft", config))
-    with tasks.batch(["coft"]), torch.no_grad():
-        tasks.model(input_ids=IDS)
-    tasks.unload("coft")
-    assert tasks["coft"].bytes == 0
-    tasks.unregister("coft")
-
-
 def test_a_task_in_use_is_not_unloaded(tasks: Tasks, folders: Path) -> None:
     tasks.register_all(folders)
     with tasks.batch(["lora", "ia3"]):
@@ -309,16 +221,6 @@ def test_a_task_in_use_is_not_unloaded(tasks: Tasks, folders: Path) -> None:
         with pytest.raises(TaskError, match="in use"):
             tasks.load("ia3", trainable=True)
     tasks.unregister("ia3")
-
-
-def test_a_task_that_is_held_stays_loaded(tasks: Tasks, folders: Path) -> None:
-    tasks.register("lora", folders / "lora")
-    with tasks.hold("lora") as load:
-        logits(tasks, "lora")
-        with pytest.raises(TaskError, match="in use"):
-            tasks.unload("lora")
-    with tasks.hold("lora") as again:
-        assert again == load
 
 
 def test_another_load_under_the_same_name_has_another_number_and_no_earlier_results(
@@ -361,15 +263,6 @@ def test_threads_share_the_tasks(base: Any, folders: Path) -> None:
     assert answers
     assert all(answers)
     tasks.close()
-
-
-def test_ten_thousand_registered_tasks_load_no_adapter(tasks: Tasks, folders: Path) -> None:
-    for i in range(10_000):
-        tasks.register(f"task-{i}", folders / "lora-r8")
-    assert len(tasks.infos()) == len(tasks) == 10_000
-    assert tasks.bytes == 0
-    assert logits(tasks, "task-9999").shape[0] == 1
-    assert [info.id.name for info in tasks.infos() if info.bytes] == ["task-9999"]
 
 
 def test_a_task_is_swapped_beside_one_whose_name_begins_with_its_name(tasks: Tasks, folders: Path) -> None:

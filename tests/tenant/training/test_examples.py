@@ -180,13 +180,6 @@ def test_what_a_template_leaves_out_is_refused_by_name(
         encoded(write(before, row), tokenizer)
 
 
-def test_a_field_that_the_first_chat_leaves_empty_is_looked_at_later(write: Write, tokenizer: Any) -> None:
-    tokenizer.chat_template = CALLS.replace("{{ message.content }}", "{{ message.content if not message.tool_calls }}")
-    chats = [{"messages": [user("a"), reply(content, tool_calls=[CALL])]} for content in ("", "", "b")]
-    with pytest.raises(ConfigError, match=r"line 3: .*messages\[1\]\.content"):
-        encoded(write(*chats), tokenizer)
-
-
 def test_long_examples_are_cut_and_those_left_out_are_counted_apart(write: Write, tokenizer: Any) -> None:
     file = write(
         {"prompt": "abc", "completion": "defgh"},

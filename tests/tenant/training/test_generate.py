@@ -13,7 +13,7 @@ from symbiosis_priv.errors import CheckpointError, ConfigError, DeadlineExceeded
 from tenant.endpoint import serving
 from tenant.endpoint.options import Serving
 from tenant.model.hf import RemoteConfig
-from tenant.model.loading import load_tokenizer, warn_of_other_template
+from tenant.model.loading import load_tokenizer
 from tenant.training import finetune as finetuning, generate as generation
 from tenant.training.finetune import finetune
 from tenant.training.generate import Conversation, generate, open_model
@@ -81,36 +81,6 @@ def test_an_error_leaves_the_conversation_as_it_was(opened: Any) -> None:
         chat.answer("is lost")
     hook.remove()
     assert chat.answer("was cold") == fresh.answer("was cold")
-
-
-def test_an_answer_can_be_stopped(opened: Any) -> None:
-    model, tokenizer = opened
-    whole = Conversation(model, tokenizer, decoding=FEW).answer("The weather")
-    chat = Conversation(model, tokenizer, decoding=FEW)
-    part = chat.answer("The weather", stop=lambda: True)
-    assert part != whole
-    assert whole.startswith(part)
-
-
-def test_another_template_of_an_adapter_is_named_in_a_warning(
-    opened: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """PEFT's users save the tokenizer beside the adapter, so a copy of the base model's template is no warning."""
-    _, tokenizer = opened
-
-    def warned() -> bool:
-        caplog.clear()
-        warn_of_other_template(tmp_path, tokenizer)
-        return "not used" in caplog.text
-
-    assert not warned()
-    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "other"}')
-    assert warned()
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    assert not warned()
-    for damaged in (b"\xff", bytes(1 << 21)):
-        (tmp_path / "chat_template.jinja").write_bytes(damaged)
-        assert warned()
 
 
 def add_template(folder: Path) -> None:

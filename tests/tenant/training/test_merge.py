@@ -94,25 +94,6 @@ def test_a_checkpoint_in_4_bits_is_merged_in_its_own_dtype(base: Path, tmp_path:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in merged.state_dict().items())
 
 
-def test_no_more_than_the_layers_of_one_file_are_in_memory(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    adapter = trained(base, tmp_path / "adapter", peft.LoraConfig(r=4, target_modules=LINEARS))
-    monkeypatch.setattr(merging, "_FILE_BYTES", 1)  # one tensor in a file
-    held: list[int] = []
-    read = merging._Layer.merged
-
-    def merged(layer: Any, name: str) -> torch.Tensor:
-        value = read(layer, name)
-        held.append(sum(1 for parameter in layer._base.parameters()))
-        return value
-
-    monkeypatch.setattr(merging._Layer, "merged", merged)
-    merging.merge(base, adapter, tmp_path / "merged", progress=quiet)
-    assert held
-    assert not any(held)
-
-
 def test_the_command_merges_without_a_provider(base: Path, tmp_path: Path) -> None:
     adapter = trained(base, tmp_path / "adapter", peft.LoraConfig(r=4, target_modules=LINEARS))
     arguments = ["merge", "--model", str(base), "--adapter", str(adapter), "--output", str(tmp_path / "merged")]

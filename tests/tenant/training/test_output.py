@@ -83,13 +83,6 @@ def test_a_run_resumes_only_with_its_own_options(name: str, tmp_path: Path) -> N
         last_checkpoint(tmp_path, of=RECORD | {name: CHANGES[name]})
 
 
-def test_a_record_of_an_earlier_release_has_fewer_names(tmp_path: Path) -> None:
-    write_record(checkpoint(tmp_path, 1), {name: value for name, value in RECORD.items() if name != "packing"})
-    assert last_checkpoint(tmp_path, of=RECORD)
-    with pytest.raises(ConfigError, match="packing False, now True"):
-        last_checkpoint(tmp_path, of=RECORD | {"packing": True})
-
-
 def test_a_device_in_place_of_a_record_is_not_read(tmp_path: Path) -> None:
     """A link to /dev/zero would fill the memory."""
     (checkpoint(tmp_path, 1) / "run.json").unlink()

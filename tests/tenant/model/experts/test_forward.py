@@ -83,23 +83,6 @@ def test_a_layer_takes_two_requests_with_the_counts_of_its_mode(
     assert not any(call[0].counts for call, is_of_experts in zip(calls, of_experts, strict=True) if not is_of_experts)
 
 
-def test_compiled_experts_give_the_same_bits(checkpoint: Callable[[str], Path]) -> None:
-    split = load(checkpoint("Mixtral"))
-    with backend_of(split), torch.no_grad():
-        expected = split(input_ids=IDS).logits
-        split.model.layers[0].mlp.compile(backend="eager")
-        assert torch.equal(split(input_ids=IDS).logits, expected)
-
-
-def test_a_state_dict_has_no_stacks_and_can_be_loaded(checkpoint: Callable[[str], Path]) -> None:
-    split = load(checkpoint("GptOss"))
-    with backend_of(split):
-        state = split.state_dict()
-        assert not any(name.endswith(("gate_up_proj", "down_proj")) for name in state)
-        assert any(name.endswith("down_proj_bias") for name in state)
-        split.load_state_dict(state, strict=True)
-
-
 @pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
 def test_decoding_with_visible_routes_needs_a_second_option(family: str, checkpoint: Callable[[str], Path]) -> None:
     split = split_model(checkpoint(family), experts="counts")

@@ -5,7 +5,6 @@ computed, by a formula that a small model confirms.
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -60,14 +59,6 @@ def test_an_unknown_mode_is_refused() -> None:
         RemoteConfig(masking="simulate", experts="some")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="counts"):
         RemoteConfig(masking="simulate", show_routes_while_decoding=True)
-
-
-def test_a_model_without_experts_has_no_mode(caplog: pytest.LogCaptureFixture, save_llama: Any) -> None:
-    path = save_llama()
-    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has none"):
-        split_model(path, experts="all")
-    with caplog.at_level(logging.INFO, "tenant.model.experts.modes"), backend_of(split_model(path)):
-        assert not caplog.text
 
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "experts.md"

@@ -109,10 +109,3 @@ def test_every_row_is_among_the_rows_of_its_expert(index: Tensor) -> None:
         assert len(set(places)) == len(places) == index.numel()
         for place, expert in zip(places, index.flatten().tolist(), strict=True):
             assert place in rows_of(route, expert)
-
-
-@given(CHOICES)
-def test_counts_are_as_routed_or_all_the_largest(index: Tensor) -> None:
-    real = index.flatten().bincount(minlength=EXPERTS).tolist()
-    assert AsRouted(index, experts=EXPERTS).counts == tuple(real)
-    assert Flat(index, experts=EXPERTS).counts == (max(real),) * EXPERTS

@@ -11,18 +11,18 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from peft.tuners.hra.layer import HRALinear
-from torch import Tensor, nn
+from torch import nn
 
-from symbiosis_priv.errors import CheckpointError, NonFiniteError, UnsupportedMethodError
+from symbiosis_priv.errors import CheckpointError, UnsupportedMethodError
 from tenant import MaskBertConfig, RemoteConfig, rounded_model
 from tenant.model.connect import BaseWeights
-from tenant.model.loading import load_adapter, load_model
+from tenant.model.loading import load_adapter
 from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks.methods.lora import weights_at_hand
 from tenant.tasks.methods.sparse import _flat
 from tenant.tasks.methods.start import rotated
 from tests.splitting import watched
-from tests.tenant.tasks.methods.conftest import at_home, load, logits, same_everywhere, trained
+from tests.tenant.tasks.methods.conftest import load, logits, same_everywhere, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # PEFT's own
 
@@ -112,27 +112,6 @@ def test_corda(exact_llama: Path) -> None:
     split_one, plain = found
     assert split_one.losses == pytest.approx(plain.losses, rel=1e-4)
     assert (split_one.logits - plain.logits).abs().max() < 0.01 * plain.effect
-
-
-def test_a_converted_start_is_a_plain_lora(exact_llama: Path, tmp_path: Path) -> None:
-    """PEFT writes `B A - B0 A0` as a LoRA of twice the rank, which needs no factorisation at home."""
-    torch.manual_seed(3)
-    model: Any = peft.get_peft_model(
-        load(exact_llama, split=True), peft.LoraConfig(init_lora_weights="pissa", use_rslora=False, **SMALL)
-    )
-    model.peft_config["default"].init_lora_weights = True
-    model.save_pretrained(str(tmp_path / "start"))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.mul_(1.1)
-    expected = logits(model)
-    model.peft_config["default"].init_lora_weights = "pissa"
-    model.save_pretrained(str(tmp_path / "out"), path_initial_model_for_weight_conversion=str(tmp_path / "start"))
-    home = at_home(load(exact_llama, split=False), tmp_path / "out")
-    assert home.peft_config["default"].init_lora_weights is True
-    effect = (expected - logits(load(exact_llama, split=True))).abs().max()
-    assert (logits(home) - expected).abs().max() < 0.01 * effect
 
 
 # DoRA
@@ -227,22 +206,6 @@ def test_places_of_shira_are_checked() -> None:
         _flat(torch.tensor([[0, 0], [1, 4]]), (3, 4))
 
 
-def test_a_mask_function_may_read_the_weight(exact_llama: Path) -> None:
-    def largest(base_layer: Any, r: int, **_: Any) -> Tensor:
-        count = r * sum(base_layer.weight.shape)
-        mask = torch.zeros(base_layer.weight.numel())
-        mask[base_layer.weight.abs().flatten().topk(count).indices] = 1
-        return mask.view(base_layer.weight.shape)
-
-    found = []
-    for split in (True, False):
-        config: Any = peft.ShiraConfig(mask_type="largest", **SMALL)  # type: ignore[arg-type]
-        config.mask_fn = largest
-        model: Any = peft.get_peft_model(load(exact_llama, split=split), config)
-        found.append(model.base_model.model.model.layers[0].self_attn.q_proj.shira_indices["default"])
-    assert torch.equal(*found)
-
-
 # Others
 
 
@@ -254,24 +217,6 @@ def test_glora_is_refused_by_name_and_works_on_a_whole_model(exact_llama: Path, 
     for use in (lambda: peft.get_peft_model(copy.deepcopy(split), config), lambda: load_adapter(split, tmp_path)):
         with pytest.raises(UnsupportedMethodError, match=r"PEFT's GLoRA needs the base weight.*Lora.* work"):
             use()
-
-
-def test_an_overflow_in_float16_is_an_error_where_the_plain_model_gives_nan(gpt2: Path) -> None:
-    found = []
-    for remote in (None, RemoteConfig(masking="simulate")):
-        torch.manual_seed(1)
-        model = load_model(gpt2, remote=remote, dtype=torch.float16)
-        adapted: Any = peft.get_peft_model(
-            model, peft.RandLoraConfig(r=4, target_modules="all-linear", fan_in_fan_out=True)
-        )
-        with torch.no_grad():
-            for parameter in adapted.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(10)
-        found.append(adapted.eval())
-    assert found[0](input_ids=IDS).logits.isnan().any()
-    with pytest.raises(NonFiniteError):
-        found[1](input_ids=IDS)
 
 
 def test_a_start_needs_the_full_checkpoint(exact_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftConfig, PeftModel, PeftType, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model
 
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedMethodError
@@ -14,8 +14,6 @@ from tenant import BitFitConfig, BottleneckConfig, DiffPruningConfig, MaskBertCo
 from tenant.model.connect import BaseWeights
 from tenant.model.remote_linear import RemoteLayer
 from tenant.preparation.own_tensors import write_slim
-from tenant.tasks.methods.layer import add
-from tenant.tasks.methods.outputs import BitFitTuner
 from tests.tenant.tasks.methods.conftest import load, logits, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about saving without a hub
@@ -84,18 +82,6 @@ def test_a_pruned_change_has_the_stated_density_and_trains_further(exact_llama: 
     assert all(bool(parameter.grad.any()) for parameter in parameters)
 
 
-def test_the_loss_of_diff_pruning_counts_entries(exact_llama: Path) -> None:
-    ids = torch.arange(8)[None]
-    losses = []
-    for l0_weight in (0.0, 1e-3):
-        config = DiffPruningConfig(l0_weight=l0_weight, target_modules=["down_proj"])
-        model: Any = get_peft_model(load(exact_llama, split=True), config)
-        torch.manual_seed(1)
-        losses.append(model.train()(input_ids=ids, labels=ids).loss)
-    # 2 layers of 64 x 112 gates, all but a few open at the start
-    assert (losses[1] - losses[0]).item() == pytest.approx(1e-3 * 2 * 64 * 112, rel=0.01)
-
-
 def test_masks_need_a_full_checkpoint(exact_llama: Path, tmp_path: Path) -> None:
     """A slim checkpoint has no weights to mask out. It is said before the first step."""
     store = WeightStore(exact_llama)
@@ -136,10 +122,3 @@ def test_merging_is_refused(name: str, exact_llama: Path) -> None:
     model: Any = get_peft_model(load(exact_llama, split=True), METHODS[name]())
     with pytest.raises(UnsupportedMethodError, match="merg"):
         model.merge_and_unload()
-
-
-def test_a_name_that_peft_has_is_not_replaced() -> None:
-    with pytest.raises(ConfigError, match="LORA"):
-        add("lora", config=BitFitConfig, tuner=BitFitTuner)
-    assert PeftType("BITFIT") is PeftType["BITFIT"]
-    assert "BITFIT" in list(PeftType)

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from symbiosis_priv.errors import CheckpointError
-from tenant.tasks.methods.sparse import Pattern, Patterns
+from tenant.tasks.methods.sparse import Pattern
 
 
 @st.composite
@@ -49,42 +49,7 @@ def test_gradients_agree_with_finite_differences() -> None:
     assert torch.autograd.gradgradcheck(pattern.product, (x, entries))
 
 
-def test_half_precision_is_widened() -> None:
-    pattern = Pattern(torch.tensor([1, 2]), (2, 2))
-    y = pattern.product(torch.ones(3, 2, dtype=torch.bfloat16), torch.tensor([0.5, 2.0], dtype=torch.bfloat16))
-    assert torch.equal(y, torch.tensor([[0.5, 2.0]] * 3))
-
-
 @pytest.mark.parametrize("places", [[0, 0], [1, 0], [-1, 2], [0, 12], [[0], [99], [5]], 3])
 def test_invalid_places_are_refused(places: Any) -> None:
     with pytest.raises(CheckpointError, match="fetch the adapter again"):
         Pattern(torch.tensor(places), (3, 4))
-
-
-def test_a_gradient_is_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    pattern, x, grad = Pattern(torch.arange(12), (3, 4)), torch.arange(8.0).view(2, 4), torch.arange(6.0).view(2, 3)
-    monkeypatch.setattr("tenant.tasks.methods.sparse._BLOCK", 10)
-    assert torch.equal(pattern.entries_of(grad, x), (grad.t() @ x).flatten())
-
-
-def test_a_pattern_is_made_once_for_each_version_of_its_places() -> None:
-    patterns, places, made = Patterns(), torch.tensor([0, 3]), []
-
-    def make() -> tuple[Pattern, Tensor]:
-        made.append(places)
-        return Pattern(places, (2, 2)), places
-
-    def columns() -> list[int]:
-        return patterns.of("default", places, make)[0].columns.tolist()
-
-    assert columns() == columns() == [0, 1]
-    places[0] = 1
-    assert columns() == [1, 1]
-    places = places.clone()
-    assert columns() == [1, 1]
-    assert len(made) == 3
-    held = patterns["default"].pattern
-    before = patterns.bytes
-    assert before == held.columns.nbytes + 3 * 4 + places.nbytes
-    held.product(torch.ones(1, 2, requires_grad=True), torch.ones(2, requires_grad=True)).sum().backward()
-    assert patterns.bytes > before

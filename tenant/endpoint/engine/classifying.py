@@ -34,8 +34,8 @@ class ClassifyingEngine(QueuedEngine):
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerBase, *, tasks: Tasks | None, max_waiting: int = 512
     ) -> None:
-        context = min(context_of(model.config) or 1 << 20, int(tokenizer.model_max_length))
-        super().__init__(model, tokenizer, tasks=tasks, max_waiting=max_waiting, context=context, turn=None)
+        self._most = min(context_of(model.config) or 1 << 20, int(tokenizer.model_max_length))
+        super().__init__(model, tokenizer, tasks=tasks, max_waiting=max_waiting, context=self._most, turn=None)
         self._pad_token_id: int | None = model.config.pad_token_id
 
     def check(self, request: EngineRequest) -> None:
@@ -93,7 +93,7 @@ class ClassifyingEngine(QueuedEngine):
         if pad is None:
             pad = self._model.config.pad_token_id = next(token for token in range(len(used) + 1) if token not in used)
         bucket = max(one.bucket for one in requests)
-        width = -(-max(len(one.prompt) for one in requests) // bucket) * bucket
+        width = min(-(-max(len(one.prompt) for one in requests) // bucket) * bucket, self._most)
         given = {
             "input_ids": _padded([one.prompt for one in requests], pad, width),
             "attention_mask": _padded([[1] * len(one.prompt) for one in requests], 0, width),

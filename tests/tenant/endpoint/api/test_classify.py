@@ -65,7 +65,7 @@ def tasks(classifier: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def client_of(model: Path, adapters: dict[str, Path]) -> Iterator[httpx.Client]:
-    options = Serving(answer_bucket=16)
+    options = Serving(answer_bucket=48)
     remote = RemoteConfig(masking="simulate")
     with serving.opened(model, remote, name="judge", adapters=adapters, options=options) as service:
         listener = socket.create_server(("127.0.0.1", 0))

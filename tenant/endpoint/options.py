@@ -75,6 +75,16 @@ class Serving:
             "providers then see of their lengths. A request may ask for a larger one.",
         ),
     ] = 1
+    pace_ms: Annotated[
+        int | None,
+        Option(
+            "--pace",
+            min=1,
+            max=60_000,
+            help="Milliseconds from step to step, day and night. Each step has as many rows as --answer-bucket, rows "
+            "without meaning where there is nothing to compute: prompts, answers and nothing look alike to providers.",
+        ),
+    ] = None
     media: Annotated[
         bool,
         Option("--media", help="Take pictures and sounds in chats, with the model's processor; one request at a time."),
@@ -86,9 +96,21 @@ class Serving:
         float, Option("--drain", min=0, help="Seconds that answers may continue after SIGTERM or Ctrl-C.")
     ] = 30.0
 
+    def __post_init__(self) -> None:
+        if self.pace_ms is None:
+            return
+        if self.answer_bucket <= (self.draft_tokens if self.draft is not None else 1):
+            raise ConfigError(
+                "--pace needs --answer-bucket, the number of rows of every step: 2 or more, and more than "
+                "--draft-tokens"
+            )
+        if self.media or self.tinker is not None:
+            raise ConfigError("--pace holds for answers to texts only; leave out --media and --tinker")
+
     def check_for_classifier(self) -> None:
         """Refuse what only models that generate have."""
-        given = {"--draft": self.draft, "--media": self.media, "--tinker": self.tinker}
+        given = {"--draft": self.draft, "--media": self.media, "--tinker": self.tinker, "--pace": self.pace_ms}
+        given["--answer-bucket"] = self.answer_bucket > 1
         if wrong := [name for name, value in given.items() if value]:
             raise ConfigError(f"this model classifies texts and generates none; leave out {', '.join(wrong)}")
 

@@ -4,6 +4,7 @@ import gc
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import tenant.tasks.methods  # noqa: F401 - an adapter may be of one of its methods
@@ -79,6 +80,8 @@ def opened(
             full = remote.checkpoint or model
             drafter = open_drafter(options.draft, tokenizer, model=full, ahead=options.draft_tokens)
         limits = EngineLimits(memory=options.memory_mib << 20, clients=clients)
+        if options.pace_ms is not None:
+            limits = replace(limits, step_rows=options.answer_bucket, pace_s=options.pace_ms / 1000)
         turn = Turn()
         engine: Engine = (
             ClassifyingEngine(loaded, tokenizer, tasks=tasks)

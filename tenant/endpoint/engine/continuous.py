@@ -6,7 +6,9 @@ model, so a step costs the round trips of one token for any number of requests.
 """
 
 import logging
+import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -47,6 +49,9 @@ class EngineLimits:
         running: limit of requests that run at the same time.
         waiting: limit of requests that wait. A client may have at most as many of them as stay free, so no client can
             take all places.
+        pace_s: seconds from the beginning of a step to that of the next one; None for steps as fast as they can be.
+            With a pace, every step has exactly `step_rows` rows, also while there is no request: rows without meaning
+            fill it. Providers then see no difference between prompts, answers and nothing.
         clients: number of clients that share the engine. With several, a client's second request runs only if as many
             places and as much memory stay free as the client then uses.
     """
@@ -57,6 +62,7 @@ class EngineLimits:
     step_work: int = 20_000_000_000
     running: int = 128
     waiting: int = 512
+    pace_s: float | None = None
     clients: int = 1
 
 
@@ -80,7 +86,14 @@ class ContinuousEngine(QueuedEngine):
         self._drafter, self._ahead = drafter, 0 if drafter is None else drafter.ahead
         self._prefixes = Prefixes()
         shape, heads = packed.shape, packed.config.num_attention_heads
+        self._due, self._late = time.monotonic(), 0
         self._pairs = limits.step_work // (2 * shape.layers * heads * (shape.key_width + shape.value_width))
+        if limits.pace_s is not None:
+            answers = min(limits.running, limits.step_rows // (1 + self._ahead))
+            self._limits = replace(limits, running=answers, prompt_rows=limits.step_rows)
+            with self._changed:
+                self._idles = True
+                self._changed.notify_all()
 
     def load(self) -> Load:
         with self._changed:
@@ -110,11 +123,28 @@ class ContinuousEngine(QueuedEngine):
             self.end(sequence)
         self._admit()
         try:
-            self._compute(*self._next_rows())
+            rows = self._next_rows()
+            if self._limits.pace_s is not None:
+                self._await_turn(self._limits.pace_s)
+            self._compute(*rows)
         except Exception as error:  # an error in the engine must end all requests, which would wait forever
             log.exception("the engine failed")
             for sequence in list(self._running):
                 self.end(sequence, error)
+
+    def _await_turn(self, pace_s: float) -> None:
+        """Wait for the time of the next step. All that depends on requests, such as choosing tokens, comes before."""
+        if (late := time.monotonic() - self._due) > 0 and self._steps:
+            self._late += 1
+            log.log(
+                logging.WARNING if self._late == 1 else logging.DEBUG,
+                "a step came %.0f ms after its time, which providers see; choose a larger --pace",
+                1000 * late,
+            )
+            self._due += math.ceil(late / pace_s) * pace_s
+        with self._changed:
+            self._changed.wait_for(self._is_done, timeout=max(0.0, self._due - time.monotonic()))
+        self._due += pace_s
 
     def _admit(self) -> None:
         """Start waiting requests until the keys and values of the next one do not fit."""
@@ -160,10 +190,13 @@ class ContinuousEngine(QueuedEngine):
 
     def _next_rows(self) -> tuple[list[tuple[Sequence, NextTokens]], int]:
         """Choose the rows of a step: the next token of each answer, then tokens of prompts, which take turns. Returns
-        also the number of rows without meaning that fill the prompts' buckets."""
+        also the number of rows without meaning that fill the prompts' buckets, or a step with a pace."""
         guesses = {} if self._drafter is None else self._drafter.draft(list(self._running))
         chosen = [(s, s.rows(1, guesses.get(s, ()))) for s in self._running if s.decoding]
-        free = max(self._limits.step_rows - sum(len(rows.tokens) for _, rows in chosen), self._limits.prompt_rows)
+        free = self._limits.step_rows - sum(len(rows.tokens) for _, rows in chosen)
+        paced = self._limits.pace_s is not None
+        if not paced:
+            free = max(free, self._limits.prompt_rows)
         pairs = self._pairs if len(self._running) > 1 else sys.maxsize
         fill, shares = 0, dict[Sequence, int]()
         reading = Turns(s for s in self._running if not s.decoding)
@@ -173,7 +206,7 @@ class ContinuousEngine(QueuedEngine):
             done = sequence.kv.length + had
             left = len(sequence.tokens) - done
             # with buckets, what is sent must not depend on the exact numbers of tokens
-            unit = min(sequence.request.bucket, self._limits.prompt_rows)
+            unit = 1 if paced else min(sequence.request.bucket, self._limits.prompt_rows)
             most = min(self._limits.prompt_rows, free, max(ROWS, pairs // (done // unit * unit + 1)))
             share = min(max(most // unit, 1) * unit, left + -left % unit)
             shares[sequence] = had + min(share, left)
@@ -187,12 +220,14 @@ class ContinuousEngine(QueuedEngine):
             for sequence in shares:  # in the next step, other prompts come first
                 self._running.remove(sequence)
                 self._running.add(sequence)
-        return chosen + [(sequence, sequence.rows(share)) for sequence, share in shares.items()], fill
+        return chosen + [
+            (sequence, sequence.rows(share)) for sequence, share in shares.items()
+        ], free if paced else fill
 
     def _compute(self, chosen: list[tuple[Sequence, NextTokens]], fill: int = 0) -> None:
         """Compute some rows. After an error that a single request may cause, compute each request alone. `fill`: number
         of further rows, of a sequence without meaning."""
-        if not chosen:
+        if not chosen and not fill:
             return
         if len(chosen) == 1 and chosen[0][0].request.shows_row and chosen[0][0].decoding:
             look()  # only alone: among rows of others, the first row may be another client's
@@ -202,13 +237,16 @@ class ContinuousEngine(QueuedEngine):
                 outputs = self._packed([*(rows for _, rows in chosen), *filler])[: len(chosen)]
             finally:
                 self._steps += 1
-                self.keep_row(chosen[0][0])
+                if chosen:
+                    self.keep_row(chosen[0][0])
                 self.charge([sequence for sequence, _ in chosen], [len(rows.tokens) for _, rows in chosen])
         except Exception as error:
             if len(chosen) > 1 and not isinstance(error, _PROVIDERS):
                 for one in chosen:
                     self._compute([one])
                 return
+            if not chosen:
+                log.warning("a step without requests has failed: %s", type(error).__name__)
             for sequence, _ in chosen:
                 self.end(sequence, error)
             return

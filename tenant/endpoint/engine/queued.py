@@ -126,6 +126,7 @@ class QueuedEngine(Engine):
         self._turn = turn or Turn()
         self._turn.counted = self._counters()
         self._closed = False
+        self._idles = False  # True if steps are also computed while there is no request
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="endpoint-engine", daemon=True)
         self._thread.start()
@@ -224,8 +225,8 @@ class QueuedEngine(Engine):
         while True:
             with self._changed:
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._closed or self._waiting or self._running)
-                if not self._waiting and not self._running:
+                self._changed.wait_for(lambda: self._closed or self._waiting or self._running or self._idles)
+                if self._is_done():
                     return
             try:
                 with self._turn:
@@ -235,6 +236,10 @@ class QueuedEngine(Engine):
                     late = [*self._waiting, *self._running]
                 for sequence in late:
                     self.end(sequence, error)
+
+    def _is_done(self) -> bool:
+        """True if the engine is closed, and no request is left."""
+        return self._closed and not self._waiting and not self._running
 
     def _withdraw(self, sequence: Sequence) -> None:
         """Take a cancelled request out of the queue, and report its end in the caller's thread. One that runs ends at

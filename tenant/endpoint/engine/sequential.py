@@ -203,16 +203,17 @@ def open_engine(
         turn: shared with others that use the model; None for none.
 
     Raises:
-        ConfigError: there is a drafter, which the engine on `generate()` does not support.
+        ConfigError: there is a drafter or a pace, which the engine on `generate()` does not support.
         SymbiosisError: the model cannot generate: a provider fails, or its experts would show routes.
     """
     limits = limits or EngineLimits()
     try:
         packed = _probed(model, tasks)
     except UnsupportedModelError as error:
-        if drafter is not None:
+        if drafter is not None or limits.pace_s is not None:
+            what, option = ("guesses of tokens need", "--draft") if drafter is not None else ("a pace needs", "--pace")
             raise ConfigError(
-                f"guesses of tokens need an engine that cannot drive this model, because {error}; leave out --draft"
+                f"{what} an engine that cannot drive this model, because {error}; leave out {option}"
             ) from error
         log.warning("%s: one request at a time, because %s", type(model).__name__, error)
         return SequentialEngine(model, tokenizer, tasks=tasks, max_waiting=limits.waiting, turn=turn)

@@ -137,3 +137,23 @@ def test_a_cancelled_answer_fills_its_bucket(engine: ContinuousEngine) -> None:
     asked.handle.cancel()
     assert asked.done().finish == "cancelled"
     assert len(seen) % 16 == 0
+
+
+@pytest.mark.parametrize("drafter", [None, PromptLookup(ahead=AHEAD)])
+def test_with_a_pace_every_step_has_the_same_rows_also_without_requests(
+    checkpoint: Path, tokenizer: Any, engine: ContinuousEngine, drafter: PromptLookup | None
+) -> None:
+    """Prompts, answers and nothing look alike, and answers are those of an engine without a pace."""
+    packed = Watched(load_language_model(checkpoint, remote=RemoteConfig(masking="simulate")))
+    seen = packed.seen = []
+    paced = ContinuousEngine(
+        packed, tokenizer, drafter=drafter, limits=EngineLimits(step_rows=8, pace_s=0.001, running=5)
+    )
+    said: dict[str, Any] = {"max_tokens": 9, "sampling": Sampling(temperature=0.8, seed=3)}
+    asked = [Asked(paced, PROMPT[i:], **said) for i in range(12)]
+    assert [one.tokens for one in asked] == [Asked(engine, PROMPT[i:], **said).tokens for i in range(12)]
+    idle = paced.load().steps + 3
+    while paced.load().steps < idle:
+        assert paced._thread.is_alive()
+    paced.close()
+    assert set(seen) == {8}

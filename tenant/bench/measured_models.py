@@ -179,16 +179,27 @@ def remote_config(
     )
 
 
+class Lora(NamedTuple):
+    """A LoRA: its rank, and the projections of attention that it adapts, by their letters: `qv`, `qkvo`."""
+
+    rank: int = 8
+    targets: str = "qv"
+
+
+LORA = Lora()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Optimizer steps of LoRA on q and v. A batch has `parts` parts, each with its own forward and backward pass. With
-    `overlap`, the parts run at the same time (`tenant.overlapped`)."""
+    """Optimizer steps of a LoRA, which starts anew if the step before had another. A batch has `parts` parts, each with
+    its own forward and backward pass. With `overlap`, the parts run at the same time (`tenant.overlapped`)."""
 
     batch: int
     tokens: int
     steps: int = 1
     parts: int = 1
     overlap: bool = False
+    lora: Lora = LORA
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,12 +235,18 @@ class _Tenant:
         torch.manual_seed(seed)
         base = load_model(model, remote=remote, dtype=dtype)
         self._backend = None if remote is None else backend_of(base)
-        lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=8)
-        self._model: Any = get_peft_model(base, lora)
+        self._adapt(base, LORA)
+
+    def _adapt(self, base: Any, lora: Lora) -> None:
+        targets = [f"{letter}_proj" for letter in lora.targets]
+        config = LoraConfig(task_type="CAUSAL_LM", target_modules=targets, r=lora.rank)
+        self._lora, self._model = lora, get_peft_model(base, config)
         self._optimizer = torch.optim.AdamW((p for p in self._model.parameters() if p.requires_grad), lr=1e-4)
 
     def do(self, task: Work) -> list[Cost]:
         if isinstance(task, Step):
+            if task.lora != self._lora:
+                self._adapt(self._model.unload(), task.lora)
             self._model.train()
             batches = [self._tokens(task.batch, task.tokens).chunk(task.parts) for _ in range(task.steps)]
 

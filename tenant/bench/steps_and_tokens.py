@@ -9,15 +9,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import typer
 
-from symbiosis_priv.errors import DeadlineExceededError
+from symbiosis_priv.errors import ConfigError, DeadlineExceededError
 from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench import measured_models as models
-from tenant.bench.options import Batch, Maskings, Progress, Tokens, benchmark
+from tenant.bench.options import Batch, Maskings, Progress, Tokens, benchmark, numbers
 from tenant.bench.processes import Child, check_supported, cpu_seconds, peak_mib
 from tenant.bench.report import Goal, Row, by, distinct, figure, ratio, where
 
@@ -25,14 +26,19 @@ WHOLE, _PRODUCTS = "whole", "products, fp32"
 TURN_S = 600.0
 _WARM_UP = 1
 _POLL_S, _IDLE_S, _IDLE_POLLS = 0.1, 0.02, 3  # idle: less CPU time than _IDLE_S in each of _IDLE_POLLS polls
+_PAPER: Final = {(8, "q"): 1.25, (64, "q"): 1.39, (8, "qkvo"): 1.54, (64, "qkvo"): 1.70}  # Symbiosis, table 2
 _SHAPE, _EFFORT, _MASKINGS = models.Llama(width=2048, layers=4, inner=5632), models.Effort(), "none,pad,local"
 
 
 def step_goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    for shape in distinct(rows, "width", "layers"):
+    for shape in distinct(rows, "width", "layers", "rank", "targets"):
         variants = by(where(rows, **shape), "variant")
-        width = figure(shape, "width")
+        width, lora = figure(shape, "width"), (shape["rank"], shape["targets"])
         if (pad := variants.get("split, pad")) is None:
+            continue
+        if lora in _PAPER:
+            what = f"a step with pads over the whole model's, rank {lora[0]} on {lora[1]}"
+            yield Goal(what, figure(pad, "wall_over_whole"), at_most=_PAPER[lora])
             continue
         if width >= 2048:
             what = f"tenant's CPU with pads over the whole model's, width {width:.0f}"
@@ -63,17 +69,23 @@ def step(
     shape: models.Llama = _SHAPE,
     batch: Batch = 4,
     tokens: Tokens = 128,
+    rank: Annotated[str, typer.Option(help="Ranks of the LoRA, separated by commas.")] = "8",
+    targets: Annotated[str, typer.Option(help="Projections that it adapts, by their letters: q,qkvo.")] = "qv",
     masking: Maskings = _MASKINGS,
     effort: models.Effort = _EFFORT,
 ) -> Iterator[Row]:
-    """Measure a LoRA step (q and v) of a Llama, whole and split: CPU seconds and peak memory of every process, and the
+    """Measure a LoRA step of a Llama, whole and split: CPU seconds and peak memory of every process, and the
     executor's CPU over that of the same products in float32.
 
     Example: symbiosis-priv bench step --width 2048 --layers 4 --masking none,pad
     """
-    task, maskings = models.Step(batch=batch, tokens=tokens), models.parse_maskings(masking)
+    maskings, loras = models.parse_maskings(masking), product(targets.split(","), numbers(rank, "--rank"))
+    if set(targets) - set("qkvo,") or "" in targets.split(","):
+        raise ConfigError(f"--targets {targets!r}: write letters of q, k, v, o, like q,qkvo")
     with comparison(folder, shape, maskings, effort) as running:
-        yield from measure_step(running, shape, task, repeat=effort.repeat, on_turn=progress)
+        for on, size in loras:
+            task = models.Step(batch=batch, tokens=tokens, lora=models.Lora(size, on))
+            yield from measure_step(running, shape, task, repeat=effort.repeat, on_turn=progress)
 
 
 @benchmark("token", goals=token_goals)
@@ -191,6 +203,8 @@ def measure_step(
             **_shape(shape),
             "batch": task.batch,
             "tokens": task.tokens,
+            "rank": task.lora.rank,
+            "targets": task.lora.targets,
             "variant": _variant(name),
             "wall_s": wall[name],
             "wall_over_whole": wall[name] / wall[WHOLE],

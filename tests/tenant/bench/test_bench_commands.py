@@ -46,7 +46,9 @@ def shared(running: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_step(rows: list[Row], shown: str) -> None:
-    whole, split = rows
+    assert [(row["targets"], row["rank"]) for row in rows[::2]] == [("q", 8), ("q", 64), ("qkvo", 8), ("qkvo", 64)]
+    assert all(f"rank {row['rank']} on {row['targets']}: " in shown for row in rows)
+    whole, split = rows[:2]
     assert (whole["variant"], split["variant"]) == ("whole, fp32", "split, pad")
     assert all(number(row[figure]) > 0 for row in rows for figure in ("wall_s", "tenant_peak_mib"))
     assert whole["helper_peak_mib"] is whole["executor_cpu_over_float32"] is None
@@ -139,7 +141,7 @@ def check_adapters(rows: list[Row], shown: str) -> None:
 
 MODEL = "--width 64 --layers 1 --inner 64 --repeat 1 --threads 1"
 CHECKS: dict[str, Callable[[list[Row], str], None]] = {
-    f"step {MODEL} --masking pad --batch 2 --tokens 8": check_step,
+    f"step {MODEL} --masking pad --batch 2 --tokens 8 --rank 8,64 --targets q,qkvo": check_step,
     f"token {MODEL} --masking pad --prompt 2 --tokens 3": check_token,
     "linear --rows 1,4 --width 64 --repeat 1 --threads 1": check_linear,
     f"network {MODEL} --tokens 8 --masking pad/24,pad/24/relay,pad/24/two --condition 200mbit/5ms": check_network,

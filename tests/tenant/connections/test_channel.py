@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import dial, wire
 from symbiosis_priv.network.tls import client_context
 from tenant.connections.channel import Channel, fresh_nonce
-from tenant.connections.notices import Notices
 from tenant.core.masked import UNMASKED_BY_CHOICE, MaskedRows, mask
 from tests.tenant.conftest import Identities, NewProvider
 from tests.tenant.scripted import Heard, ScriptedProvider, frame, silent
@@ -156,35 +154,6 @@ def test_a_trickle_does_not_extend_the_deadline(executor: ScriptedProvider, conn
     executor.behaviour = trickle
     with pytest.raises(errors.DeadlineExceededError):  # otherwise the whole answer would come
         ask(connect(executor, deadline_s=0.5))
-
-
-def test_a_wait_is_logged_repeatedly_at_a_limited_rate(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr("tenant.connections.notices.time.monotonic", lambda: clock.now)
-    notices = Notices()
-    said = []
-    for second in range(60):
-        clock.now = 1000.0 + second
-        notices.waiting("helper 'beta'", since=1000.0, until=1120.0, why="it has not answered yet")
-        notices.waiting("executor 'alpha'", since=1000.0, until=1120.0, why="cannot reach it")
-        said.append(len(caplog.messages))
-    assert [second for second in range(1, 60) if said[second] > said[second - 1]] == [2, 12, 22, 32, 42, 52]
-    assert said[-1] == 12
-    for part in ("helper 'beta' since", "(2 s), until", "(deadline_s): it has not answered yet"):
-        assert part in caplog.messages[0]
-    assert {record.levelname for record in caplog.records} == {"WARNING"}
-    assert notices.wait_for("helper 'beta'") == (59.0, 61.0)
-    notices.answered("helper 'beta'")
-    assert not notices.wait_for("helper 'beta'")
-    assert caplog.messages[12:] == ["helper 'beta' has answered after 59 s"]
-    for second in range(60, 700):  # it answers repeatedly, but slowly
-        clock.now = 1000.0 + second
-        notices.waiting("helper 'beta'", since=clock.now - 3.0, until=clock.now + 117.0, why="it has not answered yet")
-        assert notices.wait_for("helper 'beta'")
-        notices.answered("helper 'beta'")
-    assert len(caplog.messages) == 13 + 2 * 2
 
 
 @pytest.mark.parametrize("fate", ["silent", "gone", "mute"])

@@ -499,11 +499,11 @@ def spoil_the_last_row(heard: Heard, reply: wire.Result, answer: Tensor) -> tupl
     return reply, answer
 
 
-def a_lie_is_believed(session: Session) -> bool:
+def believes(session: Session) -> bool:
     session.routes.quarantined.parties.clear()
     try:
         session.product(QKV, FORWARD, ring_rows(session.preparation))
-    except errors.VerificationError:
+    except (errors.ProtocolError, errors.VerificationError):
         return False
     return True
 
@@ -512,10 +512,10 @@ def a_lie_is_believed(session: Session) -> bool:
 def test_rule_6_no_lie_is_used(scripted: Scripted, monkeypatch: Patch, liar: str) -> None:
     {"executor": scripted.executor, "helper": scripted.helper}[liar].behaviour = spoil
     session = scripted.new_session("pad", pool_memory=0)
-    assert not a_lie_is_believed(session)
+    assert not believes(session)
     nods = Column(torch.zeros(128, dtype=torch.int64)), Column(torch.zeros(64, dtype=torch.int64))
     monkeypatch.setattr(VerificationKeys, "__getitem__", lambda *place: nods, raising=False)
-    assert a_lie_is_believed(scripted.new_session("pad", pool_memory=0))
+    assert believes(scripted.new_session("pad", pool_memory=0))
 
 
 @pytest.mark.parametrize("liar", ["executor", "helper"])
@@ -589,15 +589,6 @@ def stranger(**fields: Any) -> Callable[..., bytes]:
         return frame(msgspec.structs.replace(reply, **fields), answer)
 
     return behave
-
-
-def believes(session: Session) -> bool:
-    session.routes.quarantined.parties.clear()
-    try:
-        session.product(QKV, FORWARD, ring_rows(session.preparation))
-    except (errors.ProtocolError, errors.VerificationError):
-        return False
-    return True
 
 
 @pytest.mark.parametrize("masking", ["local", "pad"])

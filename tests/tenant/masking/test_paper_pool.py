@@ -128,22 +128,6 @@ def test_products_are_within_the_derived_bound(
     assert len(pools) > 2
 
 
-def test_noise_is_reused_and_known_to_the_executor(
-    open_backend: Open, store: WeightStore, new_provider: NewProvider
-) -> None:
-    """The reason of the warning: every sent row is the true row plus one of few rows that were sent before."""
-    executor = new_provider()
-    backend = open_backend(store, provider=executor, pool_size=2)
-    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
-    for _ in range(3):
-        backend.linear(0, FORWARD, x)
-    first, *rest = executor.executed
-    assert first.request.rows == 2
-    for heard in rest:
-        candidates = heard.rows[:, None] - first.rows[None]
-        assert bool(((candidates - x[:, None]).abs().amax(dim=2).amin(dim=1) < 1e-3).all())
-
-
 def test_noise_does_not_come_from_torch(open_backend: Open, store: WeightStore, tape: Tape) -> None:
     for _ in range(2):
         torch.manual_seed(0)

@@ -228,19 +228,8 @@ def another(heard: Heard, reply: wire.Result, answer: Tensor) -> Tensor:
     return answer
 
 
-def unsigned(stored: Kept) -> Kept:
-    block, body = stored
-    return msgspec.structs.replace(block, signature=b"\0" * 70), body
-
-
-def otherwise_bound(stored: Kept) -> Kept:
-    block, body = stored
-    return msgspec.structs.replace(block, direction=BACKWARD if block.direction == FORWARD else FORWARD), body
-
-
-def otherwise_called(stored: Kept) -> Kept:
-    block, body = stored
-    return msgspec.structs.replace(block, nonce=bytes(16)), body
+def other_block(**fields: Any) -> Callable[[Kept], Kept]:
+    return lambda stored: (msgspec.structs.replace(stored[0], **fields), stored[1])
 
 
 def changed(stored: Kept) -> Kept:
@@ -248,13 +237,12 @@ def changed(stored: Kept) -> Kept:
     return block, bytes([body[0] ^ 1]) + body[1:]
 
 
-def short(stored: Kept) -> Kept:
-    block, body = stored
-    return block, body[:-4]
-
-
 EVIDENCE: dict[str, Callable[[Kept], Kept]] = {
-    f.__name__: f for f in (unsigned, otherwise_bound, otherwise_called, changed, short)
+    "unsigned": other_block(signature=b"\0" * 70),
+    "otherwise bound": other_block(direction=BACKWARD),
+    "otherwise called": other_block(nonce=bytes(16)),
+    "changed": changed,
+    "short": lambda stored: (stored[0], stored[1][:-4]),
 }
 LIES = ("answer", "withheld", "swapped", "hangs up", *EVIDENCE)
 """What an executor does beside answering wrongly."""
@@ -346,7 +334,7 @@ def test_two_helpers_do_not_frame_the_executor(new_provider: NewProvider, new_se
     """One helper tells the other one the ids of its blocks, and that one signs something else under them."""
     helpers = [new_provider(), new_provider()]
     helpers[0].signs_as = helpers[1]
-    helpers[0].deposits = lambda block, body: (block, bytes([body[0] ^ 1]) + body[1:])
+    helpers[0].deposits = lambda *block: changed(block)
     session = new_session("relay", helpers=helpers, pool_memory=0)
     for seed in range(2):
         assert is_right(session, OUT, FORWARD, 3, seed)
@@ -360,7 +348,7 @@ def test_an_executor_that_refuses_for_another_reason_than_a_missing_block_is_not
 ) -> None:
     """An executor may refuse, for example, because the tenant's certificate has just expired."""
     executor.evidence = lambda stored: (wire.Failure(code=code, detail="not now"), b"")
-    helper.deposits = lambda block, body: (block, bytes([body[0] ^ 1]) + body[1:])
+    helper.deposits = lambda *block: changed(block)
     session = new_session("relay", pool_memory=0)
     assert is_right(session, OUT, FORWARD, 3)
     assert not session.routes.quarantined

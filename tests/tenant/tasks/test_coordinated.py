@@ -1,7 +1,6 @@
 """Coordinated batching: every request once, at the smallest cost that any division has."""
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ import torch
 from hypothesis import given, strategies as st
 
 from symbiosis_priv.errors import TaskError
-from tenant.model.loading import load_model
 from tenant.tasks.coordinated import (
     Batches,
     Costs,
@@ -18,10 +16,7 @@ from tenant.tasks.coordinated import (
     by_task,
     coordinated,
     fixed,
-    measure_costs,
-    padded,
 )
-from tenant.tasks.registry import Tasks
 
 METHODS = ("LORA", "IA3")
 LONGEST, LARGEST = 12, 6
@@ -80,31 +75,3 @@ def test_requests_outside_the_costs_are_refused() -> None:
         coordinated([request(0, 5)], costs)
     with pytest.raises(TaskError, match="method"):
         coordinated([request(1, 4)], costs)
-
-
-def test_measured_costs_and_a_padded_batch(llama: Path, folders: Path) -> None:
-    model = load_model(llama, dtype=torch.float32)
-    tasks = Tasks(model)
-    tasks.register_all(folders)
-
-    def run(rows: int, tokens: int) -> None:
-        with torch.no_grad():
-            model(input_ids=torch.ones(rows, tokens, dtype=torch.long))
-
-    costs = measure_costs(tasks, run, {"LORA": "lora", "IA3": "ia3"}, rows=(1, 3), tokens=(2, 8), repeat=1)
-    assert (costs.max_rows, costs.max_tokens) == (3, 8)
-    assert (costs.shared[1:, 1:] > 0).all()
-    requests = [
-        Request(task=name, method=m, input_ids=torch.arange(1, n))
-        for name, m, n in (("lora", "LORA", 5), ("ia3", "IA3", 9))
-    ]
-    (batch,) = fixed(requests, size=2)
-    ids, mask = padded(batch)
-    assert ids.shape == mask.shape == (2, 8)
-    with torch.no_grad(), tasks.batch([r.task for r in batch]):
-        both = model(input_ids=ids, attention_mask=mask).logits
-    for row, r in enumerate(batch):
-        with torch.no_grad(), tasks.batch([r.task]):
-            one = model(input_ids=r.input_ids[None]).logits[0]
-        torch.testing.assert_close(both[row, : r.tokens], one, rtol=1e-4, atol=1e-4)
-    tasks.close()

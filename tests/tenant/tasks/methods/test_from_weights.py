@@ -22,6 +22,7 @@ from tenant.tasks.methods.lora import weights_at_hand
 from tenant.tasks.methods.sparse import _flat
 from tenant.tasks.methods.start import rotated
 from tests.splitting import watched
+from tests.tenant.tasks.methods import test_own
 from tests.tenant.tasks.methods.conftest import load, logits, same_everywhere, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # PEFT's own
@@ -227,3 +228,29 @@ def test_a_start_needs_the_full_checkpoint(exact_llama: Path, monkeypatch: pytes
     monkeypatch.setattr("symbiosis_priv.checkpoints.weights.WeightStore.is_complete", lambda store: False)
     with pytest.raises(UnsupportedMethodError, match="checkpoint='FULL_CHECKPOINT'"):
         peft.get_peft_model(model, peft.LoraConfig(init_lora_weights="pissa", **SMALL))
+
+
+# Half precision, with methods that need no weights, too
+
+
+HALF: dict[str, Callable[[], peft.PeftConfig]] = {
+    "lora": lambda: peft.LoraConfig(target_modules="all-linear", init_lora_weights=False),
+    "shira": lambda: peft.ShiraConfig(init_weights=False, **SMALL),
+    "hra": lambda: peft.HRAConfig(**SMALL),
+    **test_own.METHODS,
+    **METHODS,
+}
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_half_precision(name: str, exact_gpt2: Path, exact_llama: Path) -> None:
+    """The base model in bfloat16, the adapter in float32: outputs keep the base model's dtype."""
+    path = exact_gpt2 if name in test_own.METHODS else exact_llama
+    model: Any = peft.get_peft_model(load(path, split=True).to(torch.bfloat16), HALF[name]())
+    for mode in (False, True):
+        output = model.train(mode)(input_ids=IDS, labels=IDS)
+        assert output.logits.dtype == torch.bfloat16
+    output.loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
+    assert {grad.dtype for grad in gradients} == {torch.float32}
+    assert any(bool(grad.any()) for grad in gradients)

@@ -2,8 +2,8 @@
 
 If the suite never found a fault, its verdict "hidden" would prove nothing. Most faults are planted into a recording:
 the rows of a real run are masked again in a wrong way, as an executor would have received them. `reused_pads`,
-`bare_effects`, `twin_keystreams`, `without_ml_kem`, `uncovered_effects`, `twin_helpers` and `blind_to_companies` break
-the real tenant while it runs.
+`bare_effects`, `twin_keystreams`, `without_ml_kem`, `uncovered_effects` and `blind_to_companies` break the real tenant
+while it runs.
 """
 
 import secrets
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand, mask_key, random_key
+from symbiosis_priv.arithmetic.keystream import expand, mask_key, random_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.federation.parties import Parties
@@ -169,11 +169,6 @@ def without_ml_kem() -> AbstractContextManager[object]:
 def uncovered_effects() -> AbstractContextManager[object]:
     """Inside this block, helpers of this process send effects as they are, and tenants take them so."""
     return mock.patch.object(hybrid.Sealing, "cover", lambda _, nonce, payload: memoryview(bytes(payload)))
-
-
-def twin_helpers() -> AbstractContextManager[object]:
-    """Inside this block, all helpers of a session get one seed, as if their entries were one party (rule 11)."""
-    return mock.patch.object(SessionSecret, "seed_for", return_value=secrets.token_bytes(SEED_BYTES))
 
 
 def blind_to_companies() -> AbstractContextManager[object]:

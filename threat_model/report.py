@@ -1,4 +1,4 @@
-"""A suite's figures: tables in a terminal, the README's security table, and one HTML page with pictures."""
+"""A suite's figures: tables in a terminal, and one HTML page with pictures."""
 
 import itertools
 import re
@@ -18,52 +18,18 @@ from rich.text import Text
 
 import symbiosis_priv
 from symbiosis_priv.display import figures
-from symbiosis_priv.display.figures import Axis, Bar
+from symbiosis_priv.display.figures import Bar
 from threat_model.attacks import Attack, Outcome
-from threat_model.evidence.schemes import SCHEMES, AttackedScheme
+from threat_model.evidence.schemes import AttackedScheme
 from threat_model.evidence.statistics import CONFIDENCE, FALSE_ALARM
 from threat_model.evidence.views import PARTIES, Party
 from threat_model.suite import ATTACK_SEED, LIES_SEED, Cell, Suite, Verdict
-
-BEGIN, END = "<!-- security-table:begin -->", "<!-- security-table:end -->"
-
-_PARTIES: tuple[tuple[Party, str], ...] = (
-    ("executor", "executor"),
-    ("helper", "helper"),
-    ("executor+helper", "executor and helpers together"),
-    ("network", "network, other tenants"),
-)
 
 NOT_HIDDEN = [
     (one["what"], one["shown_by"])
     for one in tomllib.loads(Path(__file__).with_name("not_hidden.toml").read_text(encoding="utf-8"))["not_hidden"]
 ]
 """Pairs of (what is not hidden, the attack that shows it)."""
-
-
-def security_table() -> str:
-    """Markdown with one row per scheme: what each party learns about rows, and under which assumption."""
-    families: dict[str, AttackedScheme] = {}
-    for scheme in SCHEMES:
-        families.setdefault(scheme.family, scheme)
-    lines = [
-        "| masking | " + " | ".join(label for _, label in _PARTIES) + " | rests on | results |",
-        "|" + "---|" * (len(_PARTIES) + 3),
-    ]
-    # the scheme that promises most is first
-    for name, scheme in sorted(families.items(), key=lambda item: (-len(item[1].hides_from), item[0])):
-        cells = ["hidden" if party in scheme.hides_from else "**reads rows**" for party, _ in _PARTIES]
-        if not scheme.helpers:
-            cells = ["no helper" if "helper" in party[0] else c for party, c in zip(_PARTIES, cells, strict=True)]
-        masking = scheme.masking
-        results = f"{masking.error or 'bit-exact'}, {'verified' if masking.verified else 'not verified'}"
-        lines.append(f"| `{name}` | " + " | ".join(cells) + f" | {masking.assumption} | {results} |")
-    lines += [
-        "",
-        "Row counts, stage and timing are visible under every scheme. `symbiosis-priv threat-model` attacks each cell "
-        "and fails if one of them is wrong.",
-    ]
-    return "\n".join(lines)
 
 
 # mark, style in a terminal, colour of a picture; the style sheet below has the colours of cells
@@ -254,22 +220,6 @@ def _table(section: Section) -> Table:
     return table
 
 
-_RATE = Axis("success", 0.0, 1.0)
-
-
-def pool_charts(suite: Suite) -> list[str]:
-    charts = []
-    for attack in (a for a in suite.attacks if a.removes_noise):
-        series: dict[str, list[tuple[float, float]]] = {}
-        for scheme, outcome in pool_outcomes(suite, attack.name):
-            pool = scheme.options["masking_options"]
-            points = series.setdefault(f"noise × {pool['noise_scale']:g}", [])
-            points.append((float(pool["pool_size"]), outcome.success))
-        if max(map(len, series.values()), default=0) > 1:  # a dot is no chart; the tables have it
-            charts.append(figures.lines(attack.name, series, Axis("noises per layer", 1, 100, log=True), _RATE))
-    return charts
-
-
 def attack_charts(suite: Suite) -> list[str]:
     charts = []
     for attack in suite.attacks:
@@ -279,7 +229,7 @@ def attack_charts(suite: Suite) -> list[str]:
                 ends = o.interval.low, o.interval.high
                 values.append(Bar(c.scheme.name, o.success, *ends, o.chance, _LOOKS[c.verdict][2]))
         if len(values) > 1:
-            charts.append(figures.bars(f"{attack.name}: {attack.metric}", values, _RATE))
+            charts.append(figures.bars(f"{attack.name}: {attack.metric}", values, "success"))
     return charts
 
 
@@ -296,11 +246,6 @@ def to_html(suite: Suite) -> str:
         f"<p><small>{escape(interval_note(suite))}</small></p>",
         "<h2>Attacks against masking schemes</h2>",
         _html_cells(suite),
-        _pictures(
-            "<h2>Noise removal against pool size</h2>"
-            "<p><small>The paper counts combinations over layers; the work is a sum over layers.</small></p>",
-            pool_charts(suite),
-        ),
         _pictures(
             "<h2>Every attack</h2><p><small>Whiskers: 99 % interval; dashes: chance.</small></p>", attack_charts(suite)
         ),

@@ -1,22 +1,13 @@
-"""Chooses the layers of an executor with `layers = "auto"`, at its start and while it runs.
+"""Chooses the layers of an executor with `layers = "auto"`, at its start and while it runs (docs/federation.md).
 
-The executor asks the registries which layers are served, checks the executors' signatures, and chooses the layers that
-its federation needs most. A dishonest registry can cause a bad choice, and nothing else.
+The rule is that of PETALS (Borzunov et al., 2023): of all contiguous ranges of the provider's length, take that whose
+least served layer is served least; then compare the second least served layer, and so on. If ranges are equal in all
+layers, the first one is taken, so providers with the same descriptors decide alike. Every executor counts once, and
+layers with fewer operators come first. A dishonest registry can cause a bad choice, and nothing else.
 
-The rule of the choice is that of PETALS (Borzunov et al., 2023): of all contiguous ranges of the provider's length,
-take the range whose least served layer is served least; if ranges are equal, compare the second least served layer,
-and so on. If ranges are equal in all layers, the first range is taken, so providers with the same descriptors decide
-alike. Every executor counts once, whatever it says about itself, and layers with fewer operators come first.
-
-Providers leave, and the choice of those that stay becomes a bad one. So a running executor compares, once in a period,
-its layers with the best ones. It moves if the least served layer gains an operator, or if the least served layer has
-less than three quarters of the mean number of executors (the threshold of PETALS) and the move improves that. It stays
-if one of its layers would have no other operator. Every move increases the sorted list of what layers have, so moves
-end.
-
-Executors that decide at the same time do not see each other's moves. So those of one operator take turns, one in a
-period, and of all executors an eighth may move in a period for their number alone. Pauses are random, and an executor
-decides again after it has prepared its new weights: what others have announced meanwhile counts.
+Every move of a running executor increases the sorted list of what layers have, so moves end. Executors that decide at
+the same time do not see each other's moves: those of one operator take turns, and of all executors an eighth may move
+in a period for their number alone.
 """
 
 import statistics

@@ -1,10 +1,8 @@
 """Admission: checks of headers, memory for payloads, the role of each tenant, and slots for connections.
 
-While slots are free, a tenant may hold as many connections as its own limit allows. Once all are taken, a tenant that
-holds fewer than the others still gets a slot: the idlest connection of the tenant that holds the most is closed. So no
-group of tenants can shut out another one with connections that they do not use, and the shares of tenants that all want
-more become equal. A helper that sends blocks counts as a tenant. A connection in the middle of a request counts as less
-idle than every connection between two requests.
+Once all slots are taken, the idlest connection of the tenant that holds the most is closed for a tenant that holds
+fewer. A helper that sends blocks counts as a tenant. A connection in the middle of a request counts as less idle than
+every connection between two requests.
 """
 
 import itertools

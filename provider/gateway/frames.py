@@ -1,8 +1,5 @@
 """Reads and answers the frames of one connection, within limits and deadlines, and keeps what all connections share.
 
-A connection stays usable after a refused request: the payload is discarded, and a `Failure` answers the request. After
-a broken frame the connection is closed, because the start of the next frame is unknown.
-
 What needs no product is paid for with a rate that every client has (`QuotaGate.pause`): refusals, the bytes of their
 payloads while they are read, and TLS records that carry almost nothing. A new connection waits for the client's debt.
 """

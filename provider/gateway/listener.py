@@ -1,14 +1,11 @@
 """Accepts connections and serves each in a thread of its own: for gateway, registry and the operator's address.
 
 Theory of operation. One thread accepts connections, waits for what their clients send, and makes their TLS handshakes,
-one step at a time. It never waits for a client, and handshakes use one core at most. Until a client is greeted, it has
-no thread, only a place; a client that takes longer than `greeting_s` is dropped. Clients take turns by network. A
-network is an IPv4 address, or an IPv6 /64, because one client can have all addresses of a /64.
+one step at a time. It never waits for a client. Until a client is greeted, it has no thread, only a place. Clients take
+turns by network: an IPv4 address, or an IPv6 /64, because one client can have all addresses of a /64.
 
 Many networks cost little: who has an IPv6 /48 has 65,536 of them. So networks from which a client has authenticated
-within the last day take turns among themselves, and wait for sixteen steps of all other networks at most. If all places
-are taken, one more connection drops one of the network that has the most, and a network from which a client has
-authenticated loses no place to many others.
+within the last day take turns among themselves, and lose no place to many others.
 
 At the gateway, a client that was greeted has authenticated, and gives its place back. The clients of the registry and
 of the operator's address never authenticate, and keep their places to the end.

@@ -2,18 +2,11 @@
 
 Each rate has a token bucket that holds the tokens of one second (of `burst_s` where a tenant's requests are divided
 among several processes, which it asks one after the other). A request is admitted while no bucket is in debt, and
-may leave a bucket in debt. So a large request is admitted too, later requests wait for it, and the average rate stays
-within the limit. A request that would wait for more than one second is refused (BUSY: the tenant may send the same
-bytes again), so that requests do not pile up. The answer, the log and the metrics name the limit.
+may leave a bucket in debt: a large request is admitted too, and later ones wait for it.
 
-Refusals, health reports and requests of zero rows need no product, but they take the gateway's time. All tenants
-therefore have the same rate limit for such requests: the gateway answers them at once, and reads the tenant's next
-request when the rate allows it.
-
-A helper sends one row of a block for each row that the tenant multiplies. So the blocks of each helper have the
-tenant's quota to themselves. A block over the quota is refused at once: a block that waits would delay the blocks of
-other tenants on the helper's connections, and the tenant gets the effect from the helper. The blocks that the tenant
-fetches have its quota to themselves as well: a tenant at its limit still gets the evidence for a wrong answer.
+The blocks of each helper have the tenant's quota to themselves, and a block over it is refused at once: one that waits
+would delay the blocks of other tenants on the helper's connections. The blocks that a tenant fetches have its quota to
+themselves as well: a tenant at its limit still gets the evidence for a wrong answer.
 """
 
 import functools

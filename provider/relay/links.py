@@ -1,18 +1,13 @@
-"""A helper's connections to the executors under `[relay] to`.
+"""A helper's connections to the executors under `[relay] to`; a tenant chooses by its executor's certificate.
 
 Theory of operation. The gateway's thread that has made a block sends it itself, on an idle connection or a new one, and
 waits for the executor's receipt. The number of connections to one executor is limited, and no tenant uses more
-connections than stay free; other threads wait. Every wait has a deadline, after which the tenant gets the effect
-directly. After a connection has failed, no request waits for that executor again: effects go directly to the tenants
-until a thread in the background has made a connection. Its attempts back off.
+connections than stay free. Every wait has a deadline, after which the tenant gets the effect directly. After a
+connection has failed, effects go directly to the tenants until a thread in the background has made a connection.
 
 A block is sent before the executor accepts it, so a tenant without a permit or without memory at the executor could
-use the whole bandwidth for blocks that are dropped. If the executor refuses a tenant's block, or closes the connection
-on it, the effects of that tenant go directly for a while: a second at first, twice as long after every refusal in a
-row. A tenant whose last block was not accepted has one block on its way at a time. Other tenants are not affected.
-
-Addresses come from the operator's file only. A tenant chooses among them by the certificate of its executor. Both sides
-of a connection show a certificate that the other side has pinned.
+use the whole bandwidth for blocks that are dropped. After a refused block, the effects of that tenant go directly for a
+while, and it has one block on its way at a time.
 """
 
 import threading

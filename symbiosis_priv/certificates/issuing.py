@@ -1,16 +1,8 @@
 """Creates certificates of authorities, providers and tenants, rotates them, and signs requests for them.
 
 A key file is created with mode 0600 and is never overwritten. Only `rotate` replaces a key file, and keeps the old pair
-under another name. Keys are ECDSA P-256, which every TLS 1.3 stack supports.
-
-With a certificate request (PKCS #10), a private key never leaves its machine:
-
-    tenant      creates keys/alice.key (mode 0600) and keys/alice.csr     create_request
-    operator    reads alice.csr, writes keys/alice.pem                    sign_request
-    tenant      puts alice.pem into the folder of its key
-
-A provider's operator sends its request to the owner of a federation's authority, which certifies the provider's
-operator and hosts.
+under another name. Keys are ECDSA P-256, which every TLS 1.3 stack supports. With a certificate request (PKCS #10), a
+private key never leaves its machine.
 
 A request is untrusted. Its signature proves that the sender holds the key. The requested name is checked, and requested
 extensions are ignored. The content of a tenant's certificate is fixed; the signer states the operator and the hosts of

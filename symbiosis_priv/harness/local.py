@@ -13,8 +13,6 @@ import http.client
 import json
 import logging
 import os
-import secrets
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,24 +51,11 @@ def silenced(name: str) -> Iterator[None]:
 
 METRICS: Final[dict[str, object]] = {"listen": "127.0.0.1:0"}  # `[metrics]` of a provider whose `status` is read
 
-_POLL_S, _STATUS_S, _TRIES = 0.02, 10.0, 100
-_PORTS: Final = range(16384, 32768)
+_POLL_S, _STATUS_S = 0.02, 10.0
 _REGISTRY, _OWN_CACHE = "registry", Path("cache")
 
 ProviderOptions = Mapping[str, Mapping[str, object]]
 """Tables of provider.toml, for every provider: `{"executor": {"threads": 1}, "limits": {"max_rows": 64}}`."""
-
-
-def consecutive_ports(host: str, count: int = 1) -> int:
-    """The first of some consecutive free ports, below those that Linux (from 32,768) and macOS give to connections: a
-    connection cannot take one before a provider listens there. Raises `ConfigError`: none were found."""
-    for _ in range(_TRIES):
-        first = secrets.choice(_PORTS[: len(_PORTS) - count + 1])
-        with contextlib.ExitStack() as bound, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                bound.enter_context(socket.create_server((host, port)))
-            return first
-    raise ConfigError(f"{host} has no {count} consecutive free ports: stop some programs that listen there")
 
 
 @dataclass

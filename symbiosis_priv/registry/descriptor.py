@@ -7,11 +7,8 @@ certificate only, because the authority has signed them there.
     body        msgpack of the descriptor, in canonical form
     signature   over a domain and the body, by the certificate's key
 
-The domain separates the signature from all other signatures of the key, such as TLS handshakes.
-
-A registry passes descriptors on, and no reader trusts the registry. A registry can only withhold a descriptor, or show
-an older one that has not expired. Readers remember the newest descriptor of each key, ask several registries, and take
-the newest; a descriptor lives for minutes.
+The domain separates the signature from all other signatures of the key, such as TLS handshakes. No reader trusts the
+registry, which can only withhold a descriptor, or show an older one that has not expired.
 """
 
 import hashlib

@@ -5,14 +5,18 @@ Most faults and attacks are those of the quick report.
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
 
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD
 from symbiosis_priv.errors import RoleConflictError
+from tenant.core.pads import SessionSecret
 from threat_model.attacks import Outcome
 from threat_model.attacks.collusion import Collusion
 from threat_model.attacks.tokens import Averaging, EvenMasks
@@ -20,7 +24,7 @@ from threat_model.evidence.public import alone
 from threat_model.evidence.schemes import PAD, PADS, paper_pool
 from threat_model.evidence.views import CollusionView
 from threat_model.lab import PLANTED, Lab
-from threat_model.planted import score, twin_helpers, unfused_view
+from threat_model.planted import score, unfused_view
 from threat_model.suite import Suite, examine
 
 if TYPE_CHECKING:
@@ -71,7 +75,7 @@ def test_three_maskings_reveal_more_than_one(lab: Lab, recorded: Recorded) -> No
 
 
 def test_two_helpers_with_one_key_are_found_in_a_real_session(lab: Lab, recorded: Recorded) -> None:
-    with twin_helpers():
+    with mock.patch.object(SessionSecret, "seed_for", return_value=secrets.token_bytes(SEED_BYTES)):
         recording = lab.record(PADS, SMALL)
     outcome = score(EvenMasks(), recording.views.executor, lab.public, recording)
     assert outcome.success >= 0.99

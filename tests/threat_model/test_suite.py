@@ -6,7 +6,7 @@ import html
 import html.parser
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,18 +37,10 @@ from threat_model.evidence.schemes import (
     paper_pool,
 )
 from threat_model.evidence.statistics import FALSE_ALARM
-from threat_model.evidence.views import CollusionView, HelperView, RecorderView
+from threat_model.evidence.views import CollusionView, HelperView, Party, RecorderView
 from threat_model.lab import PLANTED, QUICK, Lab
 from threat_model.planted import score
-from threat_model.report import (
-    BEGIN,
-    END,
-    attack_charts,
-    last_sections,
-    origin,
-    pool_charts,
-    security_table,
-)
+from threat_model.report import attack_charts, last_sections, origin
 from threat_model.suite import Suite, Verdict, examine
 
 if TYPE_CHECKING:
@@ -260,13 +252,45 @@ def test_checks_without_chance_have_no_rate(quick: Suite) -> None:
     assert all(rate.endswith("%") for name, rate in rates.items() if trials[name] > 1)
 
 
-@pytest.mark.parametrize("charts", [pool_charts, attack_charts])
-def test_a_chart_compares_two_values_at_least(quick: Suite, charts: Callable[[Suite], list[str]]) -> None:
-    for chart in charts(quick):
-        points = [path.count(",") for path in re.findall(r'<polyline points="(.*?)"', chart)]
-        assert chart.count("<rect") > 1 or max(points) > 1, chart
+def test_a_chart_compares_two_values_at_least(quick: Suite) -> None:
+    assert all(chart.count("<rect") > 1 for chart in attack_charts(quick))
     one = tuple(c for c in quick.cells if c.scheme is quick.schemes[0])
-    assert charts(replace(quick, cells=one)) == []
+    assert attack_charts(replace(quick, cells=one)) == []
+
+
+BEGIN, END = "<!-- security-table:begin -->", "<!-- security-table:end -->"
+
+PARTIES: tuple[tuple[Party, str], ...] = (
+    ("executor", "executor"),
+    ("helper", "helper"),
+    ("executor+helper", "executor and helpers together"),
+    ("network", "network, other tenants"),
+)
+
+
+def security_table() -> str:
+    """Markdown with one row per scheme: what each party learns about rows, and under which assumption."""
+    families: dict[str, AttackedScheme] = {}
+    for scheme in SCHEMES:
+        families.setdefault(scheme.family, scheme)
+    lines = [
+        "| masking | " + " | ".join(label for _, label in PARTIES) + " | rests on | results |",
+        "|" + "---|" * (len(PARTIES) + 3),
+    ]
+    # the scheme that promises most is first
+    for name, scheme in sorted(families.items(), key=lambda item: (-len(item[1].hides_from), item[0])):
+        cells = ["hidden" if party in scheme.hides_from else "**reads rows**" for party, _ in PARTIES]
+        if not scheme.helpers:
+            cells = ["no helper" if "helper" in party[0] else c for party, c in zip(PARTIES, cells, strict=True)]
+        masking = scheme.masking
+        results = f"{masking.error or 'bit-exact'}, {'verified' if masking.verified else 'not verified'}"
+        lines.append(f"| `{name}` | " + " | ".join(cells) + f" | {masking.assumption} | {results} |")
+    lines += [
+        "",
+        "Row counts, stage and timing are visible under every scheme. `symbiosis-priv threat-model` attacks each cell "
+        "and fails if one of them is wrong.",
+    ]
+    return "\n".join(lines)
 
 
 def test_the_readme_shows_the_table_that_is_tested() -> None:

@@ -68,7 +68,7 @@ class Attack(ABC, Generic[V, G]):
     `source` names a section or a rule of docs/threat-model.md, or a paper. `by_design`: no scheme hides what this
     attack finds. It must succeed everywhere; the report lists it as "not hidden". `decisive`: the attack must succeed
     against every scheme that promises nothing against its party. Otherwise its failure against other schemes would
-    prove nothing. `removes_noise`: the report shows its success by the size of the pool of noises.
+    prove nothing.
     """
 
     name: str
@@ -79,7 +79,6 @@ class Attack(ABC, Generic[V, G]):
     chance: ClassVar[str]
     by_design: ClassVar[bool] = False
     decisive: ClassVar[bool] = False
-    removes_noise: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, view: V, public: Public, rng: torch.Generator) -> G | None:

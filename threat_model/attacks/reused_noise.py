@@ -36,7 +36,6 @@ class CandidateSubtraction(DirectedAttack[ExecutorView, Subtraction]):
     """
 
     name = "candidate subtraction"
-    removes_noise = True
     decisive = True
     sees = "rows, and noises whose effect it was asked for"
     source = "against Symbiosis §3.8"
@@ -59,7 +58,6 @@ class RepeatedRows(DirectedAttack[ExecutorView, GuessedRows], RowsAttack[Executo
     repeated row is the noise (plus a known row), to be subtracted from other rows."""
 
     name = "zero and padding rows"
-    removes_noise = True
     sees = "rows, no noise"
     source = "threat model, paper-pool"
 
@@ -124,7 +122,6 @@ class Differencing(DirectedAttack[ExecutorView, list[Differences]]):
     """
 
     name = "differencing"
-    removes_noise = True
     sees = "rows, no noise"
     source = "rule 3; two-time pad"
     metric = "claimed differences within 1 %"
@@ -181,7 +178,6 @@ class BlindClustering(FirstLayerAttack):
     """K-means, then expectation-maximisation against the vocabulary, in the first layer."""
 
     name = "blind clustering"
-    removes_noise = True
     sees = "rows of the first layer group, no noise"
     source = "threat model, paper-pool"
 

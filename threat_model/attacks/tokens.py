@@ -44,7 +44,6 @@ class Averaging(FirstLayerAttack):
     if each is sent separately with its own noise, M = 3. A tenant that fuses siblings sends the row once."""
 
     name = "averaging siblings"
-    removes_noise = True
     sees = "rows of every group that reads the embedding, no noise"
     source = "rule 4"
 
@@ -69,7 +68,6 @@ class SubspaceProjection(FirstLayerAttack):
     that span. The other d - K coordinates of a row are matched with the vocabulary."""
 
     name = "subspace projection (PCA)"
-    removes_noise = True
     sees = "rows of the first layer group, no noise"
     source = "threat model, paper-pool"
 

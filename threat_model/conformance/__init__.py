@@ -1,22 +1,14 @@
-"""Properties of an honest provider, which are tested against a running provider.
-
-`symbiosis-priv verify` tests all properties. To test a provider from Python:
+"""Properties of an honest provider, which are tested against a running provider (`symbiosis-priv verify`).
 
     oracle = CheckpointOracle(WeightStore(path), seed=seed)
     for outcome in trials.verify([Subject(dialler, oracle)], PROPERTIES, examples=30, seed=seed): ...
 
-Read in this order: `subject`, `oracle`, `trials` (also strategies for requests), `properties`, and
-the checks in `connections`.
+Read in this order: `subject`, `oracle`, `trials` (also strategies for requests), `properties`, and the checks in
+`connections`.
 
 Theory of operation. A property has a name, a claim of one sentence, and a check that raises `Violation` when a request
-refutes the claim. Checks draw requests with Hypothesis, which shrinks a failing request to the smallest one that still
-fails; the sweep over all layers is systematic instead, and bisects a failing row. An `Oracle` computes the correct
-answers from the tenant's checkpoint. Each check tests its own claim only, so that a failure names the property that the
-provider breaks. A check of values ignores whether the reply is bound to its request, and the check of the binding
-ignores values. A request is sent again to a busy provider. A provider that stops answering is reported as unreachable,
-not as dishonest.
-
-A pass means that *these* requests were answered correctly. A provider could still answer wrongly later; in a session,
-Freivalds' check of every answer detects that (`tenant.core.verifier`). Rows and seeds are random test data: they are
-not a tenant's data, and are never used as masks.
+refutes the claim. Checks draw requests with Hypothesis, which shrinks a failing request; the sweep over all layers is
+systematic instead, and bisects a failing row. An `Oracle` computes the correct answers from the tenant's checkpoint.
+Each check tests its own claim only, so that a failure names the property that the provider breaks. A provider that
+stops answering is reported as unreachable, not as dishonest. Rows and seeds are random, and never used as masks.
 """

@@ -7,7 +7,9 @@ Every group here is real: processes with gloo and FSDP2. torchrun starts the gro
 import contextlib
 import json
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,7 +31,6 @@ from provider.shards import rank_group
 from provider.shards.sharded import ShardedOperands
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.harness.local import consecutive_ports
 from symbiosis_priv.kernels import KERNELS
 from symbiosis_priv.network import wire
 from tests import warm
@@ -47,6 +48,16 @@ needs_interpreter = pytest.mark.skipif(
 Configure = Callable[..., ProviderConfig]
 Connect = Callable[..., Any]
 Requests = tuple[Callable[..., wire.Execute], Callable[..., wire.Effect]]
+
+
+def free_port() -> int:
+    """A free port below those that Linux (from 32,768) and macOS give to connections."""
+    while True:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server(("127.0.0.1", secrets.choice(range(16384, 32768)))) as one,
+        ):
+            return int(one.getsockname()[1])
 
 
 def run_group(ranks: int, folder: Path, *arguments: object) -> list[str]:
@@ -201,7 +212,7 @@ def test_two_machines_serve_one_model(
     ]
     path = tmp_path / "provider.toml"
     path.write_text('name = "alpha"\nlisten = "127.0.0.1:0"\n' + "\n".join(tables), encoding="utf-8")
-    port = consecutive_ports("127.0.0.1")
+    port = free_port()
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$GLOO_SOCKET_IFNAME" "$@"\n', encoding="utf-8")
     python.chmod(0o700)

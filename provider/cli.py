@@ -3,7 +3,6 @@
 import os
 import shlex
 from contextlib import ExitStack
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -105,13 +104,7 @@ def manifest(
 
 
 @app.command()
-def usage(
-    *,
-    config: Config,
-    since: Annotated[
-        datetime | None, typer.Option(formats=["%Y-%m-%d"], help="The first day (UTC). Default: all days.")
-    ] = None,
-) -> None:
+def usage(*, config: Config) -> None:
     """Print what each tenant has used, per day and role, as JSON; the provider may be running."""
     from provider.config.provider_toml import load
     from provider.gateway.usage import read
@@ -119,8 +112,7 @@ def usage(
     database = load(config).usage.database
     assert database is not None, "load() sets it"
 
-    rows = list(read(database, since="" if since is None else f"{since:%Y-%m-%d}"))
-    typer.echo(msgspec.json.format(msgspec.json.encode(rows)).decode())
+    typer.echo(msgspec.json.format(msgspec.json.encode(list(read(database)))).decode())
 
 
 @app.command()

@@ -145,15 +145,15 @@ class UsageCounters:
             log.warning("usage_lost", unwritten_s=self.unwritten_s)
 
 
-def read(database: Path, *, since: str = "") -> Iterator[dict[str, str | int]]:
-    """Read the bill by day, tenant and role, from the day `since` (2026-01-31) on. Works while a provider writes the
-    file, which commits once a second. Raises `ConfigError`: the file does not exist, is damaged or is not a usage
-    database; or a file beside it belongs to another user or to an earlier release."""
+def read(database: Path) -> Iterator[dict[str, str | int]]:
+    """Read the bill by day, tenant and role. Works while a provider writes the file, which commits once a second.
+    Raises `ConfigError`: the file does not exist, is damaged or is not a usage database; or a file beside it belongs to
+    another user or to an earlier release."""
     _check_beside(database)
     try:
         uri = f"{database.absolute().as_uri()}?mode=ro"
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
-            rows = connection.execute("SELECT * FROM usage WHERE day >= ? ORDER BY 1, 2, 3, 4", (since,)).fetchall()
+            rows = connection.execute("SELECT * FROM usage ORDER BY 1, 2, 3, 4").fetchall()
     except sqlite3.Error as error:
         raise ConfigError(f"{database} is not a provider's usage database ({error}); check [usage] database") from error
     yield from (dict(zip(COLUMNS, row, strict=True)) for row in rows)

@@ -78,19 +78,6 @@ def provider(
 
 
 @app.command()
-def tenant(*, name: Name, authority: Authority = "authority", directory: Directory = KEYS, days: Days = 365) -> None:
-    """Make a tenant's key and certificate on this machine, for tests.
-
-    Otherwise use `request` and `sign`: the key then stays with the tenant.
-    """
-    signer = _identity(directory, authority)
-    identity = issuing.issue(directory, authority=signer, kind=Kind.TENANT, name=name, days=days)
-    _report(identity)
-    what = "Hand both files to the tenant. In its federation.toml"
-    _set(what, "tenant", certificate=identity.certificate, key=identity.key)
-
-
-@app.command()
 def request(
     *,
     name: Name,
@@ -216,19 +203,14 @@ def rotate(
 
 
 @app.command()
-def revoke(
-    *,
-    name: Name,
-    directory: Directory = KEYS,
-    file: Annotated[Path | None, typer.Option(help="The list; DIRECTORY/revoked.txt by default.")] = None,
-) -> None:
-    """Add the current, previous and next certificates of a tenant or a provider to the list of revoked certificates.
+def revoke(*, name: Name, directory: Directory = KEYS) -> None:
+    """Add the current, previous and next certificates of a tenant or a provider to revoked.txt in the folder.
 
     For a tenant, every executor and helper needs the list; for a provider, every registry and tenant needs it.
     """
     path = _existing(directory, name).certificate
     previous, following = (path.with_name(f"{path.stem}{ending}.pem") for ending in (PREVIOUS, NEXT))
-    listed = file or directory / _REVOKED
+    listed = directory / _REVOKED
     added = revocation.revoke(listed, [path, *(other for other in (previous, following) if other.exists())])
     for shown in added:
         terminal.say(f"revoked {shown}")

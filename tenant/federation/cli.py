@@ -38,10 +38,6 @@ def init(
     helper: Annotated[
         list[str] | None, typer.Option(help="The same of a helper, which has another operator; repeatable.")
     ] = None,
-    company: Annotated[
-        list[str] | None,
-        typer.Option(help='"NAME,MEMBER,MEMBER": names of providers that count as one party; repeatable.'),
-    ] = None,
     pad_helpers: Annotated[
         int | None,
         typer.Option(min=1, help="Number of helpers that share each pad; the others are spares. Default: all."),
@@ -73,7 +69,6 @@ def init(
         weight_bits=served.weight_bits,
         scope=served.scope,
         pads=None if pad_helpers is None else {"helpers": pad_helpers},
-        companies=dict(map(_company, company or ())),
     )
     for peer in _write(path, text).peers:
         typer.echo(f"{peer.role} {peer.name}: {fingerprint(peer.certificate)}")
@@ -92,14 +87,6 @@ def _provider(text: str, role: Role, path: Path) -> dict[str, object]:
     address, file, operator = parts
     given = {"name": Path(file).stem, "operator": operator, "role": role, "address": address}
     return {**given, "certificate": _beside(path, Path(file))}
-
-
-def _company(text: str) -> tuple[str, list[str]]:
-    """Parse `NAME,MEMBER,MEMBER,...`, where members are names of providers."""
-    name, *members = [part.strip() for part in text.split(",")]
-    if not members or not all((name, *members)):
-        raise ConfigError(f"--company {text!r}: write NAME,MEMBER,MEMBER, such as 'Holding SE,alpha,gamma'")
-    return name, members
 
 
 def _beside(path: Path, file: Path) -> Path:
@@ -126,9 +113,6 @@ def _write(path: Path, text: str) -> Federation:
         return load_federation(path)
     except FileExistsError:
         raise ConfigError(f"{path} exists and is not overwritten; choose another name") from None
-    except UnicodeEncodeError:
-        path.unlink()
-        raise ConfigError("a name or a path is not UTF-8: use a terminal with UTF-8, or rename the file") from None
     except BaseException:
         path.unlink(missing_ok=True)
         raise

@@ -426,7 +426,6 @@ def test_export(tmp_path: Path, keys: Keys) -> None:
     usage.settle()
     rows = json.loads(run.invoke(app, ["usage", "-c", str(path)]).stdout)
     assert [(r["tenant"], r["requests"], r["rows"]) for r in rows] == [("alice", 3, 6)]
-    assert json.loads(run.invoke(app, ["usage", "-c", str(path), "--since", "2999-01-01"]).stdout) == []
     usage.close()
 
 
@@ -453,9 +452,7 @@ def test_a_revoked_tenants_connection_is_closed_during_a_request(
         revoked = connect(context=context, to=provider)
         revoked.product(execute(0, 1), ones(1))
         revoked.send(execute(0, 100), announced=100 * WIDTH * 4)  # a request whose payload is being sent
-        result = CliRunner().invoke(
-            keys_cli.app, ["revoke", "--name", "dora", "--directory", str(tmp_path), "--file", str(listed)]
-        )
+        result = CliRunner().invoke(keys_cli.app, ["revoke", "--name", "dora", "--directory", str(tmp_path)])
         assert result.exit_code == 0, result.output
         assert revoked.at_end()
         alice.product(execute(0, 1), ones(1))

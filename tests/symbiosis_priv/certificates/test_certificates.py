@@ -401,7 +401,8 @@ def test_keys_commands(tmp_path: Path) -> None:
     assert "tenant_authority = " in keys("authority")
     assert "[[provider]]" in keys("provider", "--name", "gpu", "--host", "gpu.example.org", "--self-signed")
     assert "10.0.0.7" in keys("provider", "--name", "cpu", "--host", "10.0.0.7")
-    assert "[tenant]" in keys("tenant", "--name", "alice")
+    folder = tmp_path / "keys"
+    issuing.issue(folder, authority=reading.pair(folder, "authority"), kind=Kind.TENANT, name="alice")
     assert 'next_certificate = "keys/gpu.next.pem"' in keys("rotate", "--name", "gpu", "--prepare")
     old = reading.fingerprint(tmp_path / "keys/gpu.pem")
     upcoming = reading.fingerprint(tmp_path / "keys/gpu.next.pem")
@@ -507,7 +508,7 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, bytes
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["tenant", "--name", "alice"],  # no authority exists yet
+        ["provider", "--name", "alpha"],  # no authority exists yet
         ["provider", "--name", "../gpu", "--self-signed"],
         ["rotate", "--name", "../gpu"],
         ["show"],
@@ -521,7 +522,7 @@ def test_keys_errors_propagate_to_the_root_command(tmp_path: Path, arguments: li
     for word, advice in (("zoe", "has no certificate"), ("nobody.csr", "keys request --name nobody")):
         assert advice in str(result.exception) or word not in arguments
     assert list(tmp_path.iterdir()) == []
-    assert CliRunner().invoke(app, ["tenant", "--name", "alice", "--days", "-5"]).exit_code == 2
+    assert CliRunner().invoke(app, ["provider", "--name", "alpha", "--days", "-5"]).exit_code == 2
 
 
 def test_revocations_at_the_same_time_are_all_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

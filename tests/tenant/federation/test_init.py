@@ -84,19 +84,9 @@ def test_mistakes_are_named_and_leave_no_file(folder: Path, arguments: list[str]
     assert not (folder / "federation.toml").exists()
 
 
-def test_companies_and_pads_are_written(folder: Path) -> None:
-    issue(folder / "keys", authority=None, kind=Kind.PROVIDER, name="gamma")
-    gamma = ("--helper", "gamma.example:7403,keys/gamma.pem,Gamma AG")
-    companies = ("--company", "Holding SE, alpha, gamma", "--pad-helpers", "1")
-    init(*ALPHA, *BETA, *gamma, *companies, "--tenant", "alice", "--digest", DIGEST)
-    federation = load_federation(folder / "federation.toml")
-    alpha, beta, third = federation.peers
-    assert federation.pad_helpers == 1
-    assert federation.one_company(alpha, third)
-    assert not federation.one_company(alpha, beta)
-    for text in ("", "Holding SE", "Holding SE,", ",alpha,gamma"):
-        with pytest.raises(ConfigError, match="write NAME,MEMBER,MEMBER"):
-            init("other.toml", *ALPHA, "--company", text, "--tenant", "alice", "--digest", DIGEST)
+def test_pads_are_written(folder: Path) -> None:
+    init(*ALPHA, *BETA, "--pad-helpers", "1", "--tenant", "alice", "--digest", DIGEST)
+    assert load_federation(folder / "federation.toml").pad_helpers == 1
 
 
 def test_a_file_is_not_overwritten_and_a_key_must_exist(folder: Path) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from symbiosis_priv.errors import ConfigError, SymbiosisError
-from symbiosis_priv.system.files import lock, read_limited, storing, write_new
+from symbiosis_priv.system.files import lock, read_limited, replace_atomically, storing
 from tenant.endpoint.api.errors import ApiError
 from tenant.tasks.adapter import CONFIG, TENSORS, check_name
 
@@ -34,7 +34,7 @@ _OWNER = re.compile(r"[0-9a-f]{16}|own")
 _NEW = ".new-"
 
 
-class Lora(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Lora(msgspec.Struct, frozen=True, kw_only=True):
     """The adapter of a training client, as the client has asked for it."""
 
     rank: int
@@ -44,7 +44,7 @@ class Lora(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     train_attn: bool = True
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Record(msgspec.Struct, frozen=True, kw_only=True):
     """What is stored with a checkpoint. Times are seconds since 1970. `snapshot`: it ends with its session."""
 
     base_model: str
@@ -54,6 +54,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     optimizer: bool = False
     snapshot: bool = False
     metadata: dict[str, str] | None = None
+
+    @property
+    def expired(self) -> bool:
+        return self.expires is not None and self.expires <= time.time()
 
 
 class Place(NamedTuple):
@@ -68,25 +72,18 @@ class Place(NamedTuple):
     def uri(self) -> str:
         return f"tinker://{self.run}/{self.kind}/{self.name}"
 
-    @property
-    def id(self) -> str:
-        return f"{self.kind}/{self.name}"
-
 
 class Checkpoints:
-    """The checkpoints below one folder, which one process uses at a time.
-
-    Args:
-        limit: bytes of all checkpoints; None for half of what the disk has free, with them.
-        owners: number of keys. With several, an owner's checkpoints may take at most as much as then stays free.
+    """The checkpoints below one folder, which one process uses at a time. Together they take at most half of what the
+    disk has free at the start, with them, and those of one of `owners` keys an equal part of it.
 
     Raises:
         ConfigError: another process uses the folder.
         StorageError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, *, owners: int, limit: int | None = None) -> None:
-        self._folder, self._owners = folder, owners
+    def __init__(self, folder: Path, *, owners: int) -> None:
+        self._folder = folder
         self._lock = threading.RLock()
         with storing(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -96,11 +93,11 @@ class Checkpoints:
             raise ConfigError(f"--tinker {folder}: another process uses this folder; choose another one")
         for left in folder.glob(f"*/*/*/{_NEW}*"):
             shutil.rmtree(left, ignore_errors=True)
-        for place, record in list(self._all()):
+        for place, record in list(self.all()):
             if record.snapshot:
                 self.delete(place)
-        used = sum(self.size(place) for place, _ in self._all())
-        self._limit = (shutil.disk_usage(folder).free + used) // 2 if limit is None else limit
+        used = sum(self.size(place) for place, _ in self.all())
+        self.limit = (shutil.disk_usage(folder).free + used) // 2 // owners
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -126,29 +123,28 @@ class Checkpoints:
         return self._folder.joinpath(*place)
 
     def record(self, place: Place, *, expired: bool = False) -> Record:
-        """Read the record of a checkpoint. Raises `ApiError` if there is none, or its time is over and not
-        `expired`."""
+        """Read a record. Raises `ApiError` if there is none, or its time is over and not `expired`."""
         with self._lock:
             found = self._read(place)
-            if found is None or (not expired and found.expires is not None and found.expires <= time.time()):
-                raise ApiError(404, f"there is no checkpoint {place.uri}", code="not_found", param="path")
-            return found
+        if found is None or (found.expired and not expired):
+            raise ApiError(404, f"there is no checkpoint {place.uri}", code="not_found", param="path")
+        return found
 
     def size(self, place: Place) -> int:
         with os.scandir(self.folder(place)) as files:
             return sum(one.stat(follow_symlinks=False).st_size for one in files)
 
-    def all(self, owner: str, run: str | None = None) -> list[tuple[Place, Record]]:
-        """Return the checkpoints of an owner, the newest one first, without snapshots."""
+    def all(self, owner: str = "*") -> Iterator[tuple[Place, Record]]:
+        """All checkpoints, also snapshots and those whose time is over."""
+        for path in self._folder.glob(f"{owner}/*/*/*"):
+            place = Place(*path.relative_to(self._folder).parts)
+            if not place.name.startswith(_NEW) and (record := self._read(place)) is not None:
+                yield place, record
+
+    def listed(self, owner: str) -> list[tuple[Place, Record]]:
+        """Return the checkpoints that an owner can use by their names, the newest one first."""
         with self._lock:
-            now = time.time()
-            found = [
-                (place, record)
-                for place, record in self._all(owner)
-                if not record.snapshot
-                and (run is None or place.run == run)
-                and (record.expires is None or record.expires > now)
-            ]
+            found = [one for one in self.all(owner) if not one[1].snapshot and not one[1].expired]
         return sorted(found, key=lambda one: one[1].time, reverse=True)
 
     def save(
@@ -157,37 +153,35 @@ class Checkpoints:
         """Write a checkpoint. `write`: writes the files into a new folder, about `size` bytes.
 
         Raises:
-            ApiError: there is one of this name, or the disk's limit is reached.
+            ApiError: there is one of this name, or the owner's part of the disk is used up.
             StorageError: the disk is full, for instance.
         """
         with self._lock:
             folder = self.folder(place)
             if folder.exists() and not overwrite:
                 raise ApiError(400, f"there is a checkpoint {place.uri} already; delete it, or choose another name")
-            self._make_room(place, size)
+            if sum(self.size(one) for one, _ in self.all(place.owner)) + size > self.limit:
+                raise ApiError(
+                    400, f"with {size:,} bytes more, this key's checkpoints exceed {self.limit:,}; delete some"
+                )
             with storing(folder):
                 folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 new = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder.parent))
+                old = folder.parent / f"{_NEW}old-{new.name}"
                 try:
                     write(new)
-                    write_new(new / _RECORD, msgspec.json.encode(record), mode=0o600)
+                    self._write(new, record)
                     if folder.exists():
-                        folder.replace(new / "old")  # the rename of a folder replaces none that has files
-                        (new / "old").replace(folder.parent / f"{_NEW}old-{new.name}")
+                        folder.replace(old)  # the rename of a folder replaces none that has files
                     new.replace(folder)
                 finally:
-                    shutil.rmtree(folder.parent / f"{_NEW}old-{new.name}", ignore_errors=True)
+                    shutil.rmtree(old, ignore_errors=True)
                     shutil.rmtree(new, ignore_errors=True)
 
-    def set_time(self, place: Place, seconds: int | None) -> None:
-        """Let a checkpoint expire in `seconds`; None: never. Raises `ApiError` and `StorageError`."""
+    def set_time(self, place: Place, expires: float | None) -> None:
+        """Let a checkpoint expire; None: never. Raises `ApiError` and `StorageError`."""
         with self._lock:
-            record = self.record(place)
-            path = self.folder(place) / _RECORD
-            changed = msgspec.structs.replace(record, expires=None if seconds is None else time.time() + seconds)
-            with storing(path):
-                write_new(new := path.with_name(f"{_NEW}record"), msgspec.json.encode(changed), mode=0o600)
-                new.replace(path)
+            self._write(self.folder(place), msgspec.structs.replace(self.record(place), expires=expires))
 
     def delete(self, place: Place) -> None:
         """Delete a checkpoint, if there is one."""
@@ -199,33 +193,12 @@ class Checkpoints:
                 except OSError:  # it has other checkpoints
                     return
 
-    def expired(self) -> list[Place]:
-        """Return the checkpoints whose time is over."""
-        now = time.time()
-        with self._lock:
-            return [place for place, record in self._all() if record.expires is not None and record.expires <= now]
-
-    def _make_room(self, place: Place, size: int) -> None:
-        used: dict[str, int] = {}
-        for one, _ in self._all():
-            used[one.owner] = used.get(one.owner, 0) + self.size(one)
-        free = self._limit - sum(used.values()) - size
-        if free < 0 or (self._owners > 1 and used.get(place.owner, 0) + size > free):
-            raise ApiError(
-                400,
-                f"a checkpoint of {size:,} bytes exceeds this key's share of the {self._limit:,} bytes for them, "
-                "half of what the disk had free; delete some",
-            )
-
-    def _all(self, owner: str | None = None) -> Iterator[tuple[Place, Record]]:
-        for path in self._folder.glob(f"{owner or '*'}/*/*/*"):
-            place = Place(*path.relative_to(self._folder).parts)
-            if not place.name.startswith(_NEW) and (record := self._read(place)) is not None:
-                yield place, record
-
     def _read(self, place: Place) -> Record | None:
         try:
             content = read_limited(self.folder(place) / _RECORD, _RECORD_BYTES)
             return msgspec.json.decode(content, type=Record)
         except (OSError, msgspec.MsgspecError, SymbiosisError):
             return None
+
+    def _write(self, folder: Path, record: Record) -> None:
+        replace_atomically(folder / _RECORD, lambda path: path.write_bytes(msgspec.json.encode(record)))

@@ -3,13 +3,11 @@ it is there, also after a lost connection or a restart of the client."""
 
 import asyncio
 import concurrent.futures
-import json
 import logging
-import threading
 import time
 import traceback
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -33,66 +31,62 @@ _OF_USERS = (
 class Future:
     """The result of one request. Set by any thread, once."""
 
-    def __init__(self, id: str, cancel: Callable[[], None] | None = None) -> None:
-        self.id, self.cancel = id, cancel
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self.cancel: Callable[[], None] = lambda: None
         self.ended: float | None = None
         self._result: concurrent.futures.Future[Response] = concurrent.futures.Future()
 
     def set(self, result: bytes | dict[str, Any]) -> None:
         """Set the result: a protocol buffer, or a JSON object."""
-        self._set(Response(result, media_type=PROTOBUF) if isinstance(result, bytes) else JSONResponse(result))
+        answer = Response(result, media_type=PROTOBUF) if isinstance(result, bytes) else JSONResponse(result)
+        with suppress(concurrent.futures.InvalidStateError):  # it was cancelled
+            self._result.set_result(answer)
+            self.ended = time.monotonic()
 
     def fail(self, error: Exception) -> None:
         """Set the error. Messages of other libraries may quote data, so only the type of their errors is reported."""
-        user = isinstance(error, _OF_USERS)
         if isinstance(error, SymbiosisError | ApiError):
             text = public(str(error))
         else:
             where = "".join(traceback.format_tb(error.__traceback__))
             log.error("request %s failed: %s\n%s", self.id, type(error).__name__, where)
             text = f"the model failed on this request ({type(error).__name__}); see the log of the endpoint"
-        self._set(JSONResponse({"error": text, "category": "user" if user else "server"}))
+        self.set({"error": text, "category": "user" if isinstance(error, _OF_USERS) else "server"})
 
     async def wait(self) -> Response:
         """Return the result, or an answer that says that the client should ask again."""
         await asyncio.wait([asyncio.wrap_future(self._result)], timeout=_POLL_S)
         if self._result.done():
             return self._result.result()
-        again = {"type": "try_again", "request_id": self.id, "queue_state": "active"}
-        return Response(json.dumps(again), status_code=408, media_type="application/json")
-
-    def _set(self, result: Response) -> None:
-        if not self._result.done():
-            self.ended = time.monotonic()
-            self._result.set_result(result)
+        return JSONResponse({"type": "try_again", "request_id": self.id, "queue_state": "active"}, status_code=408)
 
 
 class Futures:
-    """The futures of all clients."""
+    """The futures of all clients, used by the event loop."""
 
     def __init__(self) -> None:
-        self._of: dict[str, OrderedDict[str, Future]] = {}
-        self._lock = threading.Lock()
+        self._of: dict[str, dict[str, Future]] = {}
 
-    def add(self, client: str, future: Future) -> None:
-        """Keep a future. Results that are old are dropped first. Raises `ApiError` if too many requests have none."""
-        with self._lock:
-            kept = self._of.setdefault(client, OrderedDict())
-            now = time.monotonic()
-            for id, one in list(kept.items()):
-                if one.ended is not None and (len(kept) >= _KEPT or now - one.ended > _KEPT_S):
-                    del kept[id]
-            if len(kept) >= _KEPT:
-                raise ApiError(429, f"{len(kept):,} requests of this key have no result yet", code="overloaded")
-            kept[future.id] = future
-
-    def drop(self, client: str, future: Future) -> None:
-        with self._lock:
-            self._of[client].pop(future.id, None)
+    @contextmanager
+    def kept(self, client: str, future: Future) -> Iterator[None]:
+        """Context manager: keep a future, unless the block raises `ApiError`. Results that are old are dropped first.
+        Raises `ApiError` if too many requests have none."""
+        kept, now = self._of.setdefault(client, {}), time.monotonic()
+        for id, one in list(kept.items()):
+            if one.ended is not None and (len(kept) >= _KEPT or now - one.ended > _KEPT_S):
+                del kept[id]
+        if len(kept) >= _KEPT:
+            raise ApiError(429, f"{len(kept):,} requests of this key have no result yet", code="overloaded")
+        kept[future.id] = future
+        try:
+            yield
+        except ApiError:
+            del kept[future.id]
+            raise
 
     def find(self, client: str, id: str) -> Future | None:
-        with self._lock:
-            return self._of[client].get(id) if client in self._of else None
+        return self._of.get(client, {}).get(id)
 
     def get(self, client: str, id: str) -> Future:
         """Return a future. Raises `ApiError` if there is none, which lets the client send the request again."""

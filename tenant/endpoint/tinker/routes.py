@@ -1,4 +1,8 @@
-"""Tinker's HTTP routes. Requests of a training client and samples are answered at once with the id of a future."""
+"""Tinker's HTTP routes. Requests of a training client and samples are answered at once with the id of a future.
+
+What is refused gets status 400, 404 or 413, which the client shows at once; it would repeat 408, 409, 429 and 5xx for
+minutes. So 429 means that waiting helps.
+"""
 
 import secrets
 import time
@@ -10,7 +14,7 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from tinker import types
@@ -19,6 +23,7 @@ from symbiosis_priv.checkpoints.checkpoint import hub_name
 from symbiosis_priv.errors import SymbiosisError
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.service import Service, endpoint_of
+from tenant.endpoint.tinker import sampling
 from tenant.endpoint.tinker.checkpoints import (
     EXTERNAL,
     FILES,
@@ -31,18 +36,25 @@ from tenant.endpoint.tinker.checkpoints import (
     Record,
 )
 from tenant.endpoint.tinker.futures import Future, Futures
-from tenant.endpoint.tinker.sampling import Samples, requests_of, task_name, task_of
-from tenant.endpoint.tinker.training import Job, Run, StepsJob, Training
+from tenant.endpoint.tinker.training import Job, Run, Training
 from tenant.endpoint.tinker.wire import Sizes, read_request, steps_of
 
 _SESSION_S = 900.0  # without a heartbeat, of which the client sends one every 10 s
 _SESSIONS = 64  # of one key
 _SAMPLERS = 4096  # of one session
 _SNAPSHOTS = 8  # of one training client; the oldest ones are deleted
-_METADATA = 4096  # characters
+_METADATA = 4096  # bytes
+_TTL_S = 10 * 366 * 86400
 _URL_S = 3600.0
 SIGNED = "/tinker-files/"
 _ADAM = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+_CLIENT = {
+    "parallel_fwdbwd_chunks": False,  # so a later request arrives only after an earlier one was answered or refused
+    "use_pyqwest_transport": False,
+    "sample_max_concurrent_requests": 64,
+    "fwdbwd_max_chunk_len": 256,
+    "sample_cancel_enabled": True,
+}
 _NOT_OFFERED = {
     "auth": "keys are used as they are",
     "audit": "no log of accesses is kept",
@@ -51,7 +63,8 @@ _NOT_OFFERED = {
     "publish": "keys do not share checkpoints",
     "project": "there are no projects",
     "trace_export": "no traces are kept",
-    "search": "list the sessions instead",
+    "sessions": "sessions are not listed; list the checkpoints",
+    "training_runs": "ask for one run, or list the checkpoints",
     "create_custom_loss": "use forward_backward_custom with a Python function",
     "join_sampling_session": "clients number their copies themselves",
     "retrieve_futures": "retrieve each future by itself",
@@ -60,19 +73,11 @@ _NOT_OFFERED = {
 """What the service of Tinker's maker has and this endpoint has not, by a part of the path."""
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class _Ttl(_Body):
+class _Ttl(BaseModel):
     ttl_seconds: int | None = None
 
 
-class _Cancel(_Body):
-    request_id: str
-
-
-class _PathBody(_Body):
+class _PathBody(BaseModel):
     tinker_path: str
 
 
@@ -80,19 +85,13 @@ class _PathBody(_Body):
 class _Session:
     id: str
     client: str
-    metadata: dict[str, str] | None
-    name: str | None
-    begun: float = field(default_factory=time.time)
     heard: float = field(default_factory=time.monotonic)
     samplers: dict[str, Place | None] = field(default_factory=dict)
 
 
 class Tinker:
-    """The state of Tinker's API: sessions, training clients, checkpoints and futures.
-
-    Args:
-        owners: the owner of checkpoints for each client's name.
-    """
+    """The state of Tinker's API: sessions, training clients, checkpoints and futures. `own`: the key is made anew at
+    every start, and its checkpoints have one owner nevertheless."""
 
     def __init__(self, service: Service, training: Training, checkpoints: Checkpoints, *, own: bool) -> None:
         self.service, self.training, self.checkpoints, self._own = service, training, checkpoints, own
@@ -108,22 +107,21 @@ class Tinker:
             tokens=min(service.context, training.longest),
         )
 
-    def owner(self, client: str) -> str:
-        """Return the owner of a client's checkpoints: one for a key that is made anew at every start."""
-        return "own" if self._own else client
+    def owner(self, http: Request) -> str:
+        return "own" if self._own else client_of(http)
 
-    def session(self, client: str, id: str) -> _Session:
-        found = self.sessions.get(id)
-        if found is None or found.client != client:
+    def session(self, http: Request, id: str | None) -> _Session:
+        found = self.sessions.get(id or "")
+        if found is None or found.client != client_of(http):
             raise ApiError(410, "there is no such session; the endpoint may have been started again", code="not_found")
         found.heard = time.monotonic()
         return found
 
-    def sampler(self, client: str, id: str) -> tuple[_Session, Place | None]:
+    def sampler(self, http: Request, id: str) -> Place | None:
         session = self.sessions.get(id.partition(":")[0])
-        if session is None or session.client != client or id not in session.samplers:
+        if session is None or session.client != client_of(http) or id not in session.samplers:
             raise ApiError(404, f"there is no sampling session {id[:80]!a}; create one again", code="not_found")
-        return session, session.samplers[id]
+        return session.samplers[id]
 
     def add_sampler(self, session: _Session, number: int, place: Place | None) -> str:
         id = f"{session.id}:sample:{number}"
@@ -141,7 +139,7 @@ class Tinker:
 
     def delete(self, place: Place) -> None:
         """Delete a checkpoint. Raises `ApiError` if requests use it."""
-        tasks, task = self.training.tasks, task_name(place, self.checkpoints.record(place, expired=True))
+        tasks, task = self.training.tasks, sampling.task_name(place, self.checkpoints.record(place, expired=True))
         try:
             if task in tasks:
                 tasks.unregister(task)
@@ -154,12 +152,17 @@ class Tinker:
         for session in list(self.sessions.values()):
             if now - session.heard > _SESSION_S:
                 self.end(session)
-        for place in self.checkpoints.expired():
+        for place, record in list(self.checkpoints.all()):
             try:
-                self.delete(place)
+                if record.expired:
+                    self.delete(place)
             except ApiError:  # samples use it
                 continue
         self.files = {token: one for token, one in self.files.items() if one[1] > now}
+
+
+def client_of(http: Request) -> str:
+    return endpoint_of(http).client(http)
 
 
 def tinker_router(tinker: Tinker) -> APIRouter:
@@ -167,54 +170,39 @@ def tinker_router(tinker: Tinker) -> APIRouter:
     router = APIRouter(prefix="/api/v1", include_in_schema=False)
     training, checkpoints, futures, service = tinker.training, tinker.checkpoints, tinker.futures, tinker.service
 
-    def client_of(http: Request) -> str:
-        return endpoint_of(http).client(http)
-
     def submitted(run: Run, seq: int | None, make: Callable[[Future], Job]) -> dict[str, Any]:
-        """Queue a request of a training client, which the client may send twice. If it is refused, its number counts
-        as used, so that later requests do not wait for it."""
-        number = 1 if seq is None else seq
+        """Queue a request of a training client, which the client may send twice."""
+        number = run.last + 1 if seq is None else seq
         if futures.find(run.client, id := f"{run.id}:{number}") is None:
-            future = Future(id)
-            try:
-                job = make(future)
-            except ApiError:
-                training.submit(run, number, Job(run, future, None))
-                raise
-            futures.add(run.client, future)
-            training.submit(run, number, job)
+            job = make(Future(id))
+            with futures.kept(run.client, job.future):
+                training.submit(number, job)
         return {"request_id": id, "model_id": run.id}
 
-    def worked(run: Run, seq: int | None, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        return submitted(run, seq, lambda future: Job(run, future, work))
+    def new_run(http: Request, body: Any, lora: Lora) -> Run:
+        session = tinker.session(http, body.session_id)
+        id = f"{session.id}:train:{body.model_seq_id or 0}"
+        known = (run for run in training.runs(session.client) if run.id == id)
+        return next(known, Run(id, session.client, lora, _metadata(body.user_metadata)))
 
-    def new_run(http: Request, session_id: str, number: int, lora: Lora, metadata: Any) -> Run:
-        session = tinker.session(client_of(http), session_id)
-        id = f"{session.id}:train:{number}"
-        if any(one.id == id for one in training.runs(session.client)):
-            return training.run(session.client, id)
-        run = Run(id, session.client, lora, _metadata(metadata))
-        training.add(run)
-        return run
+    def check(body: Any) -> None:
+        """Refuse other models and optimizers."""
+        base, optimizer = getattr(body, "base_model", None), getattr(body, "optimizer_config", None)
+        if base is not None and base != service.name:
+            raise ApiError(400, f"there is no model {base[:80]!a}; this endpoint serves {service.name}")
+        if optimizer is not None and optimizer.type != "adamw":
+            raise ApiError(400, f"the optimizer {optimizer.type[:40]!a} is not offered; use Adam")
 
     # Service and sessions
-
-    @router.get("/healthz")
-    async def healthz() -> dict[str, str]:
-        return {"status": "ok"}
 
     @router.get("/get_server_capabilities")
     async def capabilities() -> dict[str, Any]:
         model = {"model_name": service.name, "max_context_length": tinker.sizes.tokens}
         return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
 
-    @router.post("/client/config")
-    async def config(_: types.ClientConfigRequest) -> dict[str, Any]:
-        return {"use_pyqwest_transport": False, "sample_max_concurrent_requests": 64, "fwdbwd_max_chunk_len": 256}
-
-    @router.post("/client/dynamic_config")
-    async def dynamic_config(_: types.ClientConfigRequest) -> dict[str, Any]:
-        return {"sample_cancel_enabled": True}
+    @router.post("/client/{kind}")
+    async def config(kind: str) -> dict[str, Any]:
+        return _CLIENT
 
     @router.post("/telemetry")
     async def telemetry() -> dict[str, str]:
@@ -224,83 +212,60 @@ def tinker_router(tinker: Tinker) -> APIRouter:
     async def create_session(body: types.CreateSessionRequest, http: Request) -> dict[str, Any]:
         if body.project_id is not None:
             raise ApiError(400, "there are no projects here; leave out project_id", param="project_id")
-        client = client_of(http)
-        own = [one for one in tinker.sessions.values() if one.client == client]
+        session = _Session(id=secrets.token_hex(16), client=client_of(http))
+        own = [one for one in tinker.sessions.values() if one.client == session.client]
         if len(own) >= _SESSIONS:
             tinker.end(min(own, key=lambda one: one.heard))
-        name = None if body.display_name is None else body.display_name[:200]
-        session = _Session(id=secrets.token_hex(16), client=client, metadata=_metadata(body.user_metadata), name=name)
         tinker.sessions[session.id] = session
-        return {"type": "create_session", "session_id": session.id}
+        return {"session_id": session.id}
 
     @router.post("/session_heartbeat")
     async def heartbeat(body: types.SessionHeartbeatRequest, http: Request) -> dict[str, str]:
-        tinker.session(client_of(http), body.session_id)
-        return {"type": "session_heartbeat"}
+        tinker.session(http, body.session_id)
+        return {}
 
     @router.post("/sessions/{session_id}/finish")
     async def finish(session_id: str, http: Request) -> Response:
-        tinker.end(tinker.session(client_of(http), session_id))
+        tinker.end(tinker.session(http, session_id))
         return Response(status_code=204)
-
-    @router.get("/sessions")
-    async def sessions(http: Request, limit: int = 20, offset: int = 0) -> dict[str, Any]:
-        client = client_of(http)
-        own = [one.id for one in reversed(tinker.sessions.values()) if one.client == client]
-        return {"sessions": _page(own, limit, offset)[0]}
-
-    @router.get("/sessions/{session_id}")
-    async def session(session_id: str, http: Request) -> dict[str, Any]:
-        found = tinker.session(client_of(http), session_id)
-        runs = [run.id for run in training.runs(found.client) if run.id.startswith(found.id)]
-        about = {"user_metadata": found.metadata, "display_name": found.name}
-        return {"training_run_ids": runs, "sampler_ids": list(found.samplers), **about}
 
     # Training
 
     @router.post("/create_model")
     async def create_model(body: types.CreateModelRequest, http: Request) -> dict[str, Any]:
-        _check_base(body.base_model, service)
-        _check_optimizer(body.optimizer_config)
+        check(body)
         if body.lora_config is None:
             raise ApiError(400, "only LoRA adapters are trained here; send lora_config", param="lora_config")
-        lora = Lora(**body.lora_config.model_dump())
-        run = new_run(http, body.session_id, body.model_seq_id, lora, body.user_metadata)
+        run = new_run(http, body, Lora(**body.lora_config.model_dump()))
 
         def work() -> dict[str, Any]:
             training.create(run)
-            return {"type": "create_model", "model_id": run.id}
+            return {"model_id": run.id}
 
-        return worked(run, 0, work)
+        return submitted(run, 0, lambda future: Job(run, future, work))
 
     @router.post("/load_weights")
     async def load_weights(body: types.LoadWeightsRequest, http: Request) -> dict[str, Any]:
-        client = client_of(http)
+        check(body)
         if body.weights_access_token is not None:
             raise ApiError(400, "keys do not share checkpoints; leave out weights_access_token")
-        _check_optimizer(body.optimizer_config)
-        place = checkpoints.parse(tinker.owner(client), body.path)
+        place = checkpoints.parse(tinker.owner(http), body.path)
         if body.model_id is not None:
-            run, seq = training.run(client, body.model_id), body.seq_id
+            run, seq = training.run(client_of(http), body.model_id), body.seq_id
         else:
-            if body.base_model is not None:
-                _check_base(body.base_model, service)
-            record = checkpoints.record(place)
-            run = new_run(http, body.session_id or "", body.model_seq_id or 0, record.lora, body.user_metadata)
-            seq = 0
+            run, seq = new_run(http, body, checkpoints.record(place).lora), 0
 
         def work() -> dict[str, Any]:
             training.load(run, place, optimizer=body.optimizer)
-            return {"type": "load_weights", "path": place.uri, "model_id": run.id}
+            return {"path": place.uri, "model_id": run.id}
 
-        return worked(run, seq, work)
+        return submitted(run, seq, lambda future: Job(run, future, work))
 
     @router.post("/get_info")
     async def get_info(body: types.GetInfoRequest, http: Request) -> dict[str, Any]:
         run = training.run(client_of(http), body.model_id)
         data = {"arch": type(service.model).__name__, "model_name": service.name, "tokenizer_id": tinker.tokenizer}
-        about = {"is_lora": True, "lora_rank": run.lora.rank, "model_name": service.name}
-        return {"type": "get_info", "model_data": data, "model_id": run.id, **about}
+        return {"model_data": data, "model_id": run.id, **_about(run.lora), "model_name": service.name}
 
     @router.post("/forward_backward")
     async def forward_backward(http: Request) -> dict[str, Any]:
@@ -308,97 +273,77 @@ def tinker_router(tinker: Tinker) -> APIRouter:
             raise ApiError(400, "send the body without compression")
         message = read_request(await http.body())
         run = training.run(client_of(http), message.model_id)
-        return submitted(run, message.seq_id, lambda future: StepsJob(run, future, steps_of(message, tinker.sizes)))
+        return submitted(run, message.seq_id, lambda future: Job(run, future, steps=steps_of(message, tinker.sizes)))
 
     @router.post("/optim_step")
     async def optim_step(body: types.OptimStepRequest, http: Request) -> dict[str, Any]:
         run, params = training.run(client_of(http), body.model_id), body.optim_params
-
-        def make(future: Future) -> Job:
-            if not isinstance(params, types.AdamParams):
-                raise ApiError(400, f"the optimizer {params.type[:40]!a} is not offered; use AdamParams")
-            adam = {name: getattr(params, name) for name in _ADAM}
-            return Job(run, future, lambda: training.step(run, adam))
-
-        return submitted(run, body.seq_id, make)
+        if not isinstance(params, types.AdamParams):
+            raise ApiError(400, f"the optimizer {params.type[:40]!a} is not offered; use AdamParams")
+        adam = {name: getattr(params, name) for name in _ADAM}
+        return submitted(run, body.seq_id, lambda future: Job(run, future, lambda: training.step(run, adam)))
 
     def save(
         http: Request, body: Any, kind: str, answer: Callable[[Place], dict[str, Any]], *, overwrite: bool = False
     ) -> dict[str, Any]:
         run = training.run(client_of(http), body.model_id)
+        if getattr(body, "kind", "snapshot") != "snapshot":
+            raise ApiError(400, "kind: only snapshots are sampled from here", param="kind")
+        if getattr(body, "age_encryption_recipients", None):
+            raise ApiError(400, "checkpoints leave this machine only by you; leave out age_encryption_recipients")
+        snapshot = body.path is None
+        name = f"snapshot-{body.seq_id}" if snapshot else body.path
+        place = checkpoints.place(tinker.owner(http), run.id, kind, name)
+        metadata = _metadata(getattr(body, "user_metadata", None))
+        about = {"snapshot": snapshot, "expires": _end(body.ttl_seconds), "metadata": metadata}
 
-        def make(future: Future) -> Job:
-            if getattr(body, "kind", "snapshot") != "snapshot":
-                raise ApiError(400, "kind: only snapshots are sampled from here", param="kind")
-            if getattr(body, "age_encryption_recipients", None):
-                raise ApiError(400, "checkpoints leave this machine only by you; leave out age_encryption_recipients")
-            snapshot = body.path is None
-            name = f"snapshot-{body.seq_id}" if snapshot else body.path
-            place = checkpoints.place(tinker.owner(run.client), run.id, kind, name)
-            _check_ttl(body.ttl_seconds)
-            about = {
-                "snapshot": snapshot,
-                "expires": None if body.ttl_seconds is None else time.time() + body.ttl_seconds,
-                "metadata": _metadata(getattr(body, "user_metadata", None)),
-            }
+        def work() -> dict[str, Any]:
+            training.save(run, place, optimizer=kind == WEIGHTS, overwrite=overwrite, **about)
+            if snapshot:
+                run.snapshots.append(place)
+                for old in run.snapshots[:-_SNAPSHOTS]:
+                    tinker.delete(old)
+                    run.snapshots.remove(old)
+            return answer(place)
 
-            def work() -> dict[str, Any]:
-                training.save(run, place, optimizer=kind == WEIGHTS, overwrite=overwrite, **about)
-                if snapshot:
-                    run.snapshots.append(place)
-                    for old in run.snapshots[:-_SNAPSHOTS]:
-                        tinker.delete(old)
-                        run.snapshots.remove(old)
-                return answer(place)
-
-            return Job(run, future, work)
-
-        return submitted(run, body.seq_id, make)
+        return submitted(run, body.seq_id, lambda future: Job(run, future, work))
 
     @router.post("/save_weights")
     async def save_weights(body: types.SaveWeightsRequest, http: Request) -> dict[str, Any]:
-        def answer(place: Place) -> dict[str, Any]:
-            return {"type": "save_weights", "path": place.uri}
-
         if body.path is None:
             body.path = f"step-{body.seq_id}"
-        return save(http, body, WEIGHTS, answer, overwrite=body.overwrite)
+        return save(http, body, WEIGHTS, lambda place: {"path": place.uri}, overwrite=body.overwrite)
 
     @router.post("/save_weights_for_sampler")
     async def save_for_sampler(body: types.SaveWeightsForSamplerRequest, http: Request) -> dict[str, Any]:
+        session = tinker.session(http, body.model_id.partition(":")[0])
+
         def answer(place: Place) -> dict[str, Any]:
             if body.path is not None:
-                return {"type": "save_weights_for_sampler", "path": place.uri}
-            session = tinker.session(client_of(http), body.model_id.partition(":")[0])
-            id = tinker.add_sampler(session, body.sampling_session_seq_id or 0, place)
-            return {"type": "save_weights_for_sampler", "sampling_session_id": id}
+                return {"path": place.uri}
+            return {"sampling_session_id": tinker.add_sampler(session, body.sampling_session_seq_id or 0, place)}
 
         return save(http, body, SAMPLER, answer)
 
     @router.post("/save_weights_external")
     async def save_external(body: types.SaveWeightsExternalRequest, http: Request) -> dict[str, Any]:
-        def answer(place: Place) -> dict[str, Any]:
-            return {"type": "save_weights_external", "path": place.uri, "size_bytes": checkpoints.size(place)}
-
-        return save(http, body, EXTERNAL, answer)
+        return save(http, body, EXTERNAL, lambda place: {"path": place.uri, "size_bytes": checkpoints.size(place)})
 
     # Sampling
 
     @router.post("/create_sampling_session")
     async def create_sampling_session(body: types.CreateSamplingSessionRequest, http: Request) -> dict[str, Any]:
-        session, place = tinker.session(client_of(http), body.session_id), None
-        if body.base_model is not None:
-            _check_base(body.base_model, service)
+        session, place = tinker.session(http, body.session_id), None
+        check(body)
         if body.model_path is not None:
-            place = checkpoints.parse(tinker.owner(session.client), body.model_path)
+            place = checkpoints.parse(tinker.owner(http), body.model_path)
             if (record := checkpoints.record(place)).base_model != service.name:
                 raise ApiError(400, f"{place.uri} is of the model {record.base_model}, and this one is {service.name}")
-        id = tinker.add_sampler(session, body.sampling_session_seq_id, place)
-        return {"type": "create_sampling_session", "sampling_session_id": id}
+        return {"sampling_session_id": tinker.add_sampler(session, body.sampling_session_seq_id, place)}
 
     @router.get("/samplers/{sampler_id}")
     async def sampler(sampler_id: str, http: Request) -> dict[str, Any]:
-        _, place = tinker.sampler(client_of(http), sampler_id)
+        place = tinker.sampler(http, sampler_id)
         path = None if place is None else place.uri
         return {"sampler_id": sampler_id, "base_model": service.name, "model_path": path}
 
@@ -407,20 +352,14 @@ def tinker_router(tinker: Tinker) -> APIRouter:
         client = client_of(http)
         if body.sampling_session_id is None or body.seq_id is None:
             raise ApiError(400, "send sampling_session_id and seq_id", param="sampling_session_id")
-        _, place = tinker.sampler(client, body.sampling_session_id)
+        place = tinker.sampler(http, body.sampling_session_id)
         id = f"{body.sampling_session_id}:{body.seq_id}"
         if futures.find(client, id) is None:
-            task = None if place is None else task_of(place, training.tasks, checkpoints)
-            requests = requests_of(body, service, client=client, task=task, id=id)
+            task = None if place is None else sampling.task_of(place, training.tasks, checkpoints)
+            requests = sampling.requests_of(body, service, client=client, task=task, id=id)
             future = Future(id)
-            samples = Samples(body, requests, future)
-            future.cancel = samples.cancel
-            futures.add(client, future)
-            try:
-                samples.start(service.engine.submit)
-            except ApiError:
-                futures.drop(client, future)
-                raise
+            with futures.kept(client, future):
+                sampling.start(body, requests, service, future)
         return {"request_id": id, "sample_sequence_ids": [f"{id}:{n}" for n in range(body.num_samples)]}
 
     # Futures
@@ -430,9 +369,8 @@ def tinker_router(tinker: Tinker) -> APIRouter:
         return await futures.get(client_of(http), body.request_id).wait()
 
     @router.post("/cancel_future")
-    async def cancel_future(body: _Cancel, http: Request) -> Response:
-        found = futures.find(client_of(http), body.request_id)
-        if found is not None and found.cancel is not None:
+    async def cancel_future(body: types.FutureRetrieveRequest, http: Request) -> Response:
+        if (found := futures.find(client_of(http), body.request_id)) is not None:
             found.cancel()
         return Response(status_code=204)
 
@@ -440,7 +378,7 @@ def tinker_router(tinker: Tinker) -> APIRouter:
 
     def described(place: Place, record: Record) -> dict[str, Any]:
         return {
-            "checkpoint_id": place.id,
+            "checkpoint_id": f"{place.kind}/{place.name}",
             "checkpoint_type": TYPES[place.kind],
             "time": _date(record.time),
             "tinker_path": place.uri,
@@ -449,64 +387,47 @@ def tinker_router(tinker: Tinker) -> APIRouter:
             "expires_at": _date(record.expires),
         }
 
-    def run_of(run: str, found: list[tuple[Place, Record]], live: Run | None) -> dict[str, Any]:
-        last = {kind: next(((p, r) for p, r in found if p.kind == kind), None) for kind in (WEIGHTS, SAMPLER)}
-        lora = live.lora if live is not None else found[0][1].lora
+    @router.get("/training_runs/{run}")
+    async def training_run(run: str, http: Request) -> dict[str, Any]:
+        live = next((one for one in training.runs(client_of(http)) if one.id == run), None)
+        found = [one for one in checkpoints.listed(tinker.owner(http)) if one[0].run == run]
+        if live is None and not found:
+            raise ApiError(404, "there is no such training run", code="not_found")
+        last = {kind: [described(*one) for one in found if one[0].kind == kind][:1] for kind in TYPES}
         return {
             "training_run_id": run,
-            "base_model": service.name if live is not None else found[0][1].base_model,
             "model_owner": "own",
-            "is_lora": True,
-            "lora_rank": lora.rank,
-            "last_request_time": _date(live.used if live is not None else found[0][1].time),
-            "last_checkpoint": None if (one := last[WEIGHTS]) is None else described(*one),
-            "last_sampler_checkpoint": None if (one := last[SAMPLER]) is None else described(*one),
+            **_about(found[0][1].lora if live is None else live.lora),
+            "base_model": service.name if live is not None else found[0][1].base_model,
+            "last_request_time": _date(found[0][1].time if live is None else live.used),
+            "last_checkpoint": next(iter(last[WEIGHTS]), None),
+            "last_sampler_checkpoint": next(iter(last[SAMPLER]), None),
             "user_metadata": None if live is None else live.metadata,
         }
 
-    def all_runs(client: str) -> list[dict[str, Any]]:
-        stored: dict[str, list[tuple[Place, Record]]] = {}
-        for place, record in checkpoints.all(tinker.owner(client)):
-            stored.setdefault(place.run, []).append((place, record))
-        live = {run.id: run for run in training.runs(client)}
-        return [run_of(id, stored.get(id, []), live.get(id)) for id in {**live, **stored}]
-
-    @router.get("/training_runs")
-    async def training_runs(http: Request, limit: int = 20, offset: int = 0) -> dict[str, Any]:
-        page, cursor = _page(all_runs(client_of(http)), limit, offset)
-        return {"training_runs": page, "cursor": cursor}
-
-    @router.get("/training_runs/{run}")
-    async def training_run(run: str, http: Request) -> dict[str, Any]:
-        for one in all_runs(client_of(http)):
-            if one["training_run_id"] == run:
-                return one
-        raise ApiError(404, "there is no such training run", code="not_found")
-
     @router.get("/checkpoints")
     async def user_checkpoints(http: Request, limit: int = 100, offset: int = 0) -> dict[str, Any]:
-        page, cursor = _page(checkpoints.all(tinker.owner(client_of(http))), limit, offset)
-        return {"checkpoints": [described(*one) for one in page], "cursor": cursor}
+        found, limit, offset = checkpoints.listed(tinker.owner(http)), max(0, min(limit, 1000)), max(0, offset)
+        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+        return {"checkpoints": [described(*one) for one in found[offset : offset + limit]], "cursor": cursor}
 
     @router.get("/training_runs/{run}/checkpoints")
     async def run_checkpoints(run: str, http: Request) -> dict[str, Any]:
-        found = checkpoints.all(tinker.owner(client_of(http)), run)
-        return {"checkpoints": [described(*one) for one in found]}
+        return {"checkpoints": [described(*one) for one in checkpoints.listed(tinker.owner(http)) if one[0].run == run]}
 
     @router.delete("/training_runs/{run}/checkpoints/{kind}/{name}")
     async def delete(run: str, kind: str, name: str, http: Request) -> Response:
-        tinker.delete(checkpoints.place(tinker.owner(client_of(http)), run, kind, name))
+        tinker.delete(checkpoints.place(tinker.owner(http), run, kind, name))
         return Response(status_code=204)
 
     @router.put("/training_runs/{run}/checkpoints/{kind}/{name}/ttl")
     async def ttl(run: str, kind: str, name: str, body: _Ttl, http: Request) -> Response:
-        _check_ttl(body.ttl_seconds)
-        checkpoints.set_time(checkpoints.place(tinker.owner(client_of(http)), run, kind, name), body.ttl_seconds)
+        checkpoints.set_time(checkpoints.place(tinker.owner(http), run, kind, name), _end(body.ttl_seconds))
         return Response(status_code=204)
 
     @router.get("/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
     async def external_urls(run: str, kind: str, name: str, http: Request) -> dict[str, Any]:
-        place = checkpoints.place(tinker.owner(client_of(http)), run, kind, name)
+        place = checkpoints.place(tinker.owner(http), run, kind, name)
         checkpoints.record(place)
         token = secrets.token_urlsafe(32)
         tinker.files[token] = place, time.monotonic() + _URL_S
@@ -515,15 +436,13 @@ def tinker_router(tinker: Tinker) -> APIRouter:
 
     @router.post("/weights_info")
     async def weights_info(body: _PathBody, http: Request) -> dict[str, Any]:
-        record = checkpoints.record(checkpoints.parse(tinker.owner(client_of(http)), body.tinker_path))
-        about = {name: getattr(record.lora, name) for name in ("train_unembed", "train_mlp", "train_attn")}
-        return {"base_model": record.base_model, "is_lora": True, "lora_rank": record.lora.rank, **about}
+        record = checkpoints.record(checkpoints.parse(tinker.owner(http), body.tinker_path))
+        return {"base_model": record.base_model, **_about(record.lora)}
 
     @router.api_route("/{rest:path}", methods=["GET", "POST", "PUT", "DELETE"])
     async def others(rest: str) -> Response:
-        reason = next(
-            (text for part, text in _NOT_OFFERED.items() if part in rest.split("/")), "there is no such route"
-        )
+        found = [text for part, text in _NOT_OFFERED.items() if part in rest.split("/")]
+        reason = next(iter(found), "there is no such route")
         raise ApiError(404, f"{rest[:200]!a} is not offered here: {reason}", code="not_offered")
 
     return router
@@ -543,30 +462,19 @@ def files_router(tinker: Tinker) -> APIRouter:
     return router
 
 
+def _about(lora: Lora) -> dict[str, Any]:
+    trained = {name: getattr(lora, name) for name in ("train_unembed", "train_mlp", "train_attn")}
+    return {"is_lora": True, "lora_rank": lora.rank, **trained}
+
+
 def _date(seconds: float | None) -> str | None:
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def _page(found: list[Any], limit: int, offset: int) -> tuple[list[Any], dict[str, int]]:
-    limit, offset = max(0, min(limit, 1000)), max(0, offset)
-    return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}
-
-
-def _check_base(model: str, service: Service) -> None:
-    if model != service.name:
-        raise ApiError(
-            400, f"there is no model {model[:80]!a}; this endpoint serves {service.name}", param="base_model"
-        )
-
-
-def _check_optimizer(config: Any) -> None:
-    if config is not None and config.type != "adamw":
-        raise ApiError(400, f"the optimizer {config.type[:40]!a} is not offered; use Adam", param="optimizer_config")
-
-
-def _check_ttl(seconds: int | None) -> None:
-    if seconds is not None and not 0 < seconds <= 10 * 366 * 86400:
+def _end(seconds: int | None) -> float | None:
+    if seconds is not None and not 0 < seconds <= _TTL_S:
         raise ApiError(400, "ttl_seconds is from 1 to ten years", param="ttl_seconds")
+    return None if seconds is None else time.time() + seconds
 
 
 def _metadata(given: Any) -> dict[str, str] | None:

@@ -6,16 +6,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 from torch import Tensor
 
 from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.engine.gathered import Gathered
 from tenant.endpoint.engine.requests import TokenLogprob
 from tenant.endpoint.tinker.losses import Loss, loss_named
 
 PROTOBUF = "application/x-protobuf"
 _MOST_TARGETS = 128  # target tokens per position
-_KINDS: Mapping[int, Any] = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
+_KINDS = {pb.DTYPE_FLOAT32: "float32", pb.DTYPE_INT64: "int64"}
 _NO_LOGPROB = -99999.0  # what the client takes for an empty place in a table of most probable tokens
 
 
@@ -74,70 +76,46 @@ def steps_of(message: Any, sizes: Sizes) -> Steps:
     return Steps(loss=loss, config=loss.config(given), examples=examples, backward=not message.forward_only)
 
 
-def checked_tokens(tokens: np.ndarray[Any, Any], sizes: Sizes, *, name: str) -> None:
-    """Refuse token ids that the model does not have, and more of them than it can take. Raises `ApiError`."""
-    if not len(tokens) or tokens.min() < 0 or tokens.max() >= sizes.vocabulary:
-        raise ApiError(400, f"{name} has no tokens, or one outside the vocabulary of {sizes.vocabulary:,}")
-    if len(tokens) > sizes.tokens:
-        raise ApiError(400, f"{name} has {len(tokens):,} tokens, and at most {sizes.tokens:,} can be computed here")
-
-
 def _example(datum: Any, loss: Loss, sizes: Sizes) -> Example:
     chunks = []
     for chunk in datum.model_input:
         if (kind := chunk.WhichOneof("chunk")) != "encoded_text" or len(chunk.encoded_text.tokens) % 4:
             raise ApiError(400, f"a chunk of model_input is {kind or 'empty'}; only text can be trained here")
         chunks.append(np.frombuffer(chunk.encoded_text.tokens, np.int32))
-    tokens = np.concatenate(chunks or [np.zeros(0, np.int32)]).astype(np.int64)
-    checked_tokens(tokens, sizes, name="model_input")
-    names = {"target_tokens", *loss.inputs}
-    if others := sorted(datum.loss_fn_inputs.keys() - names):
-        raise ApiError(
-            400, f"loss_fn_inputs.{others[0][:80]} is no input of this loss; it has {', '.join(sorted(names))}"
-        )
+    tokens = torch.from_numpy(np.concatenate(chunks or [np.zeros(0, np.int32)]).astype(np.int64))
+    if not 0 < len(tokens) <= sizes.tokens:
+        raise ApiError(400, f"model_input has {len(tokens):,} tokens; from 1 to {sizes.tokens:,} can be computed here")
+    names, given = {"target_tokens", *loss.inputs}, set(datum.loss_fn_inputs)
+    if wrong := sorted(given - names) + sorted(names - given - loss.defaults.keys()):
+        raise ApiError(400, f"loss_fn_inputs.{wrong[0][:80]}: this loss has the inputs {', '.join(sorted(names))}")
     found = {name: _tensor(one, name, len(tokens)) for name, one in datum.loss_fn_inputs.items()}
-    if missing := sorted(names - found.keys() - loss.defaults.keys()):
-        raise ApiError(400, f"loss_fn_inputs has no {missing[0]}, which this loss needs")
     targets = found.pop("target_tokens")
-    checked_tokens(targets.reshape(-1), Sizes(vocabulary=sizes.vocabulary, tokens=targets.size), name="target_tokens")
-    if targets.dtype != np.int64:
-        raise ApiError(400, "target_tokens are no integers")
-    for name, default in loss.defaults.items():
-        found.setdefault(name, np.full(targets.shape, default, np.float32))
-    inputs = {name: torch.from_numpy(one.astype(np.float32)) for name, one in found.items()}
+    if targets.is_floating_point() or any(
+        not 0 <= x < sizes.vocabulary for one in (tokens, targets) for x in one.aminmax()
+    ):
+        raise ApiError(400, f"model_input and target_tokens are integers of a vocabulary of {sizes.vocabulary:,}")
+    inputs = {name: torch.full(targets.shape, value) for name, value in loss.defaults.items()}
+    inputs |= {name: one.float() for name, one in found.items()}
     for name, one in inputs.items():
         if one.shape != targets.shape or not one.isfinite().all():
             raise ApiError(400, f"loss_fn_inputs.{name} has another shape than target_tokens, or inf or nan")
-    return Example(tokens=torch.from_numpy(tokens), targets=torch.from_numpy(targets), inputs=inputs)
+    return Example(tokens=tokens, targets=targets, inputs=inputs)
 
 
-def _tensor(message: Any, name: str, rows: int) -> np.ndarray[Any, Any]:
-    """Return a tensor `[rows]` or `[rows, k]`. Its bytes are compared with its shape before it is made."""
-    kind, shape = _KINDS.get(message.dtype), tuple(message.shape) or (rows,)
-    wrong = ApiError(400, f"loss_fn_inputs.{name} is no tensor of {rows:,} rows, one per token of model_input")
-    if kind is None or len(shape) > 2 or shape[0] != rows or not 1 <= (*shape, 1)[1] <= _MOST_TARGETS:
-        raise wrong
-    size = np.dtype(kind).itemsize
-    if not message.HasField("sparse_csr"):
-        if len(message.dense) != int(np.prod(shape)) * size:
-            raise wrong
-        return np.frombuffer(message.dense, kind).reshape(shape).copy()
-    csr = message.sparse_csr
-    if (
-        len(csr.values) % size
-        or len(csr.col_indices) * size != len(csr.values) * 8
-        or len(csr.crow_indices) != 8 * (rows + 1)
-    ):
-        raise wrong
-    starts, columns = np.frombuffer(csr.crow_indices, np.int64), np.frombuffer(csr.col_indices, np.int64)
-    counts = np.diff(starts)
-    if len(shape) != 2 or starts[0] != 0 or starts[-1] != len(columns) or (counts < 0).any():
-        raise wrong
-    if len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]:
-        raise wrong
-    dense = np.zeros(shape, kind)
-    dense[np.repeat(np.arange(rows), counts), columns] = np.frombuffer(csr.values, kind)
-    return dense
+def _tensor(message: Any, name: str, rows: int) -> Tensor:
+    """Return a tensor `[rows]` or `[rows, k]`. Its shape is checked before a tensor is made."""
+    shape = [*message.shape] or [rows]
+    try:
+        if len(shape) > 2 or shape[0] != rows or not 1 <= (*shape, 1)[1] <= _MOST_TARGETS:
+            raise ValueError
+        kind, csr, sparse = _KINDS[message.dtype], message.sparse_csr, message.HasField("sparse_csr")
+        data = np.frombuffer(csr.values if sparse else message.dense, kind)
+        places = [np.frombuffer(one, np.int64).tolist() for one in (csr.crow_indices, csr.col_indices) if sparse]
+        found: Tensor = types.TensorData(data, kind, shape, *places).to_torch()
+        return found
+    except (ValueError, KeyError, RuntimeError):  # torch checks the columns
+        text = f"loss_fn_inputs.{name} is no tensor of {rows:,} rows, one per token of model_input"
+        raise ApiError(400, text) from None
 
 
 def outputs_message(logprobs: Sequence[Tensor], loss: float) -> bytes:
@@ -157,29 +135,32 @@ def outputs_message(logprobs: Sequence[Tensor], loss: float) -> bytes:
     return bytes(message.SerializeToString())
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Sample:
-    """One sampled sequence. `stopped`: it did not end because of its length."""
-
-    tokens: Sequence[int]
-    logprobs: Sequence[TokenLogprob]
-    stopped: bool
-
-
 def sample_message(
-    samples: Sequence[Sample], prompt: Sequence[TokenLogprob | None] | None, *, top_prompt: int, top: int, cached: int
+    samples: Sequence[Gathered],
+    stopped: Sequence[bool],
+    prompt: Sequence[TokenLogprob | None] | None,
+    *,
+    top_prompt: int,
+    top: int,
+    cached: int,
 ) -> bytes:
-    """Return the answer to `asample`. `prompt`: log probabilities of the prompt, or None; `top`, `top_prompt`: numbers
-    of most probable tokens per position."""
+    """Return the answer to `asample`.
+
+    Args:
+        stopped: False for samples that ended because of their length.
+        prompt: log probabilities of the prompt, or None.
+        top, top_prompt: numbers of most probable tokens per position.
+    """
     message = pb.SampleResponse(prompt_cache_hit_tokens=cached)
-    for one in samples:
+    for one, stop in zip(samples, stopped, strict=True):
+        logprobs = one.logprobs()
         sequence = message.sequences.add(
-            stop_reason=pb.STOP_REASON_STOP if one.stopped else pb.STOP_REASON_LENGTH,
-            tokens=np.array(one.tokens, np.int32).tobytes(),
-            logprobs=_floats(one.logprobs),
+            stop_reason=pb.STOP_REASON_STOP if stop else pb.STOP_REASON_LENGTH,
+            tokens=np.array([token.id for token in one.tokens], np.int32).tobytes(),
+            logprobs=_floats(logprobs),
         )
         if top:
-            sequence.topk_sampled_logprobs.CopyFrom(_table(one.logprobs, top))
+            sequence.topk_sampled_logprobs.CopyFrom(_table(logprobs, top))
     if prompt is not None:
         message.prompt_logprobs = _floats(prompt)
         if top_prompt:

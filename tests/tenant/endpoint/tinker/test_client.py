@@ -328,6 +328,25 @@ def test_what_is_not_offered_is_refused_by_name(tinker: Any, connect: Connect, a
     assert post(address, "get_info", {"model_id": training.model_id}, "tml-other")[0] == 401
 
 
+def test_a_refused_request_does_not_delay_the_next_one(tinker: Any, connect: Connect, address: str) -> None:
+    """Its number is missing then, and no later request waits for it."""
+    training = connect().create_lora_training_client("tiny", rank=1, train_mlp=False).result()
+    data = [datum(tinker, [1, 2, 3])]
+    large = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints([1]),
+        loss_fn_inputs={"target_tokens": torch.ones(1, (8 << 20) // 4 + 1)},
+    )
+    with pytest.raises(tinker.APIStatusError, match="exceeds") as refused:
+        training.forward([large], "cross_entropy").result(timeout=60)
+    assert refused.value.status_code == 413
+    assert training.forward(data, "cross_entropy").result(timeout=60).loss_fn_outputs
+    later = {"model_id": training.model_id, "adam_params": {}, "type": "optim_step"}
+    assert post(address, "optim_step", {**later, "seq_id": 9})[0] == 200
+    assert post(address, "optim_step", {**later, "seq_id": 8})[0] == 400
+    assert post(address, "optim_step", {"model_id": training.model_id, "adam_params": 3})[0] == 400
+    assert post(address, "forward_backward", {"no": "protocol buffer"})[0] == 400
+
+
 def post(address: str, route: str, body: dict[str, Any], key: str = KEYS[0]) -> tuple[int, bytes]:
     headers = {"X-API-Key": key, "Content-Type": "application/json"}
     request = urllib.request.Request(f"{address}/api/v1/{route}", json.dumps(body).encode(), headers)

@@ -77,10 +77,10 @@ compatibility: venv
 	@$(BIN)/python -m pytest tests/compatibility/test_compatibility.py --compatibility write
 	@$(BIN)/python -m tests.compatibility.sweep --write
 
-# With a Python that has torch, nothing is installed: such a machine may have no network.
+# With a Python that has torch, nothing is installed: such a machine may have no network. `make gpu OPTIONS=--cpu` tries it.
 gpu:
-	@if $(PYTHON) -c "import torch" 2>/dev/null; then $(PYTHON) -m tests.gpu; \
-		else $(MAKE) --no-print-directory venv && $(BIN)/python -m tests.gpu; fi
+	@if $(PYTHON) -c "import torch" 2>/dev/null; then $(PYTHON) -m tests.gpu $(OPTIONS); \
+		else $(MAKE) --no-print-directory venv && $(BIN)/python -m tests.gpu $(OPTIONS); fi
 
 lock:
 	@.ci/lock

@@ -3,7 +3,8 @@
 Each section (`sections`) is a process with a time limit. If a section fails, hangs or breaks its CUDA context, its
 error is shown and the next section runs. The report holds the rows of every section, including sections that ended
 early. This module needs the standard library only. Neither a .venv nor an installation is needed: the packages of this
-repository run from here, and `machine` lists other packages that are missing.
+repository run from here, and wheels in `.gpu` are used where the machine lacks their packages. Where a package is still
+missing, `machine` says how to fill `.gpu`, and no other section runs.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 import tomllib
+import zipfile
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -82,9 +84,9 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    """The environment of a section: this repository first, and its commands as entry points, as after an
-    installation."""
+def _environment(folder: Path, *, cpu: bool) -> dict[str, str]:
+    """The environment of a section: this repository first, and its commands as entry points, as after an installation;
+    then the wheels of `.gpu`, before what is installed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     info = folder / "symbiosis_priv-0.dist-info"
     info.mkdir()
@@ -93,8 +95,12 @@ def _environment(folder: Path) -> dict[str, str]:
         f"{name} = {target}\n" for name, target in project["entry-points"]["symbiosis_priv.commands"].items()
     )
     (info / "entry_points.txt").write_text(f"[symbiosis_priv.commands]\n{entries}", encoding="utf-8")
+    for wheel in (ROOT / ".gpu").glob("*.whl"):
+        with zipfile.ZipFile(wheel) as packages:
+            packages.extractall(folder)
     path = [str(ROOT), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    plain = {"PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **plain, **({"TRITON_INTERPRET": "1"} if cpu else {})}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -102,19 +108,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.gpu", description=__doc__.partition("\n")[0] if __doc__ else ""
     )
-    parser.add_argument("--device", default="cuda", help="torch device; cpu to try this command")
-    parser.add_argument("--small", action="store_true", help="small shapes, to try this command")
+    parser.add_argument("--cpu", action="store_true", help="small shapes without a GPU, to try this command")
     parser.add_argument("--only", default=",".join(BUDGETS_S), help="sections, separated by commas")
     parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="the report")
     chosen = parser.parse_args(arguments)
     sections = chosen.only.split(",")
     if unknown := set(sections) - set(BUDGETS_S):
         parser.error(f"--only: there is no section {', '.join(sorted(unknown))}; choose from {', '.join(BUDGETS_S)}")
-    options = ["--device", chosen.device, *(["--small"] if chosen.small else [])]
+    options = ["--cpu"] if chosen.cpu else []
     outcomes: list[Outcome] = []
     until = time.monotonic() + sum(BUDGETS_S.values())
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
-        environment = _environment(Path(folder))
+        environment = _environment(Path(folder), cpu=chosen.cpu)
         if not list((ROOT / "symbiosis_priv/native").glob("*.so")):
             subprocess.run([sys.executable, str(ROOT / "hatch_build.py")], check=False, timeout=60)
         for index, section in enumerate(sections):
@@ -136,6 +141,12 @@ def main(arguments: list[str] | None = None) -> int:
             }
             # the report exists even if this process is killed later
             chosen.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            if any(row.get("here") is False for row in outcome.rows):
+                break
+        else:
+            print("== by data sheet, and measured", flush=True)
+            table = [sys.executable, "-m", "tests.gpu.chips", str(chosen.json.absolute())]
+            subprocess.run(table, cwd=ROOT, env=environment, check=False, timeout=60)
     return int(any(outcome.status != "ok" for outcome in outcomes))
 
 

@@ -1,11 +1,16 @@
-"""What each GPU gets, by its data sheet: `python -m tests.gpu.chips` prints a table.
+"""What each GPU gets, by its data sheet: `python -m tests.gpu.chips` prints a table. With the report of `make gpu`, the
+last column is what that machine has measured.
 
 A product of 4,096 x 28,672 weights (gate and up of an 8 B model), forward, is compared with bfloat16 of the same chip.
 Its time is the longer one of reading the operands and of multiplying, at a part of each peak that is assumed.
 """
 
+import json
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from symbiosis_priv.kernels import KERNELS
 from symbiosis_priv.kernels.chip import Chip
@@ -90,24 +95,45 @@ def best(sheet: Sheet, weight_bits: int, rows: int) -> float:
     return min(scheme.seconds(sheet, rows) for scheme in (digits, floats))
 
 
-def table() -> list[str]:
-    """The lines of the table, in Markdown."""
+def measured(report: dict[str, Any]) -> dict[tuple[str, int], list[float]]:
+    """The GPU of a report of `make gpu`, as `SHEETS` calls it if it is there, and the weight bits; to the time over
+    bfloat16's for each of `ROWS`. Empty if the report has no such times."""
+    rows = [row for section in report["sections"] for row in section["rows"]]
+    gpu = next((row["gpu"] for row in rows if "gpu" in row), "")
+    name = next((name for name, sheet in SHEETS.items() if sheet.chip.name in gpu), gpu)
+    times = {(row["weight_bits"], row["rows"]): row["over_bfloat16"] for row in rows if "ms" in row}
+    return {(name, bits): [times[bits, count] for count in ROWS] for bits in sorted({bits for bits, _ in times})}
+
+
+def table(found: dict[tuple[str, int], list[float]] | None = None) -> list[str]:
+    """The lines of the table, in Markdown; with a last column for what was `measured`."""
+    left = dict(found or {})
     lines = [
         f"| chip | bits | kernel | products, bytes per weight | tiles | {' | '.join(f'{n:,} rows' for n in ROWS)} |",
         "|---" * (5 + len(ROWS)) + "|",
     ]
+    if found is not None:
+        lines = [lines[0] + " measured |", lines[1] + "---|"]
     for name, sheet in SHEETS.items():
         for weight_bits in (10, 8):
             kernel = chosen(sheet.chip)
-            found = [scheme(sheet, kernel, weight_bits, rows) for rows in ROWS]
+            schemes = [scheme(sheet, kernel, weight_bits, rows) for rows in ROWS]
             tiles = [kernel.candidates(sheet.chip, rows, weight_bits=weight_bits)[0] for rows in ROWS]
             shapes = ", ".join(dict.fromkeys(f"{tile.rows}x{tile.columns}" for tile in tiles))
-            times = zip(ROWS, found, strict=True)
+            times = zip(ROWS, schemes, strict=True)
             ratios = [f"{after.seconds(sheet, rows) / bfloat16(sheet, rows):.3g}" for rows, after in times]
-            how = f"{found[0].products}, {found[0].stored:.3g}"
-            lines.append(f"| {name} | {weight_bits} | {kernel.name} | {how} | {shapes} | {' | '.join(ratios)} |")
-    return lines
+            how = f"{schemes[0].products}, {schemes[0].stored:.3g}"
+            line = f"| {name} | {weight_bits} | {kernel.name} | {how} | {shapes} | {' | '.join(ratios)} |"
+            lines.append(line if found is None else f"{line} {_shown(left.pop((name, weight_bits), []))} |")
+    # a chip without a data sheet here
+    lines += [f"| {name} | {bits} |{' |' * (3 + len(ROWS))} {_shown(times)} |" for (name, bits), times in left.items()]
+    return [*lines, "", "Nothing was measured: the report has no GPU."] if found == {} else lines
+
+
+def _shown(ratios: Sequence[float]) -> str:
+    return ", ".join(f"{ratio:.3g}" for ratio in ratios) or "–"
 
 
 if __name__ == "__main__":
-    print(*table(), sep="\n")
+    paths = sys.argv[1:2]
+    print(*table(measured(json.loads(Path(paths[0]).read_text(encoding="utf-8"))) if paths else None), sep="\n")

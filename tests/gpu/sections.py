@@ -26,35 +26,44 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 Row = dict[str, Any]
 _NEEDED = (
-    *("accelerate", "cryptography", "huggingface_hub", "hypothesis", "jinja2", "msgspec", "numpy", "peft"),
-    *("prometheus_client", "pytest", "rich", "safetensors", "tokenizers", "torch", "transformers", "triton", "typer"),
-    "zmq",
+    *("accelerate", "cryptography", "huggingface-hub", "hypothesis", "jinja2", "msgspec", "numpy", "peft"),
+    *("prometheus-client", "pytest", "pytest-timeout", "pyzmq", "rich", "safetensors", "tokenizers", "torch"),
+    *("transformers", "triton", "typer"),
+    *("cffi", "iniconfig", "pluggy", "psutil", "pycparser", "pygments", "sortedcontainers"),  # those that these need
 )
+_LIBC = ("_2_28", "_2_17", "2014")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of every section.
+    """Options of every section. With `cpu`, shapes are small and there is no GPU."""
 
-    Args:
-        device: device of products.
-        small: use shapes that a CPU multiplies quickly.
-    """
+    cpu: bool
 
-    device: str
-    small: bool
+    @property
+    def device(self) -> str:
+        """The device of products."""
+        return "cpu" if self.cpu else "cuda"
 
 
 def machine(options: Options) -> Iterator[Row]:
     """Checks that all requirements are present: packages, a C compiler and Python's headers for Triton, a GPU."""
     yield {"python": platform.python_version(), "cpu": platform.processor(), "cores": os.cpu_count()}
+    missing = []
     for name in _NEEDED:
-        found = importlib.util.find_spec(name) is not None
+        found = importlib.util.find_spec({"pyzmq": "zmq"}.get(name, name.replace("-", "_"))) is not None
         try:
-            number = version({"zmq": "pyzmq"}.get(name, name))
+            number = version(name)
         except PackageNotFoundError:
             number = ""
+        missing += [] if found else [name]
         yield {"package": name, "version": number, "here": found}
+    if missing:
+        python = f"--python-version {platform.python_version()} --only-binary :all: --no-deps"
+        builds = " ".join(f"--platform manylinux{libc}_{platform.machine()}" for libc in _LIBC)
+        where = "where there is a network (this machine, or another clone whose folder .gpu you copy here)"
+        command = f"python3 -m pip download --dest .gpu {python} {builds} --constraint constraints.txt"
+        sys.exit(f"packages are missing. Type {where}, then make gpu again:\n{command} {' '.join(missing)}")
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     header = Path(sysconfig.get_path("include"), "Python.h")
     yield {"compiler": compiler, "python_h": header.is_file()}
@@ -112,15 +121,18 @@ def tests(options: Options) -> Iterator[Row]:
 
 
 def products(options: Options) -> Iterator[Row]:
-    """Every kernel at the shapes of an 8 B model's MLP, compared with float32 and bfloat16."""
+    """Every kernel at the shapes of an 8 B model's MLP, compared with float32 and bfloat16; and the chosen kernel as
+    `chips` computes it by data sheet."""
     import torch
 
     from symbiosis_priv.arithmetic.ring import FORWARD
     from tenant.bench.report import number
     from tests.gpu.kernels import measure_kernels
 
-    counts = [1, 4] if options.small else [1, 16, 64, 256, 1024]
-    for inputs, outputs in [(64, 96)] if options.small else [(4096, 28672), (14336, 4096)]:
+    if not options.cpu:
+        yield from _chosen_kernel(torch.device("cuda:0"))
+    counts = [1, 4] if options.cpu else [1, 16, 256]
+    for inputs, outputs in [(64, 96)] if options.cpu else [(4096, 28672), (14336, 4096)]:
         timed = measure_kernels(inputs=inputs, outputs=outputs, row_counts=counts, repeat=5, device=options.device)
         for (direction, count), found in groupby(timed, key=itemgetter("direction", "rows")):
             width, columns = (inputs, outputs) if direction == FORWARD else (outputs, inputs)
@@ -131,6 +143,31 @@ def products(options: Options) -> Iterator[Row]:
                 yield {**row, "bfloat16_us": micros, "over_bfloat16": number(row["product_us"]) / micros}
 
 
+def _chosen_kernel(device: Any) -> Iterator[Row]:
+    """The product of `chips.table` by device time, over many launches with weights that no cache holds."""
+    import torch
+    from triton.testing import do_bench
+
+    from symbiosis_priv.kernels import RingMatrix, probe_rows
+    from tests.gpu.chips import INPUTS, OUTPUTS, ROWS
+
+    floats = torch.randn(INPUTS, OUTPUTS, dtype=torch.bfloat16, device=device)
+    for weight_bits in (10, 8):
+        top = (1 << (weight_bits - 1)) - 1
+        weight = torch.randint(-top, top + 1, (OUTPUTS, INPUTS), dtype=torch.int16)
+        matrix = RingMatrix(weight, weight_bits=weight_bits, device=device)
+        for count in ROWS:
+            rows, out = (
+                probe_rows(count, INPUTS).to(device),
+                torch.empty(count, OUTPUTS, dtype=torch.int32, device=device),
+            )
+            left = rows.to(torch.bfloat16)
+            chosen_ms = do_bench(partial(matrix.product, rows, out=out))
+            over = chosen_ms / do_bench(partial(torch.mm, left, floats))
+            name = matrix.chosen(count).name
+            yield {"weight_bits": weight_bits, "rows": count, "kernel": name, "ms": chosen_ms, "over_bfloat16": over}
+
+
 def transfers(options: Options) -> Iterator[Row]:
     """Products of rows in host memory: with the copies, and the product alone."""
     import torch
@@ -139,11 +176,11 @@ def transfers(options: Options) -> Iterator[Row]:
     from symbiosis_priv.arithmetic.ring import FORWARD
     from symbiosis_priv.kernels import RingMatrix, probe_rows
 
-    device, size = torch.device(options.device), 64 if options.small else 4096
+    device, size = torch.device(options.device), 64 if options.cpu else 4096
     weight = torch.randint(-511, 512, (size, size), dtype=torch.int16, generator=torch.Generator().manual_seed(0))
     there, here = RingMatrix(weight, weight_bits=10, device=device), RingMatrix(weight, weight_bits=10)
     moved = Transfers(device, widest=size)
-    for count in [1, 8] if options.small else [1, 16, 64, 256, 1024]:
+    for count in [1, 8] if options.cpu else [1, 16, 64, 256, 1024]:
         rows = probe_rows(count, size)
         near = rows.to(device)
         whole = _median_s(partial(moved.product, there, rows, FORWARD), options.device, repeat=20)
@@ -168,7 +205,7 @@ def provider(options: Options) -> Iterator[Row]:
 
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder)
-        model = _save_llama(run / "model", width=128 if options.small else 1024, inner=256, layers=2, device="cpu")
+        model = _save_llama(run / "model", width=128 if options.cpu else 1024, inner=256, layers=2, device="cpu")
         ids = torch.arange(24, dtype=torch.long).reshape(1, 24)
         settings = {"executor": {"device": options.device}}
         with LocalFederation(model, run / "federation", provider_options=settings) as local:
@@ -236,7 +273,7 @@ def _llama(options: Options, *, width: int, inner: int, layers: int) -> Iterator
     from tenant.model.hf import RemoteConfig, backend_of
     from tenant.model.loading import load_model
 
-    if options.small:
+    if options.cpu:
         width, inner, layers = 64, 128, 1
     shape = {"width": width, "inner": inner, "layers": layers}
     with tempfile.TemporaryDirectory() as folder:
@@ -268,7 +305,7 @@ def _step_and_token(base: Any, options: Options) -> dict[str, float]:
 
     model: Any = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=8))
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-4)
-    ids = torch.arange(16 if options.small else 256, dtype=torch.long, device=options.device)[None]
+    ids = torch.arange(16 if options.cpu else 256, dtype=torch.long, device=options.device)[None]
 
     def step() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
@@ -346,11 +383,10 @@ def main() -> None:
     """Run the section that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.sections")
     parser.add_argument("section", choices=SECTIONS)
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--cpu", action="store_true")
     chosen = parser.parse_args()
     wrong = False
-    for row in SECTIONS[chosen.section](Options(chosen.device, chosen.small)):
+    for row in SECTIONS[chosen.section](Options(chosen.cpu)):
         wrong |= row.get("equal") is False or row.get("result", "exact") != "exact"
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()

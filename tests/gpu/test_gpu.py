@@ -22,7 +22,7 @@ def test_the_time_limits_sum_to_eight_minutes_at_most() -> None:
 def test_a_section_on_the_cpu(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`provider` and `llama-8b` use the same code as `llama-1b`; `tests` would run this test."""
     monkeypatch.setattr(os, "environ", {**os.environ, "TRITON_INTERPRET": "0"})
-    rows = list(SECTIONS[section](Options(device="cpu", small=True)))
+    rows = list(SECTIONS[section](Options(cpu=True)))
     assert rows
     assert not any(row.get("equal") is False or row.get("result", "exact") != "exact" for row in rows)
 

@@ -5,15 +5,19 @@ as models are published: in float32 each job has a copy of it, in bfloat16 all j
 The split model's jobs are tenants, each with its own certificate, of one executor, and with pads also of one helper.
 
 Memory is the highest sum of the proportional set sizes (PSS) of all processes that the benchmark starts: a page that
-several processes map counts once. All jobs are forked from one process that has imported the modules.
+several processes map counts once. All jobs are forked from one process that has imported the modules, and return the
+memory of large tensors to the system at once (`MALLOC_MMAP_THRESHOLD_` of glibc): a job of width 2048 and 16 layers
+takes 331 MiB in place of 591 without masks, for a few percent of processor time.
 """
 
 import contextlib
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -29,6 +33,7 @@ from tenant.bench.report import Goal, Row, figure, where
 from tenant.model.hf import RemoteConfig
 
 _LIMIT_MIB = 16384
+_THRESHOLD, _THRESHOLD_BYTES = "MALLOC_MMAP_THRESHOLD_", 1 << 20
 _STEP, _STEPS = models.Step(batch=1, tokens=128), 4  # steps of each measurement, of all jobs together, at least
 _WAIT_S, _LEAST_PAUSE_S, _SHARE = 1800.0, 0.05, 0.05  # of one core, for reading memory
 _WHOLE, _AS_STORED, _NONE, _PAD = "whole, float32", "whole, bfloat16", "split, none", "split, pad"
@@ -85,6 +90,10 @@ class _Bench:
         self._folder, self._shape, self._progress = folder, shape, progress
         self._model, self._cache = folder / "model", folder / "cache"
         write_checkpoint(shape.config(), self._model)
+        multiprocessing.set_forkserver_preload([models.__name__])
+        os.environ[_THRESHOLD] = str(_THRESHOLD_BYTES)
+        ensure_running()
+        del os.environ[_THRESHOLD]  # not for providers
         self._rate: dict[int, float] = {}
         self.fitted: list[int] = []
 

@@ -137,14 +137,14 @@ def all_of(generating: Sequence[int], training: Sequence[int]) -> list[Tenant]:
     [(ONE_ROW, TRAINING), (BATCHES, TRAINING), (BATCHES, ()), ((2, 16, 64, 256, 2, 16), (2, 16))],
 )
 def test_batching_increases_throughput_and_reduces_latency(generating: Sequence[int], training: Sequence[int]) -> None:
-    """Tenants have one row each or batches of 2 to 256, and some may train."""
+    """Tenants have one row each or batches of 2 to 256, and some may train. Batches take 0.8 of the time at most."""
     found: list[Outcome] = []
     for name in ("opportunistic", "none"):
         tenants = all_of(generating, training)
         found.append(rehearse(SchedulerConfig(), tenants, discipline=DISCIPLINES[name], seconds=40))
         assert all(tenant.turns for tenant in tenants), "somebody starves"
     batched, single = found
-    assert batched.latency < single.latency
+    assert batched.latency < (0.8 if generating is BATCHES else 1.0) * single.latency
     assert batched.tokens_per_s > single.tokens_per_s
 
 

@@ -196,6 +196,22 @@ def test_a_layers_rows_take_the_lane(new_session: NewSession, scripted: Scripted
     assert torch.equal(torch.cat(outputs, dim=-1)[:, 0], expected)
 
 
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name not in ("usual", "limited")])
+def test_a_failure_is_left_to_the_usual_way(
+    fault: str, executor: ScriptedProvider, new_session: NewSession, outcomes: list[lane.Unfinished | None]
+) -> None:
+    session = new_session("none", tolerance=HASTY)
+    *_, second = run(session, executor, [replace(ONE_ROW, fault=fault)], 32)
+    assert [isinstance(one, lane.Unfinished) for one in outcomes] == [True]
+    if fault in ("lost", "busy"):
+        assert isinstance(second, Tensor)
+        assert len({one.header for one in executor.executed[2:]}) == 1  # identical bytes (rule 3)
+        assert len({one.payload for one in executor.executed[2:]}) == 1
+    else:
+        assert isinstance(second, type)
+    assert session.routes.executors[0].in_flight == 0
+
+
 def test_rows_that_are_not_finite_are_refused_before_a_pad_is_burnt(
     executor: ScriptedProvider, session: Session
 ) -> None:

@@ -113,10 +113,6 @@ def register(scheme: AnyScheme) -> None:
     _schemes[scheme.name] = scheme
 
 
-def unregister(name: str) -> None:
-    del _schemes[name]
-
-
 def registered() -> tuple[AnyScheme, ...]:
     """Return all schemes in the order in which they were registered."""
     return tuple(_schemes.values())

@@ -1,4 +1,4 @@
-"""Emulated links: bandwidth and delay; unchanged bytes; nothing left behind."""
+"""Emulated links: bandwidth and delay. (`test_bench_commands.py` sends bytes over one.)"""
 
 import math
 

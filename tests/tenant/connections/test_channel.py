@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace as replace_struct
 from torch import Tensor
 
 from symbiosis_priv import errors
@@ -181,25 +180,6 @@ def test_a_provider_that_does_not_answer_is_named_during_the_wait(
     (message,) = caplog.messages
     assert f"waiting for executor '{peer.name}' at 127.0.0.1:{peer.port} since " in message
     assert why[fate] in message
-
-
-def test_a_quota_that_delays_requests_is_logged_once_a_minute(
-    executor: ScriptedProvider, connect: NewChannel, caplog: pytest.LogCaptureFixture
-) -> None:
-    limit = wire.QuotaLimit(amount=300, unit="rows/s")
-    refusals = iter([True, False, False])
-
-    def limited(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        if next(refusals):
-            return frame(wire.Failure(code=wire.ErrorCode.BUSY, detail="your quota is 300 rows/s", limit=limit))
-        return frame(replace_struct(reply, limit=limit), answer)
-
-    executor.behaviour = limited
-    channel = connect(executor)
-    for _ in range(2):
-        ask(channel)
-    (message,) = caplog.messages
-    assert message.startswith(f"{channel.peer.name} limits you to 300 rows/s")
 
 
 def test_closing_wakes_a_request_of_another_thread(executor: ScriptedProvider, connect: NewChannel) -> None:

@@ -1,7 +1,6 @@
 """One place lists the schemes; a new scheme is a module and its registration."""
 
 import ast
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -10,71 +9,21 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, RANGE, Bound, Direction, Headroom, quantise_rows
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, RANGE, Bound, Direction, Headroom, quantise_rows
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation import Federation, Peer, Registries
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.limits import GroupIndex
-from tenant import RemoteConfig
 from tenant.cli.options import MASKING_ROLES, Masking
-from tenant.core.pads import EffectSource
 from tenant.masking.backend import _on_host
-from tenant.masking.registry import LocalSource, register, registered, scheme_named, session_scheme, unregister
-from tenant.masking.scheme import Materials, SessionScheme
-from tenant.model.connect import open_backend
+from tenant.masking.registry import register, registered, scheme_named, session_scheme
 from tenant.preparation.prepared import Preparation
 from tests.tenant.conftest import Scripted
 from tests.tenant.scripted import product_of
-from threat_model.evidence.schemes import SCHEMES, variant
+from threat_model.evidence.schemes import SCHEMES
 
 ROOT = Path(__file__).parents[3]
-
-
-class Borrowed(SessionScheme):
-    """Pads from the tenant's own weights; a quarter of the range is reserved for an error that is always 0."""
-
-    name = "borrowed"
-    summary = "nobody"
-    roles = frozenset({"executor"})
-    own_weights = True
-    hides_from = frozenset({"executor"})
-    assumption = "none"
-
-    def headroom(self, preparation: Preparation) -> Headroom:
-        return Headroom(error=3 << 29)
-
-    def effects(self, materials: Materials) -> EffectSource:
-        assert materials.store is not None
-        return LocalSource(materials.facts, materials.secret, materials.store)
-
-
-@pytest.fixture
-def borrowed() -> Iterator[Borrowed]:
-    scheme = Borrowed()
-    register(scheme)
-    yield scheme
-    unregister(scheme.name)
-
-
-def test_a_registered_scheme_works_everywhere_by_its_name(
-    borrowed: Borrowed, scripted: Scripted, federation_file: object, store: WeightStore, tmp_path: Path
-) -> None:
-    assert callable(federation_file)
-    path = federation_file(scripted.new_federation([scripted.executor]))
-    config = RemoteConfig(federation=path, masking="borrowed", cache=tmp_path / "cache", deadline_s=20)
-    rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
-    with_room = open_backend(config, store.path)
-    plain = open_backend(RemoteConfig(masking="simulate"), store.path)
-    try:
-        got, exact = with_room.linear(0, FORWARD, rows), plain.linear(0, FORWARD, rows)
-    finally:
-        with_room.close()
-        plain.close()
-    assert torch.allclose(got, exact, atol=1e-2)
-    assert not torch.equal(got, exact)  # scaled to a quarter: other bits
-    assert variant(borrowed).hides_from >= {"executor", "network"}
-    assert variant(borrowed).helpers == 0
 
 
 @given(data=st.data(), noise=st.integers(0, 64), error=st.integers(0, RANGE - 1 - (1 << 24)), width=st.integers(1, 40))
@@ -89,10 +38,10 @@ def test_headroom_stays_unused(data: st.DataObject, noise: int, error: int, widt
     assert int(((xq.long()[:, None] - worst) @ weight.t()).abs().max()) < RANGE - error
 
 
-def test_names_are_unique_and_mistakes_list_them(borrowed: Borrowed) -> None:
-    with pytest.raises(ConfigError, match="'borrowed' is registered already"):
-        register(Borrowed())
-    with pytest.raises(ConfigError, match="choose one of pad, local, lwe, none, paper-pool, simulate, borrowed"):
+def test_names_are_unique_and_mistakes_list_them() -> None:
+    with pytest.raises(ConfigError, match="'pad' is registered already"):
+        register(scheme_named("pad"))
+    with pytest.raises(ConfigError, match="choose one of pad, local, lwe, none, paper-pool, simulate"):
         scheme_named("fhe")
     with pytest.raises(ConfigError, match="'simulate' does not run over a session"):
         session_scheme("simulate")

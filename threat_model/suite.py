@@ -88,7 +88,6 @@ class Cell:
     verdict: Verdict
     promised: bool
     expected: bool
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ def run_suite(
 
 def examine(attack: Attack[Any, Any], recording: Recording, lab: Lab) -> Cell:
     """Run one attack on its party's view, score it, and determine the verdict."""
-    scheme, started = recording.scheme, time.monotonic()
+    scheme = recording.scheme
     view = recording.views.of(attack.party)
     guess = attack.run(view, lab.public, torch.Generator().manual_seed(ATTACK_SEED))
     outcome = None if guess is None else attack.score(guess, recording.truth)
@@ -198,7 +197,7 @@ def examine(attack: Attack[Any, Any], recording: Recording, lab: Lab) -> Cell:
         expected = verdict in (Verdict.HIDDEN, Verdict.ABSENT)
     elif attack.by_design or (attack.decisive and (scheme.helpers or "helper" not in attack.party)):
         expected = verdict in (Verdict.BROKEN, Verdict.BY_DESIGN)
-    return Cell(attack, scheme, outcome, verdict, promised, expected, time.monotonic() - started)
+    return Cell(attack, scheme, outcome, verdict, promised, expected)
 
 
 def attack_composed(workload: Workload) -> tuple[Cell, ...]:

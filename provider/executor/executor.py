@@ -4,22 +4,16 @@ Theory of operation. One thread owns the model and an `Inbox`. The thread passes
 which picks the rows of the next product. These rows are joined to one matrix without padding and multiplied once; the
 answers are row slices of the product, without a copy. A request that is larger than a slice is multiplied piece by
 piece into its own matrix, and other requests are multiplied between the pieces. A helper's effect is the product of
-keystream rows, which another thread makes one slice ahead; effects and masked rows of a layer group share products.
-Rows for one expert of a stack are sorted by expert first, so several tenants' rows for an expert share its product.
-Ring results do not depend on the other rows of a product; float results may, within rounding. An idle executor loads
-layer groups that are not in memory yet, in small steps, so that no tenant waits for the whole model.
+keystream rows, which another thread makes one slice ahead. Rows for one expert of a stack are sorted by expert first,
+so several tenants' rows for an expert share its product. An idle executor loads layer groups in small steps.
 
-Rows are joined and copied as bytes, and become a matrix for the product only (docs/adr/9-lane.md says why, and what
-waking a thread costs). A gateway thread in this process that sends a few rows to an idle executor computes the product
-itself, while it holds the executor's lock (`_serve_inline`). The gateway thread takes in no other message, and leaves
-the rest to the executor's own thread. For a request like an earlier one, it makes no message either: one compiled call
+A gateway thread in this process that sends a few rows to an idle executor computes the product itself, while it holds
+the executor's lock (`_serve_inline`). For a request like an earlier one, it makes no message either: one compiled call
 computes the product from payload to payload (`multiply_at_once`). Whenever the executor is busy, or another tenant
-waits or is expected, nothing was done, and the request comes as a message.
+waits or is expected, nothing was done, and the request comes as a message (docs/adr/9-lane.md).
 
-Requests come from the gateway's threads, in this process or another one (`queues`), as `ProductRequest`. The
-gateway has checked them. A request that is late, or whose tenant has left, is answered at once without a product. The
-executor keeps nothing of an answered request. An answer that is a small part of a large product is copied, so that a
-tenant that reads slowly keeps its own rows in memory only.
+The executor keeps nothing of an answered request. An answer that is a small part of a large product is copied, so that
+a tenant that reads slowly keeps its own rows in memory only.
 """
 
 import contextlib

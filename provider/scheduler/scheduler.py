@@ -1,27 +1,17 @@
-"""The scheduler: keeps jobs, and hands out their rows. Requests for the same layer group share a product, and wait to
-be batched where that saves time (`Discipline`).
+"""The scheduler: keeps jobs, and hands out their rows (docs/provider.md lists its rules). Requests for the same layer
+group share a product, and wait to be batched where that saves time (`Discipline`).
 
-* **Choice.** Tenants go through a model in the same order. A request that is passed over is reached by the tenants
-  behind it, and shares its later products with them. The scheduler therefore picks the layer group with the largest
-  lead over the next waiting tenant, and among equal leads the group with the most waiting tenants. The choice delays no
-  product, because the executor always has other work. A tenant that is more than `MAX_WAIT_S` ahead of its fair share
-  is not scheduled first, and a request is passed over for one slice at most.
-* **Waiting.** An idle executor lets requests wait to be batched while the expected saving exceeds the cost of waiting.
-  The saving is the difference between two products and one: the time to read the weights once more, less if the
-  products have many rows. The cost is the sum of the waiting times of all waiting tenants. A request waits for at most
-  `WAIT_SHARE` of the time of its own product, so a large request waits longer than a small one, and for at most
-  `MAX_WAIT_S`. A request waits only while another tenant is expected to ask for the same layer group in time
-  (`_Absent`). A single tenant never waits.
-* **Added rows.** A product that reads the weights anyway takes more rows. Inference requests join every product, whole.
-  A fine-tuning request joins if its tenant is within one slice of its turn, and is cut to the remaining room. In a
-  product that fine-tuning leads, fine-tuning gets half of the slice. When inference is due, fine-tuning makes the
-  product of inference take half as long again at most; otherwise many large requests for the same layer group would
-  make every row of inference wait for a slice.
-* **Alone.** The products of a tenant take up to four slices if no other tenant, and no other stage of the same tenant,
-  has asked for a second. A new tenant's first request may wait for such a product.
-* **Inference beside fine-tuning.** When inference is due, a fine-tuning request waits for an inference tenant that is
-  about to ask for its next layer group: once, from when it could first lead, and no longer than it would wait to be
-  batched. Otherwise one row of inference would wait for a slice of fine-tuning, which takes many times longer.
+* **Choice.** A request that is passed over is reached by the tenants behind it, and shares its later products with
+  them. The choice delays no product, because the executor always has other work.
+* **Waiting.** The saving is the difference between two products and one: the time to read the weights once more, less
+  if the products have many rows. The cost is the sum of the waiting times of all waiting tenants. A request waits for
+  at most `WAIT_SHARE` of the time of its own product, for at most `MAX_WAIT_S`, and only while another tenant is
+  expected to ask for the same layer group in time (`_Absent`).
+* **Added rows.** Inference requests join every product, whole. A fine-tuning request joins if its tenant is within one
+  slice of its turn, and is cut to the remaining room. When inference is due, it makes the product take half as long
+  again at most: many large requests for one layer group would otherwise make every row of inference wait for a slice.
+* **Inference beside fine-tuning.** A fine-tuning request waits for an inference tenant that is about to ask for its
+  next layer group: once, from when it could first lead, and no longer than it would wait to be batched.
 """
 
 import heapq

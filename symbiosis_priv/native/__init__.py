@@ -2,18 +2,13 @@
 
 torch can do everything that the library does, more slowly: ring arithmetic with the same bits, local functions of float
 rows (local.h) with other last bits. So callers have a torch path, and choose by `library()`. ctypes releases the GIL
-during a call. The library has no threads of its own. The instruction set is an argument of each function, so one
-process can compare all of them.
+during a call. The instruction set is an argument of each function, so one process can compare all of them.
 
     SYMBIOSIS_PRIV_NATIVE=0          do not use the library
     SYMBIOSIS_PRIV_ISA=portable      (avx2, avxvnni, avx512, amx) use no instruction set above this one
 
-Both variables are read once, because looking up a variable takes as long as many calls.
-
-After the loader come the layout of matrices that the fused passes read and write, and slices of one product on a few
-threads: idle threads sleep, so they take no cores from torch's pool or from other processes. The number of threads is
-torch's (`torch.set_num_threads`), including the caller's thread. Threads take slices one by one, so a thread that is
-delayed by other work delays one slice only.
+After the loader come the layout of matrices that the fused passes read and write, and slices of one product on as many
+threads as torch has (`torch.set_num_threads`): idle ones sleep, and take slices one by one.
 """
 
 import ctypes

@@ -77,8 +77,7 @@ class AdapterExtraction(Attack[ExecutorView, Mapping[str, Stolen]]):
             errors.append(float((stolen.update - real).norm() / real.norm()))
             first += _beats_decoys(stolen, real, rng)
         hits, p_value = sum(e <= RECOVERED for e in errors), binomial_tail(first, len(errors), 1 / (_DECOYS + 1))
-        figures = {"worst relative error": max(errors), "best relative error": min(errors)}
-        return Outcome(hits, len(errors), 0.0, p_value, figures)
+        return Outcome(hits, len(errors), 0.0, p_value, {"worst relative error": max(errors)})
 
 
 def _readable_linears(view: ExecutorView, rows: Subtraction, public: Public) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -154,13 +154,13 @@ class Differencing(DirectedAttack[ExecutorView, list[Differences]]):
     def score(self, guess: list[Differences], truth: Truth) -> Outcome:
         claimed = sum(len(claims.value) for claims in guess)
         if not claimed:  # no claim was made
-            return Outcome(0, _PAIRS, 0.0, 1.0, {"pairs claimed": 0})
+            return Outcome(0, _PAIRS, 0.0, 1.0)
         right = 0
         for claims in guess:
             x, y = _rows(truth, claims.a), _rows(truth, claims.b)
             error = (claims.value - (x - y)).norm(dim=1)
             right += int((error <= RECOVERED * (x.norm(dim=1) + y.norm(dim=1))).sum())
-        return Outcome(right, claimed, 0.0, 0.0 if right else 1.0, {"pairs claimed": claimed})
+        return Outcome(right, claimed, 0.0, 0.0 if right else 1.0)
 
 
 def _rows(truth: Truth, places: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from threat_model.attacks.base import Attack, DirectedAttack, GuessedRows, Label
 from threat_model.attacks.exchanges import first_rows, noises, stack, unstack
 from threat_model.attacks.tokens import FIRST, FirstLayerAttack
 from threat_model.evidence.public import Public
-from threat_model.evidence.statistics import binomial_tail, clopper_pearson, normal_tail
+from threat_model.evidence.statistics import binomial_tail, normal_tail
 from threat_model.evidence.truth import Truth
 from threat_model.evidence.views import Exchange, ExecutorView
 
@@ -192,10 +192,7 @@ class Distinguisher(DirectedAttack[ExecutorView, Tensor]):
     def score(self, guess: Tensor, truth: Truth) -> Outcome:
         coins = truth.coins[self.direction]
         right, n = int(((guess > 0) == coins).sum()), len(coins)
-        interval = clopper_pearson(right, n)
-        rates = {"advantage": right / n, "advantage, low": interval.low, "advantage, high": interval.high}
-        figures = {name: 2 * rate - 1 for name, rate in rates.items()} | {"theory": 0.0}
-        return Outcome(right, n, 0.5, binomial_tail(right, n, 0.5), figures)
+        return Outcome(right, n, 0.5, binomial_tail(right, n, 0.5))
 
 
 def _features(rows: Tensor) -> Tensor:

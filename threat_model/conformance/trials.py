@@ -196,7 +196,6 @@ class PropertyResult:
     property: Property
     verdict: PropertyVerdict = "holds"
     examples: int = 0
-    seconds: float = 0.0
     reason: str | None = None
     violation: Violation | None = None
     at_fault: str | None = None
@@ -214,7 +213,7 @@ def run_property(
     chosen: Property, subject: Subject, *, examples: int, seed: int, tick: Callable[[], None] = lambda: None
 ) -> PropertyResult:
     """Test one provider against one property. Raises no error that a provider causes."""
-    run, begun = Run(examples, seed, tick=tick), time.monotonic()
+    run = Run(examples, seed, tick=tick)
     result = PropertyResult(subject.name, subject.role, chosen)
     try:
         if chosen.floats and not subject.oracle.floats:
@@ -238,7 +237,7 @@ def run_property(
             result.reason += f": not within {subject.dialler.deadline_s:g} s; --deadline waits longer"
             if time.monotonic() >= subject.dialler.until:
                 result.verdict, result.reason = "out of time", _OUT_OF_TIME
-    result.examples, result.seconds = run.count, time.monotonic() - begun
+    result.examples = run.count
     return result
 
 

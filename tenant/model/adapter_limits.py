@@ -11,6 +11,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ _REPEATED = 4  # times the model's layers that `layer_replication` may make; pub
 STARTS_FROM_WEIGHT = ("pissa", "olora", "corda", "mica")
 """The first letters of LoRA's initialisations that read the base weight."""
 _COPIES = 4  # PEFT may hold several copies of the adapter's tensors, in a wider dtype than on disk
+
+
+def needs_weights(settings: Mapping[str, Any]) -> bool:
+    """Return whether PEFT needs the base model's weights, or its modules, to make an adapter with these settings."""
+    start = str(settings.get("init_lora_weights")).lower()
+    return bool(settings.get("layer_replication")) or start.startswith(STARTS_FROM_WEIGHT)
 
 
 def bounded_config(config: PeftConfig, model: nn.Module, *, folder: Path) -> PeftConfig:

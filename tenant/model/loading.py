@@ -40,7 +40,7 @@ from symbiosis_priv.checkpoints.forms import stated
 from symbiosis_priv.checkpoints.vetting import on_this_machine, read_json, vet_adapter, vet_processor
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, UnsupportedModelError, one_line
 from symbiosis_priv.system.files import read_limited
-from tenant.model.adapter_limits import STARTS_FROM_WEIGHT, MemoryLimit, bounded_config
+from tenant.model.adapter_limits import MemoryLimit, bounded_config, needs_weights
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.remote_linear import RemoteLayer
 from tenant.model.widened import WidenedConfig
@@ -313,36 +313,39 @@ def load_adapter(model: Any, folder: Path) -> Any:
         CheckpointError: the folder has settings that are not allowed (`vet_adapter`), or the adapter does not fit.
     """
     settings = vet_adapter(folder)
-    misfit = f"the adapter in {folder} does not fit this model"
     trained_on = one_line(str(settings.get("base_model_name_or_path") or ""))[:_SHOWN]
     fix = "load the base model that it was trained on" + (f" ({trained_on})" if trained_on else "")
-    with on_this_machine(), _undone_on_error(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # PEFT warns of what is refused below
+    with _undone_on_error(model), fitting(folder, fix=fix):
+        config = PeftConfig.from_pretrained(str(folder), local_files_only=True)
+        with (
+            MemoryLimit(model, folder / "adapter_model.safetensors"),
+            _unchanged(model, folder, biases=getattr(config, "bias", "none") not in ("none", False)),
+        ):
+            adapted = PeftModel.from_pretrained(
+                model,
+                str(folder),
+                config=bounded_config(config, model, folder=folder),
+                local_files_only=True,
+                low_cpu_mem_usage=not needs_weights(settings),  # PEFT cannot make those on the meta device
+            ).eval()
+        held = (*adapted.named_parameters(), *adapted.named_buffers())
+        check_adapter_is_whole(adapted, folder, fix=fix, without={name for name, tensor in held if tensor.is_meta})
+    return adapted
+
+
+@contextmanager
+def fitting(folder: Path, *, fix: str) -> Iterator[None]:
+    """Context manager: PEFT reads a folder, fetches nothing, and warns of nothing, because what it warns of is refused.
+    Its errors are raised as `CheckpointError`, with `fix`: what to do."""
+    with on_this_machine(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
         try:
-            config = PeftConfig.from_pretrained(str(folder), local_files_only=True)
-            with (
-                MemoryLimit(model, folder / "adapter_model.safetensors"),
-                _unchanged(model, folder, biases=getattr(config, "bias", "none") not in ("none", False)),
-            ):
-                # PEFT cannot make these on the meta device
-                needs_memory = settings.get("layer_replication") or str(
-                    settings.get("init_lora_weights")
-                ).lower().startswith(STARTS_FROM_WEIGHT)
-                adapted = PeftModel.from_pretrained(
-                    model,
-                    str(folder),
-                    config=bounded_config(config, model, folder=folder),
-                    local_files_only=True,
-                    low_cpu_mem_usage=not needs_memory,
-                ).eval()
+            yield
         except SymbiosisError:
             raise
         except Exception as error:  # PEFT raises many types for malformed files, and may list hundreds of tensors
             reason = f"it lacks {error}" if isinstance(error, KeyError) else shortened(error)
-            raise CheckpointError(f"{misfit}; {fix} ({reason})") from error
-        held = (*adapted.named_parameters(), *adapted.named_buffers())
-        check_adapter_is_whole(adapted, folder, fix=fix, without={name for name, tensor in held if tensor.is_meta})
-    return adapted
+            raise CheckpointError(f"the adapter in {folder} does not fit this model; {fix} ({reason})") from error
 
 
 def check_adapter_is_whole(adapted: Any, folder: Path, *, fix: str, without: set[str]) -> None:

@@ -7,7 +7,6 @@ that of the merged layers of one file, whatever the size of the model.
 
 import json
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import tenant.tasks.methods  # noqa: F401 - an adapter may be of one of its methods
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint, resolve
 from symbiosis_priv.checkpoints.discovery.skeleton import Source, StoredNames, build, load_config
-from symbiosis_priv.checkpoints.vetting import on_this_machine, read_json, vet_adapter
-from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedModelError
+from symbiosis_priv.checkpoints.vetting import read_json, vet_adapter
+from symbiosis_priv.errors import CheckpointError, UnsupportedModelError
 from symbiosis_priv.system.files import check_unused, replace_atomically
-from tenant.model.adapter_limits import STARTS_FROM_WEIGHT, MemoryLimit, bounded_config
-from tenant.model.loading import check_adapter_is_whole, shortened
+from tenant.model.adapter_limits import MemoryLimit, bounded_config, needs_weights
+from tenant.model.loading import check_adapter_is_whole, fitting
 from tenant.preparation.own_tensors import copy_plain_files
 
 _FILE_BYTES = 2 << 30  # of tensors in a file of the merged checkpoint
@@ -125,44 +124,35 @@ def _adapted(
     """The adapter with its values, on the model without weights, and the biases that it has trained, by their stored
     names. Raises what `merge` raises."""
     settings = vet_adapter(adapter)
-    start = str(settings.get("init_lora_weights")).lower()
-    if start.startswith(STARTS_FROM_WEIGHT) or settings.get("layer_replication"):
+    if needs_weights(settings):
+        start = settings.get("init_lora_weights")
         raise UnsupportedModelError(
             f"{adapter} starts from the base weights ({start}) or repeats layers; convert it to a plain LoRA with PEFT "
             f"(path_initial_model_for_weight_conversion), or {_ELSEWHERE}"
         )
     fix = "name the base model that it was trained on"
     tensors, biases = load_file(adapter / "adapter_model.safetensors"), dict[str, Tensor]()
-    with on_this_machine(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        try:
-            config = PeftConfig.from_pretrained(str(adapter), local_files_only=True)
-            if config.is_prompt_learning:
-                raise UnsupportedModelError(f"{adapter} is a {config.peft_type}: prompts are not part of any weight")
-            with MemoryLimit(skeleton, adapter / "adapter_model.safetensors"):
-                adapted = get_peft_model(skeleton, bounded_config(config, skeleton, folder=adapter)).eval()
-            check_adapter_is_whole(adapted, adapter, fix=fix, without=set())
-            saved = [
-                n for n, module in _changed(adapted, adapter).items() if isinstance(module, AuxiliaryTrainingWrapper)
-            ]
-            trained = getattr(config, "bias", "none") not in ("none", False)
-            for name in list(tensors):  # of the base model: biases, and copies of embeddings beside an adapter on them
-                parameter = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-                if parameter in sources and not parameter.startswith(tuple(f"{module}." for module in saved)):
-                    value, own = tensors.pop(name), _stored_name(parameter, sources)
-                    if trained and name.endswith("bias") and value.shape == read(own).shape:
-                        biases[own] = value.to(read(own).dtype)
-                    elif not torch.equal(value.to(read(own).dtype), read(own)):
-                        raise CheckpointError(
-                            f"the adapter in {adapter} would replace the base model's {parameter}; use another one"
-                        )
-            set_peft_model_state_dict(adapted, tensors)
-        except SymbiosisError:
-            raise
-        except Exception as error:  # PEFT raises many types for malformed files
-            raise CheckpointError(
-                f"the adapter in {adapter} does not fit this model; {fix} ({shortened(error)})"
-            ) from error
+    with fitting(adapter, fix=fix):
+        config = PeftConfig.from_pretrained(str(adapter), local_files_only=True)
+        if config.is_prompt_learning:
+            raise UnsupportedModelError(f"{adapter} is a {config.peft_type}: prompts are not part of any weight")
+        with MemoryLimit(skeleton, adapter / "adapter_model.safetensors"):
+            adapted = get_peft_model(skeleton, bounded_config(config, skeleton, folder=adapter)).eval()
+        check_adapter_is_whole(adapted, adapter, fix=fix, without=set())
+        changed = _changed(adapted, adapter).items()
+        saved = tuple(f"{name}." for name, module in changed if isinstance(module, AuxiliaryTrainingWrapper))
+        trained = getattr(config, "bias", "none") not in ("none", False)
+        for name in list(tensors):  # of the base model: biases, and copies of embeddings beside an adapter on them
+            parameter = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+            if parameter in sources and not parameter.startswith(saved):
+                value, own = tensors.pop(name), _stored_name(parameter, sources)
+                if trained and name.endswith("bias") and value.shape == read(own).shape:
+                    biases[own] = value.to(read(own).dtype)
+                elif not torch.equal(value.to(read(own).dtype), read(own)):
+                    raise CheckpointError(
+                        f"the adapter in {adapter} would replace the base model's {parameter}; use another one"
+                    )
+        set_peft_model_state_dict(adapted, tensors)
     return adapted, biases
 
 

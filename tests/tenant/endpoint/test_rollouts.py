@@ -148,7 +148,7 @@ def test_what_cannot_be_generated_is_refused(tiny: Path, tmp_path: Path) -> None
         assert trainer.model.training
 
 
-def _measure(model: Path, *, masking: str = "pad", completions: int = 16, tokens: int = 32, turns: int = 2) -> None:
+def _measure(model: Path, *, masking: str = "pad", completions: int = 16, tokens: int = 32, turns: int = 4) -> None:
     """Print tokens per second of TRL's own generation and of the engine, by turns, with an executor and a helper."""
     spent: dict[str, list[float]] = {"generate()": [], "batched_rollouts": []}
     with ExitStack() as stack:

@@ -38,7 +38,7 @@ def serve(*, model: Model, remote: Remote, options: Serving) -> None:
         server = serving.server(service, listener, keys=keys, masking=remote.masking, options=options)
         address = bound_address(listener)
         served_at = f"http://{address}/{'classify' if service.labels else 'v1'}"
-        terminal.say(f"serving {', '.join(one.id for one in service.models())} at {served_at}")
+        terminal.say(f"serving {', '.join(one['id'] for one in service.models())} at {served_at}")
         for served, source in {name: folder, **adapters}.items():
             if (pinned := hub_name(source)) is not None:
                 terminal.say(f"{served} is {'@'.join(pinned)}")

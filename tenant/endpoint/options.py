@@ -110,7 +110,6 @@ class Serving:
     def check_for_classifier(self) -> None:
         """Refuse what only models that generate have."""
         given = {"--draft": self.draft, "--media": self.media, "--tinker": self.tinker, "--pace": self.pace_ms}
-        given["--answer-bucket"] = self.answer_bucket > 1
         if wrong := [name for name, value in given.items() if value]:
             raise ConfigError(f"this model classifies texts and generates none; leave out {', '.join(wrong)}")
 

@@ -5,30 +5,32 @@ import dataclasses
 import json
 import logging
 import re
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse
 
 from symbiosis_priv.errors import SymbiosisError
-from tenant.endpoint.api.answers import FinishReason, PromptTokensDetails, Usage
 from tenant.endpoint.api.errors import ApiError, failed, refused
 from tenant.endpoint.api.service import EndpointMetrics, endpoint_of
 from tenant.endpoint.engine import requests as engine
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Json = dict[str, Any]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 _UNREAD = 1024  # events that a client may leave unread; with log probabilities, 4 KiB each
 _UNREAD_STEPS = 64  # ... and of a request with many choices, this number per choice
 _LOOPBACK = re.compile(r"localhost|127\.[0-9.]+|::1")
 _PING_S = 15  # between comments to a client that waits
 
-DOCUMENTED: dict[int | str, dict[str, Any]] = {
+DOCUMENTED: dict[int | str, Json] = {
     200: {"content": {"text/event-stream": {"itemSchema": {"type": "object", "required": ["data"]}}}}
 }
 """`responses` of a route that may stream, for the OpenAPI document."""
@@ -132,19 +134,25 @@ async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
         gone.cancel()
 
 
-def usage(dones: Mapping[int, engine.Done], prompts: int, ledger: engine.RequestLedger) -> Usage:
-    """Add up the numbers of tokens. `dones`: the last event of each choice, by index. The choices are ordered by
-    prompt. `prompts`: number of different prompts."""
+def usage(dones: Mapping[int, engine.Done], prompts: int, ledger: engine.RequestLedger) -> Json:
+    """Return the numbers of tokens; and the ledger and, if requested, a row of the last token, which are not OpenAI's.
+    `dones`: the last event of each choice, ordered by prompt. `prompts`: number of different prompts."""
     prompt = sum(dones[index].prompt_tokens for index in range(0, len(dones), len(dones) // prompts))
     new = sum(one.new_tokens for one in dones.values())
-    return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=new,
-        total_tokens=prompt + new,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=ledger.cached_tokens),
-        ledger=ledger,
-        row=dones[0].row if len(dones) == 1 else None,
-    )
+    row = dones[0].row if len(dones) == 1 else None
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": ledger.cached_tokens},
+        "ledger": vars(ledger),
+        **({} if row is None else {"row": vars(row)}),
+    }
+
+
+def new_id(prefix: str) -> str:
+    """Return a new identifier of an answer."""
+    return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def finish_reason(done: engine.Done) -> FinishReason:
@@ -169,14 +177,14 @@ def several(request: engine.EngineRequest, n: int) -> list[engine.EngineRequest]
 
 
 class Prepared(Protocol):
-    """A request whose fields have been checked, and its answer."""
+    """A request whose fields have been checked, and its answer in the form of OpenAI or Anthropic."""
 
     requests: list[engine.EngineRequest]
 
-    def chunks(self, running: Running) -> AsyncIterator[BaseModel]:
+    def chunks(self, running: Running) -> AsyncIterator[Json]:
         """Yield the chunks of a stream; the last one has the usage if the client asked for it, or for no stream."""
 
-    async def whole(self, running: Running) -> BaseModel:
+    async def whole(self, running: Running) -> Json:
         """Return the answer as one object: its chunks put together."""
 
 
@@ -195,8 +203,8 @@ async def respond(prepared: Prepared, http: HttpRequest, *, streamed: bool | Non
         try:
             async for chunk in prepared.chunks(running):
                 # ASCII, because many clients divide lines as Python does, also at U+2028
-                data = chunk.model_dump_json(by_alias=True, ensure_ascii=True)
-                yield ServerSentEvent(data, event=getattr(chunk, "type", None))
+                data = json.dumps(chunk, allow_nan=False, separators=(",", ":"))
+                yield ServerSentEvent(data, event=chunk.get("type"))
             if not named_events:
                 yield ServerSentEvent("[DONE]")
         except ApiError as error:
@@ -213,6 +221,6 @@ async def respond(prepared: Prepared, http: HttpRequest, *, streamed: bool | Non
             shutdown_grace_period=endpoint.settings.drain_s,
         )
     try:
-        return await while_connected(http, prepared.whole(running))
+        return JSONResponse(await while_connected(http, prepared.whole(running)))
     finally:
         running.cancel()

@@ -4,6 +4,7 @@ engine."""
 import asyncio
 import math
 import time
+import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from symbiosis_priv.checkpoints.checkpoint import hub_name
 from symbiosis_priv.errors import ConfigError
-from tenant.endpoint.api.answers import Model, new_id
 from tenant.endpoint.api.bodies import CompletionFields
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.http_server import CONNECTIONS
@@ -169,18 +169,19 @@ class Service:
         if tasks is not None and name in tasks:
             raise ConfigError(f"an adapter has the name of the base model, {name}; choose another name")
 
-    def models(self) -> list[Model]:
-        """Return the base model and all adapters."""
-        base = Model(
-            id=self.name,
-            created=self.created,
-            owned_by="symbiosis-priv",
-            root=self.root,
-            parent=None,
-            max_model_len=self.context,
-        )
+    def models(self) -> list[dict[str, Any]]:
+        """Return the base model, and all adapters with the base model as `parent`."""
+        base = {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "symbiosis-priv",
+            "root": self.root,
+            "parent": None,
+            "max_model_len": self.context,
+        }
         infos = [] if self.tasks is None else [one for one in self.tasks.infos() if not one.id.name.startswith(OWNED)]
-        return [base, *(base.model_copy(update={"id": one.id.name, "parent": self.name}) for one in infos)]
+        return [base, *(base | {"id": one.id.name, "parent": self.name} for one in infos)]
 
     def adapter(self, model: str) -> str | None:
         """Return the adapter with a model's name; None for the base model. Raises `ApiError` for another name."""
@@ -295,7 +296,7 @@ class Service:
         given = {key: getattr(body, key) for key in self._defaults}
         chosen = {key: self._defaults[key] if value is None else value for key, value in given.items()}
         return EngineRequest(
-            id=new_id("request"),
+            id=f"request-{uuid.uuid4().hex}",
             prompt=tuple(prompt),
             adapter=self.adapter(body.model),
             client=client,

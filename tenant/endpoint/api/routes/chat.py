@@ -11,16 +11,18 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from symbiosis_priv.errors import ConfigError, OverloadedError
-from tenant.endpoint.api import answers
 from tenant.endpoint.api.bodies import ChatRequest, JsonRoute, Message, NamedTool, StreamOptions, TextPart
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.media import Media, Processor, check_kept, texts_of
 from tenant.endpoint.api.routes.tools import ToolText, arguments_of, calling, closed, tagged
 from tenant.endpoint.api.running import (
     DOCUMENTED,
+    FinishReason,
+    Json,
     Running,
     finish_reason,
     finite,
+    new_id,
     respond,
     several,
     usage,
@@ -37,7 +39,7 @@ _SAME: Mapping[str, str] = {}
 _SPACE = {"whitespace_pattern": "[ \\n\\t]{0,16}"}  # without a limit, some models write white space up to `max_tokens`
 
 
-@router.post("/v1/chat/completions", response_model=answers.Chat, responses=DOCUMENTED)
+@router.post("/v1/chat/completions", response_model=None, responses=DOCUMENTED)
 async def chat(body: ChatRequest, http: Request) -> Any:
     """Answer a chat."""
     return await respond(await prepare(http, lambda: body), http, streamed=body.stream)
@@ -65,7 +67,7 @@ class PreparedChat:
         self._service = service
         self._in_tags = in_tags
         self.created = int(time.time())
-        self._head: dict[str, Any] = {"id": answers.new_id("chatcmpl"), "created": self.created, "model": body.model}
+        self._head: Json = {"id": new_id("chatcmpl"), "created": self.created, "model": body.model}
 
     @classmethod
     async def of(cls, body: ChatRequest, service: Service, client: str) -> "PreparedChat":
@@ -97,21 +99,22 @@ class PreparedChat:
         )
         return cls(body, service, request, in_tags=in_tags)
 
-    async def chunks(self, running: Running) -> AsyncIterator[answers.ChatChunk]:
-        """Yield the chunks of a stream."""
+    async def chunks(self, running: Running) -> AsyncIterator[Json]:
         body, options = self._body, self._body.stream_options or StreamOptions()
         names = {tool.function.name for tool in body.tools or () if body.tool_choice != "none"}
         texts = [ToolText(tagged=self._in_tags, names=names) for _ in self.requests]
         dones: dict[int, engine.Done] = {}
-        unused: dict[str, Any] = {"usage": None} if options.include_usage else {}
+        head = {**self._head, "object": "chat.completion.chunk"}
+        unused = {"usage": None} if options.include_usage else {}
 
-        def chunk(index: int, finish_reason: answers.FinishReason | None = None, **piece: Any) -> answers.ChatChunk:
-            ends = {name: piece.pop(name, None) for name in ("logprobs", "stop_reason")}
-            delta = answers.ChatDelta(
-                index=index, delta=answers.ChatPiece(**piece), finish_reason=finish_reason, **ends
-            )
-            ledger = running.ledger() if options.include_ledger else None
-            return answers.ChatChunk(**self._head, **unused, choices=[delta], ledger=ledger)
+        def ledger() -> Json:
+            return {"ledger": vars(running.ledger())} if options.include_ledger else {}
+
+        def chunk(
+            index: int, finish: FinishReason | None = None, *, logprobs: Json | None = None, **delta: Any
+        ) -> Json:
+            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+            return {**head, **unused, "choices": [choice], **ledger()}
 
         for index in range(len(texts)):
             yield chunk(index, role="assistant", content="")
@@ -128,54 +131,51 @@ class PreparedChat:
                 if text + rest:
                     yield chunk(index, content=text + rest)
                 if calls:
-                    numbered = [call.model_copy(update={"index": place}) for place, call in enumerate(calls)]
-                    yield chunk(index, tool_calls=numbered)
-                yield chunk(index, "tool_calls" if calls else finish_reason(event), stop_reason=event.stop_text)
+                    yield chunk(index, tool_calls=[{"index": place, **call} for place, call in enumerate(calls)])
+                last = chunk(index, "tool_calls" if calls else finish_reason(event))
+                if event.stop_text is not None:
+                    last["choices"][0]["stop_reason"] = event.stop_text  # vLLM's field
+                yield last
         if options.include_usage or not body.stream:
-            costs = running.ledger()
-            ledger = costs if options.include_ledger else None
-            yield answers.ChatChunk(**self._head, choices=[], usage=usage(dones, 1, costs), ledger=ledger)
+            yield {**head, "choices": [], "usage": usage(dones, 1, running.ledger()), **ledger()}
 
-    async def whole(self, running: Running) -> answers.Chat:
-        """Return the answer as one object: its chunks put together."""
-        choices = [
-            answers.ChatChoice(
-                index=index,
-                message=answers.ChatMessage(content=""),
-                logprobs=answers.ChatLogprobs(content=[]) if self._body.logprobs else None,
-                finish_reason="length",
-            )
+    async def whole(self, running: Running) -> Json:
+        choices: list[Json] = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": "", "refusal": None},
+                "logprobs": {"content": [], "refusal": None} if self._body.logprobs else None,
+                "finish_reason": "length",
+            }
             for index in range(len(self.requests))
         ]
         texts: list[list[str]] = [[] for _ in choices]
         async for chunk in self.chunks(running):
-            used = chunk.usage
-            for part in chunk.choices:
-                choice, piece = choices[part.index], part.delta
-                texts[part.index].append(piece.content or "")
-                choice.finish_reason = part.finish_reason or choice.finish_reason
-                if piece.tool_calls:
-                    choice.message.tool_calls = [call.model_copy(update={"index": None}) for call in piece.tool_calls]
-                if choice.logprobs and part.logprobs:
-                    choice.logprobs.content += part.logprobs.content
+            used = chunk.get("usage")
+            for part in chunk["choices"]:
+                choice, piece = choices[part["index"]], part["delta"]
+                texts[part["index"]].append(piece.get("content", ""))
+                choice["finish_reason"] = part["finish_reason"] or choice["finish_reason"]
+                if "tool_calls" in piece:
+                    calls = [{name: call[name] for name in ("id", "type", "function")} for call in piece["tool_calls"]]
+                    choice["message"]["tool_calls"] = calls
+                if part["logprobs"]:
+                    choice["logprobs"]["content"] += part["logprobs"]["content"]
         for choice, text in zip(choices, texts, strict=True):
-            choice.message.content = "".join(text) or (None if choice.message.tool_calls else "")
-        return answers.Chat(**self._head, choices=choices, usage=used)
+            choice["message"]["content"] = "".join(text) or (None if "tool_calls" in choice["message"] else "")
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": used}
 
-    def _logprobs(self, token: engine.Token) -> answers.ChatLogprobs:
-        def top(token: int, logprob: float) -> answers.TopLogprob:
+    def _logprobs(self, token: engine.Token) -> Json:
+        def top(token: int, logprob: float) -> Json:
             vocabulary = self._service.vocabulary
             known = vocabulary.bytes_of(token)
-            return answers.TopLogprob(
-                token=vocabulary.text_of(token),
-                logprob=finite(logprob),
-                bytes=None if known is None else list(known),
-            )
+            as_bytes = None if known is None else list(known)
+            return {"token": vocabulary.text_of(token), "logprob": finite(logprob), "bytes": as_bytes}
 
         assert token.logprob is not None
         tops = [top(other, logprob) for other, logprob in token.logprob.top]
-        own = vars(top(token.id, token.logprob.logprob))
-        return answers.ChatLogprobs(content=[answers.ChatLogprob(**own, top_logprobs=tops)])
+        own = top(token.id, token.logprob.logprob)
+        return {"content": [{**own, "top_logprobs": tops}], "refusal": None}
 
 
 async def _prompt(

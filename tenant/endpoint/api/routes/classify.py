@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from fastapi import APIRouter, Request
 
-from tenant.endpoint.api import answers
 from tenant.endpoint.api.bodies import ClassifyRequest, JsonRoute, RerankRequest, ScoreRequest
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.api.running import Running, while_connected
+from tenant.endpoint.api.running import Json, Running, new_id, while_connected
 from tenant.endpoint.api.service import endpoint_of
 from tenant.endpoint.engine import requests as engine
 from tenant.endpoint.engine.classifying import TYPES
@@ -22,7 +21,7 @@ _AT_A_TIME = 128  # texts of a request in the engine, whose other places are for
 
 
 @router.post("/classify")
-async def classify(body: ClassifyRequest, http: Request) -> answers.Classifications:
+async def classify(body: ClassifyRequest, http: Request) -> Json:
     """Classify one text or several, by a model or adapter."""
     endpoint = endpoint_of(http)
     service, client = endpoint.service, endpoint.client(http)
@@ -32,16 +31,13 @@ async def classify(body: ClassifyRequest, http: Request) -> answers.Classificati
     data = []
     for index, values in enumerate(found):
         best = max(range(len(values)), key=values.__getitem__)
-        data.append(answers.Classification(index=index, label=names[best], probs=values, num_classes=len(values)))
-    usage = _usage([len(tokens) for tokens in prompts])
-    return answers.Classifications(
-        id=answers.new_id("classify"), created=int(time.time()), model=body.model, data=data, usage=usage
-    )
+        data.append({"index": index, "label": names[best], "probs": values, "num_classes": len(values)})
+    return _listed("classify", body.model, data, [len(tokens) for tokens in prompts])
 
 
 @router.post("/v1/score")
 @router.post("/score")
-async def score(body: ScoreRequest, http: Request) -> answers.Scores:
+async def score(body: ScoreRequest, http: Request) -> Json:
     """Score pairs of texts: one with each of several, or each with the one at its place."""
     queries = [body.queries] if isinstance(body.queries, str) else body.queries
     documents = [body.documents] if isinstance(body.documents, str) else body.documents
@@ -52,31 +48,23 @@ async def score(body: ScoreRequest, http: Request) -> answers.Scores:
     if len(queries) == 1:
         queries = queries * len(documents)
     values, lengths = await _scores(queries, documents, body.model, http, body.use_activation)
-    data = [answers.Score(index=index, score=value) for index, value in enumerate(values)]
-    return answers.Scores(
-        id=answers.new_id("score"), created=int(time.time()), model=body.model, data=data, usage=_usage(lengths)
-    )
+    data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(values)]
+    return _listed("score", body.model, data, lengths)
 
 
 @router.post("/v2/rerank")
 @router.post("/v1/rerank")
 @router.post("/rerank")
-async def rerank(body: RerankRequest, http: Request) -> answers.Ranking:
+async def rerank(body: RerankRequest, http: Request) -> Json:
     """Order documents by how well they answer a query."""
     values, lengths = await _scores([body.query] * len(body.documents), body.documents, body.model, http, None)
-    shown = body.return_documents is not False
-    results = [
-        answers.Ranked(index=index, relevance_score=value)
-        if not shown
-        else answers.Ranked(index=index, relevance_score=value, document=answers.RankedText(text=body.documents[index]))
-        for index, value in sorted(enumerate(values), key=lambda one: -one[1])
+    results: list[Json] = [
+        {"index": index, "relevance_score": value}
+        for index, value in sorted(enumerate(values), key=lambda one: -one[1])[: body.top_n or len(values)]
     ]
-    return answers.Ranking(
-        id=answers.new_id("rerank"),
-        model=body.model,
-        results=results[: body.top_n or len(results)],
-        usage=_usage(lengths),
-    )
+    for one in results if body.return_documents is not False else ():
+        one["document"] = {"text": body.documents[one["index"]]}
+    return {"id": new_id("rerank"), "model": body.model, "results": results, "usage": _usage(lengths)}
 
 
 async def _scores(
@@ -111,7 +99,7 @@ async def _probabilities(
     async def compute(begin: int) -> None:
         requests = [
             engine.EngineRequest(
-                id=answers.new_id("classify"),
+                id=new_id("classify"),
                 prompt=tuple(tokens),
                 adapter=adapter,
                 client=client,
@@ -138,5 +126,10 @@ async def _probabilities(
     return found
 
 
-def _usage(lengths: Sequence[int]) -> answers.EmbeddingUsage:
-    return answers.EmbeddingUsage(prompt_tokens=sum(lengths), total_tokens=sum(lengths))
+def _listed(kind: str, model: str, data: list[Json], lengths: Sequence[int]) -> Json:
+    head = {"id": new_id(kind), "object": "list", "created": int(time.time()), "model": model}
+    return {**head, "data": data, "usage": _usage(lengths)}
+
+
+def _usage(lengths: Sequence[int]) -> Json:
+    return {"prompt_tokens": sum(lengths), "total_tokens": sum(lengths)}

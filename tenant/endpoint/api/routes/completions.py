@@ -1,6 +1,7 @@
 """`POST /v1/completions`; and `POST /v1/embeddings`: hidden states of the last layer, pooled and scaled to length 1."""
 
 import base64
+import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
@@ -9,14 +10,15 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from tenant.endpoint.api import answers
 from tenant.endpoint.api.bodies import CompletionRequest, EmbeddingRequest, JsonRoute, StreamOptions
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.running import (
     DOCUMENTED,
+    Json,
     Running,
     finish_reason,
     finite,
+    new_id,
     respond,
     several,
     usage,
@@ -31,7 +33,7 @@ _MOST = 128  # choices of all prompts
 _AT_A_TIME = 16  # embeddings in the engine, whose other places are for other requests
 
 
-@router.post("/v1/completions", response_model=answers.Completion, responses=DOCUMENTED)
+@router.post("/v1/completions", response_model=None, responses=DOCUMENTED)
 async def completions(body: CompletionRequest, http: Request) -> Any:
     """Continue one text or several."""
     endpoint = endpoint_of(http)
@@ -55,7 +57,8 @@ class _Prepared:
         self._body = body
         self._service = service
         self._texts, self._places = texts, places
-        self._head: dict[str, Any] = {"id": answers.new_id("cmpl"), "created": int(time.time()), "model": body.model}
+        self._head: Json = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time())}
+        self._head["model"] = body.model
 
     @classmethod
     async def of(cls, body: CompletionRequest, service: Service, client: str) -> "_Prepared":
@@ -79,19 +82,20 @@ class _Prepared:
             texts, places = map(list, zip(*(one for one in decoded for _ in range(n)), strict=True))
         return cls(body, service, texts=texts, places=places, requests=requests)
 
-    async def chunks(self, running: Running) -> AsyncIterator[answers.Completion]:
-        """Yield the chunks of a stream."""
+    async def chunks(self, running: Running) -> AsyncIterator[Json]:
         options = self._body.stream_options or StreamOptions()
         dones: dict[int, engine.Done] = {}
-        unused: dict[str, Any] = {"usage": None} if options.include_usage else {}
+        unused = {"usage": None} if options.include_usage else {}
 
-        def chunk(index: int, text: str, tokens: list[Any], done: engine.Done | None = None) -> answers.Completion:
-            logprobs = self._logprobs(tokens) if tokens else None
-            choice = answers.TextChoice(
-                index=index, text=text, logprobs=logprobs, finish_reason=None if done is None else finish_reason(done)
-            )
-            ledger = running.ledger() if options.include_ledger else None
-            return answers.Completion(**self._head, **unused, choices=[choice], ledger=ledger)
+        def chunk(index: int, text: str, tokens: list[Any], done: engine.Done | None = None) -> Json:
+            choice = {
+                "index": index,
+                "text": text,
+                "logprobs": self._logprobs(tokens) if tokens else None,
+                "finish_reason": None if done is None else finish_reason(done),
+            }
+            ledger = {"ledger": vars(running.ledger())} if options.include_ledger else {}
+            return {**self._head, **unused, "choices": [choice], **ledger}
 
         async for index, event in running:
             if isinstance(event, engine.Started) and self._body.echo:
@@ -106,29 +110,25 @@ class _Prepared:
                 yield chunk(index, event.text, [], event)
         if options.include_usage or not self._body.stream:
             prompts = len(self.requests) // (self._body.n or 1)
-            yield answers.Completion(**self._head, choices=[], usage=usage(dones, prompts, running.ledger()))
+            yield {**self._head, "choices": [], "usage": usage(dones, prompts, running.ledger())}
 
-    async def whole(self, running: Running) -> answers.Completion:
-        """Return the answer as one object: its chunks put together."""
-        choices = [
-            answers.TextChoice(index=i, text="", logprobs=self._logprobs([]), finish_reason=None)
-            for i in range(len(self.requests))
-        ]
+    async def whole(self, running: Running) -> Json:
+        choices: list[Json] = [{"index": i, "logprobs": self._logprobs([])} for i in range(len(self.requests))]
         texts: list[list[str]] = [[] for _ in choices]
         async for chunk in self.chunks(running):
-            used = chunk.usage
-            for part in chunk.choices:
-                choice = choices[part.index]
-                texts[part.index].append(part.text)
-                choice.finish_reason = part.finish_reason
-                for name, more in part.logprobs or ():
-                    getattr(choice.logprobs, name).extend(more)
+            used = chunk.get("usage")
+            for part in chunk["choices"]:
+                choice = choices[part["index"]]
+                texts[part["index"]].append(part["text"])
+                choice["finish_reason"] = part["finish_reason"]
+                for name, more in (part["logprobs"] or {}).items():
+                    choice["logprobs"][name] += more
         for choice, text in zip(choices, texts, strict=True):
-            choice.text = "".join(text)
-        return answers.Completion(**self._head, choices=choices, usage=used)
+            choice["text"] = "".join(text)
+        return {**self._head, "choices": choices, "usage": used}
 
-    def _logprobs(self, tokens: Sequence[tuple[int, engine.TokenLogprob | None, int]]) -> answers.TextLogprobs | None:
-        """Return the log probabilities of tokens with their places in the text."""
+    def _logprobs(self, tokens: Sequence[tuple[int, engine.TokenLogprob | None, int]]) -> Json | None:
+        """Return the log probabilities of tokens with their places in the text; None if they were not requested."""
         if self._body.logprobs is None:
             return None
         text_of = self._service.vocabulary.text_of
@@ -142,15 +142,15 @@ class _Prepared:
             for other, logprob in found.top:  # several tokens may have the same text; the first is the most probable
                 top.setdefault(text_of(other), finite(logprob))
             tops.append(top)
-        return answers.TextLogprobs(
-            tokens=texts,
-            token_logprobs=[None if found is None else finite(found.logprob) for _, found, _ in tokens],
-            top_logprobs=tops,
-            text_offset=[place for *_, place in tokens],
-        )
+        return {
+            "tokens": texts,
+            "token_logprobs": [None if found is None else finite(found.logprob) for _, found, _ in tokens],
+            "top_logprobs": tops,
+            "text_offset": [place for *_, place in tokens],
+        }
 
 
-@router.post("/v1/embeddings", response_model=answers.Embeddings)
+@router.post("/v1/embeddings", response_model=None)
 async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
     """Compute the embedding of one text or of several."""
     endpoint = endpoint_of(http)
@@ -162,7 +162,7 @@ async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
     async def embed(some: Sequence[list[int]]) -> None:
         requests = [
             engine.EngineRequest(
-                id=answers.new_id("embd"),
+                id=new_id("embd"),
                 prompt=tuple(prompt),
                 adapter=adapter,
                 client=client,
@@ -177,22 +177,22 @@ async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
             async for index, event in running:
                 if isinstance(event, engine.Embedded):
                     written = _written(event.vector, in_base64=body.encoding_format == "base64")
-                    one = answers.Embedding(index=begin + index, embedding=written)
-                    found[begin + index] = one.model_dump_json().encode()
+                    one = {"object": "embedding", "index": begin + index, "embedding": written}
+                    found[begin + index] = json.dumps(one).encode()
         finally:
             running.cancel()
 
     for begin in range(0, len(prompts), _AT_A_TIME):
         await while_connected(http, embed(prompts[begin : begin + _AT_A_TIME]))
     count = sum(map(len, prompts))
-    usage = answers.EmbeddingUsage(prompt_tokens=count, total_tokens=count)
-    empty = answers.Embeddings(data=[], model=body.model, usage=usage).model_dump_json().encode()
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    empty = json.dumps({"object": "list", "data": [], "model": body.model, "usage": usage}).encode()
     content = empty.replace(b"[]", b"[" + b",".join(found) + b"]", 1)
     return Response(content, media_type="application/json")
 
 
 def _written(vector: Sequence[float], *, in_base64: bool) -> list[float] | str:
-    """Return an embedding, scaled to length 1, as `answers.Embedding` has it."""
+    """Return an embedding, scaled to length 1: numbers, or base64 of float32 in little-endian order."""
     values = np.array(vector, dtype=np.float64)
     values = (values / max(float(np.linalg.norm(values)), 1e-30)).astype("<f4")
     return base64.b64encode(values.tobytes()).decode() if in_base64 else values.tolist()

@@ -7,19 +7,19 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
-from tenant.endpoint.api import answers, bodies
+from tenant.endpoint.api import bodies
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.routes.chat import PreparedChat, prepare
-from tenant.endpoint.api.running import DOCUMENTED, Running, respond
+from tenant.endpoint.api.running import DOCUMENTED, FinishReason, Json, Running, new_id, respond
 
 router = APIRouter(route_class=bodies.JsonRoute)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_REASONS: dict[answers.FinishReason, Any] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_REASONS: dict[FinishReason, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _PARAMS = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice"}
 """The field of `MessagesRequest` for each field of a chat request that has another name."""
 
 
-@router.post("/v1/messages", response_model=answers.AnthropicMessage, responses=DOCUMENTED)
+@router.post("/v1/messages", response_model=None, responses=DOCUMENTED)
 async def messages(body: bodies.MessagesRequest, http: Request) -> Any:
     """Answer a conversation."""
     chat = await prepare(http, lambda: _chat(body), params=_PARAMS)
@@ -95,57 +95,70 @@ class _Prepared:
     def __init__(self, body: bodies.MessagesRequest, chat: PreparedChat) -> None:
         self.requests = chat.requests
         self._chat = chat
-        nothing = answers.MessageUsage(input_tokens=len(chat.requests[0].prompt), output_tokens=0)
-        self._begun = answers.AnthropicMessage(id=answers.new_id("msg"), model=body.model, usage=nothing)
+        self._begun: Json = {
+            "id": new_id("msg"),
+            "type": "message",
+            "role": "assistant",
+            "model": body.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(len(chat.requests[0].prompt), 0),
+        }
 
-    async def whole(self, running: Running) -> answers.AnthropicMessage:
-        """Return the answer as one object: its events put together."""
-        message, content = self._begun, list[Any]()
+    async def whole(self, running: Running) -> Json:
+        message, content = self._begun, list[Json]()
         async for event in self.chunks(running):
-            if event.content_block is not None:
-                content.append(event.content_block)
-            elif event.type == "message_delta":
-                message = message.model_copy(update={**(event.delta or {}), "usage": event.usage})
-            elif event.delta is not None and event.delta["type"] == "text_delta":
-                content[-1] = answers.TextBlock(text=content[-1].text + event.delta["text"])
-            elif event.delta is not None:
-                content[-1] = content[-1].model_copy(update={"input": json.loads(event.delta["partial_json"])})
-        return message.model_copy(update={"content": content})
+            delta = event.get("delta", {})
+            if "content_block" in event:
+                content.append(event["content_block"])
+            elif event["type"] == "message_delta":
+                message = {**message, **delta, "usage": event["usage"]}
+            elif "text" in delta:
+                content[-1] = {"type": "text", "text": content[-1]["text"] + delta["text"]}
+            elif delta:
+                content[-1] = {**content[-1], "input": json.loads(delta["partial_json"])}
+        return {**message, "content": content}
 
-    async def chunks(self, running: Running) -> AsyncIterator[answers.MessageEvent]:
-        """Yield the events of a stream."""
-        event = answers.MessageEvent
-        yield event(type="message_start", message=self._begun)
+    async def chunks(self, running: Running) -> AsyncIterator[Json]:
+        def event(kind: str, **fields: Any) -> Json:
+            return {"type": kind, **fields}
+
+        yield event("message_start", message=self._begun)
         reason, stopped, used, count = None, None, None, 0
-        calls = list[answers.CalledTool]()
+        calls = list[Json]()
         async for chunk in self._chat.chunks(running):
-            used = chunk.usage or used
-            for choice in chunk.choices:
-                reason, stopped = choice.finish_reason or reason, choice.stop_reason or stopped
-                calls += choice.delta.tool_calls or ()
-                if choice.delta.content:
+            used = chunk.get("usage") or used
+            for choice in chunk["choices"]:
+                reason, stopped = choice["finish_reason"] or reason, choice.get("stop_reason") or stopped
+                calls += choice["delta"].get("tool_calls", ())
+                if text := choice["delta"].get("content"):
                     if not count:
                         count = 1
-                        yield event(type="content_block_start", index=0, content_block=answers.TextBlock(text=""))
-                    delta = {"type": "text_delta", "text": choice.delta.content}
-                    yield event(type="content_block_delta", index=0, delta=delta)
+                        yield event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+                    yield event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
         if count:
-            yield event(type="content_block_stop", index=0)
+            yield event("content_block_stop", index=0)
         for index, call in enumerate(calls, start=count):
-            block = answers.ToolUseBlock(id=call.id, name=call.function.name, input={})
-            yield event(type="content_block_start", index=index, content_block=block)
-            delta = {"type": "input_json_delta", "partial_json": call.function.arguments}
-            yield event(type="content_block_delta", index=index, delta=delta)
-            yield event(type="content_block_stop", index=index)
+            block = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
+            yield event("content_block_start", index=index, content_block=block)
+            delta = {"type": "input_json_delta", "partial_json": call["function"]["arguments"]}
+            yield event("content_block_delta", index=index, delta=delta)
+            yield event("content_block_stop", index=index)
         assert used is not None  # the last chunk has the usage
         assert reason is not None
-        cached = used.prompt_tokens_details.cached_tokens
-        usage = answers.MessageUsage(
-            input_tokens=used.prompt_tokens - cached,
-            output_tokens=used.completion_tokens,
-            cache_read_input_tokens=cached,
-            ledger=used.ledger,
-        )
+        cached = used["prompt_tokens_details"]["cached_tokens"]
+        usage = _usage(used["prompt_tokens"] - cached, used["completion_tokens"], cached) | {"ledger": used["ledger"]}
         ended = {"stop_reason": "stop_sequence" if stopped else _REASONS[reason], "stop_sequence": stopped}
-        yield event(type="message_delta", delta=ended, usage=usage)
-        yield event(type="message_stop")
+        yield event("message_delta", delta=ended, usage=usage)
+        yield event("message_stop")
+
+
+def _usage(prompt: int, new: int, cached: int = 0) -> Json:
+    """Return numbers of tokens; those of the prompt are without those from the cache."""
+    return {
+        "input_tokens": prompt,
+        "output_tokens": new,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+    }

@@ -9,7 +9,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse
 
 from symbiosis_priv.errors import CheckpointError, ConfigError, TaskError
-from tenant.endpoint.api.answers import Model, Models
 from tenant.endpoint.api.bodies import JsonRoute, LoadRequest, UnloadRequest
 from tenant.endpoint.api.errors import ApiError, public
 from tenant.endpoint.api.service import OWNED, Endpoint, endpoint_of, sees_all
@@ -23,17 +22,17 @@ _TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"sche
 
 
 @router.get("/v1/models")
-async def models(http: Request) -> Models:
+async def models(http: Request) -> dict[str, Any]:
     """List the base model and all adapters."""
-    return Models(data=endpoint_of(http).service.models())
+    return {"object": "list", "data": endpoint_of(http).service.models()}
 
 
 @router.get("/v1/models/{model:path}")
-async def model(model: str, http: Request) -> Model:
+async def model(model: str, http: Request) -> dict[str, Any]:
     """Describe one model."""
     service = endpoint_of(http).service
     service.adapter(model)
-    return next(one for one in service.models() if one.id == model)
+    return next(one for one in service.models() if one["id"] == model)
 
 
 @router.post("/v1/load_lora_adapter", response_model=None, responses=_TEXT)

@@ -6,17 +6,34 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
-from tenant.endpoint.api import answers, bodies
+from tenant.endpoint.api import bodies
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.routes.chat import PreparedChat, prepare
-from tenant.endpoint.api.running import DOCUMENTED, Running, respond
+from tenant.endpoint.api.running import DOCUMENTED, Json, Running, new_id, respond
 
 router = APIRouter(route_class=bodies.JsonRoute)
 _PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
 """The field of `ResponsesRequest` for each field of a chat request."""
+_UNSET: Json = {
+    "error": None,
+    "incomplete_details": None,
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "store": False,
+    "temperature": None,
+    "text": None,
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": None,
+    "usage": None,
+}
+"""The fields of an answer that the request or the answer's end sets."""
 
 
-@router.post("/v1/responses", response_model=answers.Response, responses=DOCUMENTED)
+@router.post("/v1/responses", response_model=None, responses=DOCUMENTED)
 async def responses(body: bodies.ResponsesRequest, http: Request) -> Any:
     """Answer a conversation."""
     chat = await prepare(http, lambda: _chat(body), params=_PARAMS)
@@ -79,75 +96,79 @@ class _Prepared:
     def __init__(self, body: bodies.ResponsesRequest, chat: PreparedChat) -> None:
         self.requests = chat.requests
         self._chat = chat
-        given = body.model_dump(by_alias=True, include=set(answers.Response.model_fields) - {"id"}, exclude_none=True)
-        self._head: dict[str, Any] = {**given, "id": answers.new_id("resp"), "created_at": chat.created}
+        given = {name: value for name, value in body.model_dump(by_alias=True).items() if value is not None}
+        self._head: Json = {
+            "id": new_id("resp"),
+            "object": "response",
+            "created_at": chat.created,
+            "model": body.model,
+            **{name: given.get(name, value) for name, value in _UNSET.items()},
+        }
 
-    async def whole(self, running: Running) -> answers.Response:
-        """Return the answer as one object: the response of the last event."""
-        return [event.response async for event in self.chunks(running) if event.response is not None][-1]
+    async def whole(self, running: Running) -> Json:
+        found: list[Json] = [event["response"] async for event in self.chunks(running) if "response" in event]
+        return found[-1]
 
-    async def chunks(self, running: Running) -> AsyncIterator[answers.ResponseEvent]:
-        """Yield the events of a stream."""
+    async def chunks(self, running: Running) -> AsyncIterator[Json]:
         number = 0
 
-        def event(kind: str, **fields: Any) -> answers.ResponseEvent:
+        def event(kind: str, **fields: Any) -> Json:
             nonlocal number
             number += 1
-            return answers.ResponseEvent(type=f"response.{kind}", sequence_number=number - 1, **fields)
+            return {"type": f"response.{kind}", "sequence_number": number - 1, **fields}
 
-        begun = answers.Response(**self._head, status="in_progress", output=[])
+        begun = {**self._head, "status": "in_progress", "output": []}
         yield event("created", response=begun)
         yield event("in_progress", response=begun)
-        message = _message("", status="in_progress")
-        place = {"item_id": message.id, "output_index": 0, "content_index": 0}
-        text, calls, reason, used = "", list[answers.CalledTool](), "stop", None
+        message: Json = {"type": "message", "id": new_id("msg"), "role": "assistant", "status": "in_progress"}
+        part: Json = {"type": "output_text", "text": "", "annotations": []}
+        place = {"item_id": message["id"], "output_index": 0, "content_index": 0}
+        text, calls, reason, used = "", list[Json](), "stop", None
         async for chunk in self._chat.chunks(running):
-            used = chunk.usage or used
-            for delta in chunk.choices:
-                reason = delta.finish_reason or reason
-                calls += delta.delta.tool_calls or ()
-                if not delta.delta.content:
+            used = chunk.get("usage") or used
+            for choice in chunk["choices"]:
+                reason = choice["finish_reason"] or reason
+                calls += choice["delta"].get("tool_calls", ())
+                if not (more := choice["delta"].get("content")):
                     continue
                 if not text:
-                    yield event("output_item.added", output_index=0, item=message.model_copy(update={"content": []}))
-                    yield event("content_part.added", part=message.content[0], **place)
-                text += delta.delta.content
-                yield event("output_text.delta", delta=delta.delta.content, logprobs=[], **place)
-        items: list[answers.MessageItem | answers.FunctionCallItem] = []
+                    yield event("output_item.added", output_index=0, item={**message, "content": []})
+                    yield event("content_part.added", part=part, **place)
+                text += more
+                yield event("output_text.delta", delta=more, logprobs=[], **place)
+        items: list[Json] = []
         if text:
-            message = _message(text, id=message.id)
+            part = {**part, "text": text}
+            message = {**message, "status": "completed", "content": [part]}
             items.append(message)
             yield event("output_text.done", text=text, logprobs=[], **place)
-            yield event("content_part.done", part=message.content[0], **place)
+            yield event("content_part.done", part=part, **place)
             yield event("output_item.done", output_index=0, item=message)
         for called in calls:
-            where, function = {"output_index": len(items)}, called.function
-            call = answers.FunctionCallItem(
-                id=answers.new_id("fc"), call_id=called.id, name=function.name, arguments=function.arguments
-            )
+            where, arguments = {"output_index": len(items)}, called["function"]["arguments"]
+            call = {
+                "type": "function_call",
+                "id": new_id("fc"),
+                "call_id": called["id"],
+                **called["function"],
+                "status": "completed",
+            }
             items.append(call)
-            empty = call.model_copy(update={"arguments": "", "status": "in_progress"})
-            yield event("output_item.added", item=empty, **where)
-            yield event("function_call_arguments.delta", item_id=call.id, delta=call.arguments, **where)
-            yield event("function_call_arguments.done", item_id=call.id, arguments=call.arguments, **where)
+            yield event("output_item.added", item={**call, "arguments": "", "status": "in_progress"}, **where)
+            yield event("function_call_arguments.delta", item_id=call["id"], delta=arguments, **where)
+            yield event("function_call_arguments.done", item_id=call["id"], arguments=arguments, **where)
             yield event("output_item.done", item=call, **where)
         assert used is not None  # the last chunk has the usage
         cut = reason == "length"
-        ended = answers.Response(
-            **self._head,
-            status="incomplete" if cut else "completed",
-            incomplete_details=answers.IncompleteDetails() if cut else None,
-            output=items,
-            usage=answers.ResponseUsage(
-                input_tokens=used.prompt_tokens,
-                input_tokens_details=used.prompt_tokens_details,
-                output_tokens=used.completion_tokens,
-                total_tokens=used.total_tokens,
-                ledger=used.ledger,
-            ),
-        )
-        yield event(ended.status, response=ended)
-
-
-def _message(text: str, **fields: Any) -> answers.MessageItem:
-    return answers.MessageItem(**{"id": answers.new_id("msg"), **fields}, content=[answers.OutputText(text=text)])
+        status = "incomplete" if cut else "completed"
+        usage = {
+            "input_tokens": used["prompt_tokens"],
+            "input_tokens_details": used["prompt_tokens_details"],
+            "output_tokens": used["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},  # it is not separated from the answer
+            "total_tokens": used["total_tokens"],
+            "ledger": used["ledger"],
+        }
+        details = {"reason": "max_output_tokens"} if cut else None
+        ended = {"status": status, "incomplete_details": details, "output": items, "usage": usage}
+        yield event(status, response={**self._head, **ended})

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from symbiosis_priv.errors import ConfigError
-from tenant.endpoint.api.answers import CalledTool, new_id
-from tenant.endpoint.api.bodies import Function, FunctionCall
+from tenant.endpoint.api.bodies import Function
+from tenant.endpoint.api.running import Json, new_id
 from tenant.endpoint.engine.answer import overlap_length
 
 # the white space of calls in the chats that models are trained on
@@ -98,7 +98,7 @@ class ToolText:
         found, self._held = self._held[:certain], self._held[certain:]
         return found
 
-    def end(self) -> tuple[str, list[CalledTool]]:
+    def end(self) -> tuple[str, list[Json]]:
         """Return the rest of the text, and the calls."""
         bodies = _between_tags(self._held) if _TAG in self._held else [self._held]
         calls = []
@@ -110,8 +110,8 @@ class ToolText:
                         raise KeyError(one["name"])
                     given = arguments_of(one["arguments"] if "arguments" in one else one["parameters"])
                     # `json.loads` reads 1e999 as inf
-                    function = FunctionCall(name=one["name"], arguments=json.dumps(given, allow_nan=False))
-                    calls.append(CalledTool(id=new_id("call"), function=function))
+                    function = {"name": one["name"], "arguments": json.dumps(given, allow_nan=False)}
+                    calls.append({"id": new_id("call"), "type": "function", "function": function})
         except (ValueError, TypeError, KeyError, RecursionError):
             calls = []
         return ("", calls) if calls else (self._held, [])

@@ -22,7 +22,7 @@ def read(text: str, *, in_tags: bool, cuts: list[int]) -> tuple[str, list[Any]]:
     for begin, end in zip([0, *ends], ends, strict=False):
         content += reader.add(text[begin:end])
     rest, calls = reader.end()
-    return content + rest, [(call.function.name, call.function.arguments) for call in calls]
+    return content + rest, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
 FOUND = [("weather", '{"city": "Bern"}')]

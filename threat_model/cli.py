@@ -36,7 +36,7 @@ def threat_model(
     html: Annotated[
         Path | None, typer.Option("--html", callback=output_file, help="Write one page with pictures here.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer schemes and rows; about 75 seconds.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer schemes and rows; about two minutes.")] = False,
 ) -> None:
     """Attack every masking scheme on a real run and report what leaks. Status 1 if a verdict is not as promised."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

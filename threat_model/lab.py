@@ -7,12 +7,14 @@ The base model is a Llama of three blocks, pretrained for seconds on public text
 product is sent over a TLS socket, and the recorder is at the tenant's end of it.
 """
 
+import copy
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 from unittest import mock
@@ -37,13 +39,18 @@ from symbiosis_priv.limits import DEFAULT_HINT_BITS
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity, client_context
 from tenant import RemoteConfig, backend_of
-from tenant.connections.channel import Channel, fresh_nonce
+from tenant.connections.channel import Channel, Wiretap, fresh_nonce
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
+from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
+from tenant.endpoint.engine.packed_model import NextTokens, Output, PackedModel
+from tenant.endpoint.engine.requests import Done, EngineRequest, Event, Failed
+from tenant.endpoint.engine.sequence import Drafter
 from tenant.masking.registry import registered
 from tenant.masking.scheme import SessionScheme
 from tenant.options import Experts
 from tenant.preparation.keys import prepare
 from threat_model.attacks.collusion import matching, pad_rows
+from threat_model.evidence.chats import Chat, Step, StepRecorder
 from threat_model.evidence.public import Public, alone
 from threat_model.evidence.schemes import AttackedScheme
 from threat_model.evidence.truth import NO_LABEL, Truth, Witness, adapter_updates
@@ -227,7 +234,61 @@ class Lab:
                 self._generate(model, self.private_windows(1, 8, seed=1), tokens + 1, sample=True)
         return recorder.views(NO_NEIGHBOUR), truth
 
-    def _load(self, recorder: Recorder, **options: Any) -> Any:
+    def record_chats(
+        self,
+        chats: Sequence[Chat],
+        *,
+        bucket: int = 1,
+        drafter: Drafter | None = None,
+        pace_s: float | None = None,
+        forgets: int | None = None,
+        computes: bool = True,
+    ) -> list[list[Step]]:
+        """Answer chats of these lengths through the endpoint's engine under `pad`, one after the other, and return the
+        executor's steps for each. With a pace, a chat has as many steps as the longest one needs, so that the executor
+        is also told when each begins. `forgets`: the chat whose bucket is ignored, a planted fault. `computes`: if
+        False, the engine's steps are counted and not computed, so there are no times."""
+        recorder = StepRecorder()
+        model: Any = copy.deepcopy(self.public.model)
+        if computes:
+            model = self._load(recorder, federation=self.federation_path, masking="pad")
+        tokenizer = AutoTokenizer.from_pretrained(self.store.path, trust_remote_code=False)
+        limits = EngineLimits() if pace_s is None else EngineLimits(step_rows=bucket, pace_s=pace_s)
+        longest = 4 + max(-(-chat.prompt // bucket) + chat.answer for chat in chats)
+        traces = []
+        with backend_of(model) if computes else nullcontext():
+            packed = PackedModel(model) if computes else _Counting(model, recorder)
+            engine = ContinuousEngine(packed, tokenizer, drafter=drafter, limits=limits)
+            try:
+                for i, chat in enumerate(chats):
+                    begin = len(recorder.steps) if pace_s is None else (i + 1) * longest
+                    recorder.wait_for(begin)
+                    ended = threading.Event()
+                    request = EngineRequest(
+                        id=f"{i}",
+                        client=f"{i}",  # so that no beginning of a prompt is cached
+                        prompt=tuple(self.private_windows(1, chat.prompt, seed=i)[0].tolist()),
+                        max_tokens=chat.answer,
+                        bucket=1 if i == forgets else bucket,
+                    )
+                    engine.submit(request, partial(self._note_end, ended))
+                    if not ended.wait(_START_S):
+                        raise TimeoutError
+                    if pace_s is not None:
+                        recorder.wait_for(begin + longest + 1)  # the last step has ended
+                    traces.append(recorder.steps[begin : None if pace_s is None else begin + longest])
+            finally:
+                engine.close()
+        return traces
+
+    @staticmethod
+    def _note_end(ended: threading.Event, event: Event) -> None:
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Done):
+            ended.set()
+
+    def _load(self, recorder: Wiretap, **options: Any) -> Any:
         remote = RemoteConfig(cache=self.folder / "cache", wiretap=recorder, **options)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # paper-pool warns about what this report shows
@@ -295,6 +356,20 @@ class Lab:
                 order = own.argsort()
                 shares[helper.effects[0].helper] = rows[order[torch.searchsorted(own[order], under)]]
         return Game(arrived[:half], coins[:half], arrived[half:], shares)
+
+
+class _Counting(PackedModel):
+    """Counts rows and computes nothing."""
+
+    def __init__(self, model: Any, recorder: StepRecorder) -> None:
+        super().__init__(model)
+        self._recorder = recorder
+
+    def __call__(self, rows: Sequence[NextTokens]) -> list[Output]:
+        self._recorder.add(sum(len(part.tokens) for part in rows), at=0.0)
+        for part in rows:
+            part.kv.grow(len(part.tokens))
+        return [Output(torch.zeros(part.logits, self.vocabulary), torch.zeros(len(part.tokens), 1)) for part in rows]
 
 
 _ASK_EVERY_S, _HEALTH_EVERY_S = 0.05, 0.5  # a report needs its own connection

@@ -23,7 +23,7 @@ from threat_model.attacks import Attack, Outcome
 from threat_model.evidence.schemes import AttackedScheme
 from threat_model.evidence.statistics import CONFIDENCE, FALSE_ALARM
 from threat_model.evidence.views import PARTIES, Party
-from threat_model.suite import ATTACK_SEED, LIES_SEED, Cell, Suite, Verdict
+from threat_model.suite import ATTACK_SEED, LIES_SEED, SCALE, Cell, Suite, Verdict
 
 NOT_HIDDEN = [
     (one["what"], one["shown_by"])
@@ -130,6 +130,15 @@ def last_sections(suite: Suite) -> list[Section]:
         outcome, interval = cell.outcome, cell.outcome.interval
         rates = f"{outcome.success:.0%}", f"{outcome.chance:.0%}", f"{interval.low:.0%} to {interval.high:.0%}"
         routes.append((cell.mode, *rates, "hidden" if cell.promised else "nothing", _yes(cell.expected)))
+    about_topics = ("options of tenant serve", "sees", "guessed", *about_routes[1:4], "chats", *about_routes[4:])
+    topics = []
+    for one in suite.topics:
+        outcome, interval = one.outcome, one.outcome.interval
+        rates = f"{outcome.success:.0%}", f"{outcome.chance:.0%}", f"{interval.low:.0%} to {interval.high:.0%}"
+        promise = "hidden" if one.promised else "coarser" if one.options else "nothing"
+        sees = f"counts and times, lengths / {SCALE}" if one.computed else "counts"
+        about = one.options or "none", sees, one.guessed
+        topics.append((*about, *rates, f"{outcome.trials}", promise, _yes(one.expected)))
     about_composed = ("masking", "attack", "success", "chance", "verdict", "as promised")
     composed = [
         (c.scheme.name, c.attack.name, f"{o.success:.1%}", f"{o.chance:.1%}", c.verdict, _yes(c.expected))
@@ -147,6 +156,7 @@ def last_sections(suite: Suite) -> list[Section]:
         Section("Selective aborts", ("tenant", "aborted", "bits learned about one secret bit"), leaks),
         Section("Mixture of experts: decoded tokens from routes", about_routes, routes),
         Section("Two round trips per block: rows of composed groups", about_composed, composed),
+        Section("Topics and languages of SmolLM2's chats", about_topics, topics),
         Section("Not hidden, by any scheme", ("what", "shown by"), NOT_HIDDEN),
     ]
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from symbiosis_priv.arithmetic.ring import FORWARD
+from tenant.endpoint.engine.speculation import PromptLookup
 from tenant.options import Experts
 from threat_model.active.lattice_masks import ROWS, MaskGame, play_masks
 from threat_model.active.lying_providers import ActiveReport, attack_actively
@@ -25,6 +26,8 @@ from threat_model.attacks.exchanges import RelayedAnswers
 from threat_model.attacks.reused_noise import RepeatedRows
 from threat_model.attacks.statistics_of_masks import Distinguisher, Uniformity
 from threat_model.attacks.tokens import TokensFromRoutes
+from threat_model.attacks.topics import TopicsOfChats, uneven
+from threat_model.evidence.chats import Chat, chats
 from threat_model.evidence.schemes import NONE, PAD, PAD_RELAY, QUICK_SCHEMES, SCHEMES, AttackedScheme
 from threat_model.lab import FULL, PLANTED, QUICK, Lab, Recording, Workload
 from threat_model.planted import PlantedFault, plant
@@ -60,6 +63,68 @@ def attack_routes(tokens: int) -> tuple[RouteCell, ...]:
             assert guess is not None  # one row is one token
             cells.append(RouteCell(mode, promised, attack.score(guess, truth)))
     return tuple(cells)
+
+
+SCALE = 8
+"""Lengths of chats and buckets are divided by this number where rows are computed, so that it takes minutes."""
+
+_BUCKET, _AHEAD, _PACE_S = 32, 4, 0.05
+
+
+@dataclass(frozen=True)
+class TopicCell:
+    """What an executor learns about chats with some options of `tenant serve`. `computed`: rows were sent, so there are
+    times, and lengths are divided by `SCALE`; otherwise steps were counted. `uneven`: number of answers that are not
+    what the options promise. `promised`: the options promise to hide topic and language."""
+
+    options: str
+    computed: bool
+    guessed: str
+    promised: bool
+    outcome: Outcome
+    uneven: int
+
+    @property
+    def expected(self) -> bool:
+        """True if nothing is found where the options promise that; and without options, something is."""
+        must_break = not self.options and not self.computed
+        return (
+            not self.uneven and (self.outcome.broken or not must_break) and not (self.promised and self.outcome.broken)
+        )
+
+
+def attack_topics(lab: Lab, *, quick: bool) -> tuple[tuple[TopicCell, ...], PlantedFault]:
+    """Answer SmolLM2's chats through the endpoint's engine, and attack what the executor saw; and plant a bucket that
+    one request ignores. The order of chats is random, so that no class has its own time."""
+    every = chats()
+    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(ATTACK_SEED)).tolist()
+    every = [every[i] for i in order]
+    short = [chat._replace(prompt=-(-chat.prompt // SCALE), answer=-(-chat.answer // SCALE)) for chat in every]
+    short, bucket = short[: 32 if quick else 96], _BUCKET // SCALE
+    named = f"--answer-bucket {_BUCKET}"
+    cells = []
+
+    def attack(options: str, asked: list[Chat], *, rows: int = 1, promised: bool = False, **said: Any) -> None:
+        traces = lab.record_chats(asked, **said)
+        if promised:
+            wrong = sum({step.rows for step in trace} != {rows} for trace in traces)
+        else:
+            wrong = uneven(traces, bucket=said.get("bucket", 1), rows=rows)
+        for guessed in ("language", "topic"):
+            names = [getattr(chat, guessed) for chat in asked]
+            labels = torch.tensor([sorted(set(names)).index(name) for name in names])
+            outcome = TopicsOfChats().run(traces, labels)
+            cells.append(TopicCell(options, said.get("computes", True), guessed, promised, outcome, wrong))
+
+    attack("", every, computes=False)
+    attack(named, every, bucket=_BUCKET, computes=False)
+    attack("", short)
+    attack(f"{named} --draft", short, bucket=bucket, drafter=PromptLookup(ahead=_AHEAD), rows=1 + _AHEAD)
+    attack(f"{named} --pace", short, bucket=bucket, pace_s=_PACE_S, rows=bucket, promised=True)
+    few = [*short[:8], short[0]._replace(answer=bucket + 1)]
+    found = uneven(lab.record_chats(few, bucket=bucket, forgets=8), bucket=bucket, rows=1)
+    outcome = Outcome(found, len(few), 0.0, 0.0 if found else 1.0)
+    return tuple(cells), PlantedFault("one request ignores its bucket", "rule 9", TopicsOfChats.name, outcome)
 
 
 ATTACK_SEED, LIES_SEED = 0, 5
@@ -102,6 +167,7 @@ class Suite:
     active: ActiveReport
     routes: tuple[RouteCell, ...]
     composed: tuple[Cell, ...]
+    topics: tuple[TopicCell, ...]
     seed: int
     began: datetime
     seconds: float
@@ -114,6 +180,7 @@ class Suite:
         wrong += [f"{c.attack.name} on composed groups, {c.scheme.name}" for c in self.composed if not c.expected]
         wrong += [f"{g.attack} on masks of lwe, fault: {g.fault}" for g in self.masks if not g.expected]
         wrong += [f"routes of experts = '{c.mode}'" for c in self.routes if not c.expected]
+        wrong += [f"{c.guessed} of chats, options: {c.options or 'none'}" for c in self.topics if not c.expected]
         return wrong + ([] if self.active.sound else ["active adversaries: see the table"])
 
     @property
@@ -144,7 +211,7 @@ def run_suite(
     """Record every scheme, run every attack on it, plant every fault, and run every lie."""
     started, began = time.monotonic(), datetime.now(UTC)
     schemes, workload = (QUICK_SCHEMES, QUICK) if quick else (SCHEMES, FULL)
-    total = len(schemes) * (1 + len(ATTACKS)) + 11
+    total = len(schemes) * (1 + len(ATTACKS)) + 12
     done = 0
 
     def step(what: str) -> None:
@@ -172,8 +239,10 @@ def run_suite(
     routes = attack_routes(60 if quick else 240)
     step("composed groups")
     composed = attack_composed(PLANTED if quick else FULL)
+    step("topics and languages of chats")
+    topics, forgotten = attack_topics(lab, quick=quick)
     on_progress("done", total, total)
-    passed = tuple(schemes), tuple(cells), planted, masks, active, routes, composed
+    passed = tuple(schemes), tuple(cells), (*planted, forgotten), masks, active, routes, composed, topics
     return Suite(quick, *passed, workload.seed, began, time.monotonic() - started)
 
 

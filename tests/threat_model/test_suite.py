@@ -22,7 +22,9 @@ from threat_model.attacks.collusion import Coalition, Collusion
 from threat_model.attacks.recorded_links import Harvest
 from threat_model.attacks.reused_noise import CandidateSubtraction
 from threat_model.attacks.tokens import BlockLabels, HeadLabels, TokensFromRoutes
+from threat_model.attacks.topics import TopicsOfChats, uneven
 from threat_model.conformance.properties import PROPERTIES
+from threat_model.evidence.chats import Step
 from threat_model.evidence.schemes import (
     LOCAL,
     NONE,
@@ -112,6 +114,42 @@ def test_routes_tell_decoded_tokens_in_the_mode_that_shows_them_and_in_no_other(
     assert found["counts"].outcome.interval.low > 2 * found["counts"].outcome.chance
     for mode in ("all", "flat"):
         assert found[mode].outcome.at_chance
+
+
+def test_counts_tell_topics_and_languages_unless_the_endpoint_keeps_a_pace(quick: Suite) -> None:
+    assert len(quick.topics) == 10
+    assert all(cell.expected for cell in quick.topics)
+    found = {(cell.options, cell.guessed): cell for cell in quick.topics if cell.options or not cell.computed}
+    for guessed in ("language", "topic"):
+        assert found["", guessed].outcome.interval.low > 2 * found["", guessed].outcome.chance
+        assert not found["--answer-bucket 32 --pace", guessed].outcome.broken
+    assert next(p for p in quick.planted if p.attack == TopicsOfChats.name).outcome.hits == 1
+
+
+def test_the_attack_on_topics_reads_counts_and_times_and_nothing_else() -> None:
+    """Numbers of rows tell labels, times tell labels, and traces without either score at chance."""
+    rng = torch.Generator().manual_seed(0)
+    labels = torch.randint(4, (160,), generator=rng)
+    noise = torch.rand(160, generator=rng).tolist()
+
+    def traces(rows: bool, times: bool) -> list[list[Step]]:
+        made = []
+        for label, luck in zip(labels.tolist(), noise, strict=True):
+            begins = [luck + i * (1.0 + times * label) for i in range(3)]
+            made.append([Step(5 + rows * label, begin, begin + 0.5) for begin in begins])
+        return made
+
+    attack = TopicsOfChats()
+    assert attack.run(traces(rows=True, times=False), labels).success > 0.9
+    assert attack.run(traces(rows=False, times=True), labels).success > 0.9
+    assert attack.run(traces(rows=False, times=False), labels).at_chance
+
+
+@pytest.mark.parametrize(
+    ("rows", "wrong"), [([8, 1, 1, 1], 0), ([7, 1, 1, 1], 1), ([8, 1, 1], 1), ([8, 1, 1, 2], 1), ([4, 4, 1, 1, 1], 0)]
+)
+def test_an_answer_outside_its_bucket_is_uneven(rows: list[int], wrong: int) -> None:
+    assert uneven([[Step(count, 0.0, 0.0) for count in rows]], bucket=4, rows=1) == wrong
 
 
 def test_rows_of_composed_groups_are_read_without_a_mask_and_hidden_with_one(quick: Suite) -> None:
@@ -314,7 +352,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_threat_model_names_every_attack_and_no_other() -> None:
     page = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8")
     # names in italics that are not prose are attacks or properties
-    known = {TokensFromRoutes.name} | {p.name for p in PROPERTIES}
+    known = {TokensFromRoutes.name, TopicsOfChats.name} | {p.name for p in PROPERTIES}
     known |= {a.name for a in ATTACKS} | {a.name.rpartition(",")[0] for a in ATTACKS}
     prose = {"Leaks.", "Measured.", "Measured:", "Not covered.", "Proved.", "Proved:"}
     prose |= {"name", "which", "Also refuted by", "whatever the true value is"}

@@ -244,7 +244,7 @@ def test_no_row_of_a_norm_changes_the_number_of_round_trips(
     name = name_in(model, trip.after, dict(model.named_modules()))
     assert name is not None
     norm = model.get_submodule(name)
-    low, high = (-8, 3) if dtype == torch.float16 else (-44, 37)
+    low, high = (-8, 3) if dtype == torch.float16 else (-44, 35)  # times the gain, below the largest float32
 
     @given(
         rows=st.lists(st.tuples(KINDS, st.integers(low, high)), min_size=1, max_size=4), seed=st.integers(0, 1 << 32)

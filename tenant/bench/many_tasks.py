@@ -209,8 +209,6 @@ def _coordinated(tasks: Tasks, names: Sequence[str], count: int, progress: Progr
     ]
     plans: dict[str, Callable[[Sequence[batching.Request], batching.Costs], batching.Batches]] = {
         "fixed size": lambda requests, costs: batching.fixed(requests, size=_SIZE),
-        "own cost only": batching.by_task,
-        "shared cost only": batching.by_length,
         "coordinated": batching.coordinated,
     }
     planned = {name: plan(requests, costs) for name, plan in plans.items()}

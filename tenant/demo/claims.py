@@ -1,6 +1,5 @@
 """The demo's measurements, the claims that are computed from them, and the summary in 80 columns."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -153,14 +152,11 @@ def per_token(f: Measurements) -> dict[str, float]:
 
 
 _WIDTH = 80
-_CURVE_WIDTH, _CURVE_HEIGHT = 64, 6
-_BLOCKS, _ASCII_BLOCKS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 _TEXT_LINES = 2
 
 
 def show(console: Console, f: Measurements) -> bool:
     """Print the summary. Returns True if every claim holds."""
-    ascii_only = console.options.ascii_only
     judged = claims(f)
     width = min(console.width, _WIDTH)
     where = "held-out private text" if f.held_out else "the training text (too short to split)"
@@ -172,7 +168,7 @@ def show(console: Console, f: Measurements) -> bool:
     for label, text in (("prompt", f.prompt), ("before", f.text_before), ("after", f.text_after)):
         words = one_line(text)
         texts.add_row(label, Text(words if len(words) <= room else words[: room - 4] + " ..."))
-    marks = "+-" if ascii_only else "✓✗"
+    marks = "+-" if console.options.ascii_only else "✓✗"
     verdicts = _grid()
     verdicts.add_column()
     verdicts.add_column(ratio=1)
@@ -190,9 +186,13 @@ def show(console: Console, f: Measurements) -> bool:
         cost.add_row(f"in {stage}", f"{per[f'{stage}_round_trips']:.{decimals}f}", *sizes)
     share = f.tenant_bytes / f.full_bytes
     memory = f"\nbase model in memory: {size(f.tenant_bytes)} on the tenant, of {size(f.full_bytes)} ({share:.1%})"
+    losses = f"{f.losses[0]:.3f} at the first step, {f.losses[-1]:.3f} at the last"
     visible = "visible to providers: row counts, timing, stage, when generation ends"
     parts: list[tuple[str, RenderableType]] = [
-        ("loss of masked training, nats per token", _curve(f.losses, _ASCII_BLOCKS if ascii_only else _BLOCKS)),
+        (
+            "loss of masked training, nats per token",
+            Text(losses),
+        ),
         (perplexity, texts),
         ("claims, each computed from this run", verdicts),
         ("cost", Group(cost, Text(memory), Text(visible))),
@@ -207,26 +207,6 @@ def show(console: Console, f: Measurements) -> bool:
     else:
         console.print(f"\n[bold green]all {len(judged)} claims hold[/] in {seconds:.0f} s")
     return not failed
-
-
-def _curve(values: Sequence[float], blocks: str) -> Text:
-    """Return a bar chart as text, with the highest and lowest value. A column is a step or the mean of several."""
-    per_column = -(-len(values) // _CURVE_WIDTH)
-    groups = [values[i : i + per_column] for i in range(0, len(values), per_column)]
-    means = [sum(group) / len(group) for group in groups]
-    wide = max(1, _CURVE_WIDTH // len(means))
-    low, high = min(means), max(means)
-    full = len(blocks) - 1
-    units = _CURVE_HEIGHT * full
-    levels = [1 + round((mean - low) / (high - low or 1.0) * (units - 1)) for mean in means]
-    rows = []
-    for row in reversed(range(_CURVE_HEIGHT)):
-        fills = (min(max(level - row * full, 0), full) for level in levels)
-        label = f"{high:7.3f} " if row == _CURVE_HEIGHT - 1 else f"{low:7.3f} " if row == 0 else " " * 8
-        rows.append(label + "".join(blocks[fill] * wide for fill in fills))
-    last = str(len(values))
-    rows.append(" " * 8 + "step 1" + last.rjust(wide * len(means) - 6))
-    return Text("\n".join(rows), style="cyan", no_wrap=True, overflow="crop")
 
 
 def _grid() -> Table:

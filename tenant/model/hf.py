@@ -133,8 +133,6 @@ class RemoteQuantizer(WidenedQuantizer):
         check_builds(config)
         return config
 
-    update_tp_plan = update_attn_implementation  # transformers 5.17 calls this hook before it builds the model
-
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         device_map = kwargs.get("device_map")
         if isinstance(device_map, dict) and "disk" in device_map.values():
@@ -171,7 +169,6 @@ class RemoteQuantizer(WidenedQuantizer):
             refuse_decoding(model)
         check_stored(model, folder)
         self.prepare(model, folder)
-        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
@@ -179,13 +176,6 @@ class RemoteQuantizer(WidenedQuantizer):
             backend_of(model).close()
             raise CheckpointError(f"{self._folder} changed while it was being loaded; load it again")
         self.fill(model)
-        for name, parameter in model.named_parameters():
-            if parameter.shape != self._shapes.get(name, parameter.shape):  # transformers 5.17 with a quantizer
-                backend_of(model).close()
-                raise CheckpointError(
-                    f"{name} is {list(parameter.shape)} in {self._folder} and {list(self._shapes[name])} in the model, "
-                    f"and this version of transformers does not initialise a new one; install transformers 5.23"
-                )
         own = next(
             parameter
             for module in model.modules()

@@ -3,8 +3,7 @@
 A batch is padded to its longest request, so long and short requests together waste work. A batch of few requests wastes
 the time that every batch costs. Two dynamic programs minimise the cost (`measure_costs`): the first divides the
 requests of each task into mini-batches, by the cost of the task's own operators; the second divides the mini-batches of
-all tasks into batches, by the cost of the shared products. For comparison, `by_task` and `by_length` use only one of
-the two costs, and `fixed` uses none.
+all tasks into batches, by the cost of the shared products. For comparison, `fixed` uses no cost.
 """
 
 import statistics
@@ -75,15 +74,10 @@ def by_task(requests: Sequence[Request], costs: Costs) -> Batches:
     return found
 
 
-def by_length(requests: Sequence[Request], costs: Costs) -> Batches:
-    """Divide requests into batches by the cost of the shared products."""
-    return _joined([[request] for request in requests], costs)
-
-
 def coordinated(requests: Sequence[Request], costs: Costs) -> Batches:
     """Divide requests into batches of at most `costs.max_rows` rows by both costs. Raises `TaskError` if a request is
     longer than the measured costs, or its method was not measured."""
-    return _joined(by_task(requests, costs), costs)
+    return joined(by_task(requests, costs), costs)
 
 
 def padded(batch: Sequence[Request]) -> tuple[Tensor, Tensor]:
@@ -93,7 +87,8 @@ def padded(batch: Sequence[Request]) -> tuple[Tensor, Tensor]:
     return ids, (torch.arange(ids.shape[1], dtype=torch.long, device="cpu") < lengths[:, None]).long()
 
 
-def _joined(minis: Batches, costs: Costs) -> Batches:
+def joined(minis: Batches, costs: Costs) -> Batches:
+    """Join mini-batches to batches, by the cost of the shared products."""
     _check([request for mini in minis for request in mini], costs)
     minis = sorted(minis, key=lambda mini: mini[-1].tokens)
     cuts = _cuts([len(mini) for mini in minis], [mini[-1].tokens for mini in minis], costs.shared)

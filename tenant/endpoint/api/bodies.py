@@ -15,7 +15,7 @@ read.
 
 from collections.abc import Callable, Coroutine, Set
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -107,7 +107,17 @@ Prompts = Annotated[
 ]
 Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16), BOUNDED]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
+T = TypeVar("T")
 _TEXT_OR_LIST = _chosen(_form, "a text or a list")
+TextOrList = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[T], Field(max_length=_PARTS), FAIL_FAST, Tag("<list>")],
+    _TEXT_OR_LIST,
+]
+Choice = Literal["auto", "none", "required"]
+ChoiceOr = Annotated[
+    Annotated[Choice, Tag("<text>")] | Annotated[T, Tag("<object>")],
+    _chosen(_form, "'auto', 'none', 'required', or an object that names a tool"),
+]
 
 
 class Strict(BaseModel):
@@ -259,13 +269,7 @@ class ToolCall(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: (
-        Annotated[
-            Annotated[str, Tag("<text>")] | Annotated[list[Part], Field(max_length=_PARTS), FAIL_FAST, Tag("<list>")],
-            _TEXT_OR_LIST,
-        ]
-        | None
-    ) = None
+    content: TextOrList[Part] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128), FAIL_FAST] | None = None
     tool_call_id: str | None = None
@@ -281,10 +285,6 @@ class Function(Strict):
 class Tool(Strict):
     type: Literal["function"]
     function: Function
-
-
-Choice = Literal["auto", "none", "required"]
-_CHOICE_OR_TOOL = _chosen(_form, "'auto', 'none', 'required', or an object that names a tool")
 
 
 class FunctionName(Strict):
@@ -329,9 +329,7 @@ class ChatRequest(CompletionFields):
     response_format: ResponseFormat | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
-    tool_choice: (
-        Annotated[Annotated[Choice, Tag("<text>")] | Annotated[NamedTool, Tag("<object>")], _CHOICE_OR_TOOL] | None
-    ) = None
+    tool_choice: ChoiceOr[NamedTool] | None = None
     tools: Annotated[list[Tool], Field(max_length=128), FAIL_FAST] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20), INTEGER] | None = None
 
@@ -356,10 +354,7 @@ InputPart = Annotated[
     | Annotated[AudioPart, Tag("<input_audio>")],
     _chosen(_type, "a part of the type input_text, output_text, input_image or input_audio"),
 ]
-InputContent = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[InputPart], FAIL_FAST, Tag("<list>")],
-    _TEXT_OR_LIST,
-]
+InputContent = TextOrList[InputPart]
 
 
 class InputItem(Strict):
@@ -444,9 +439,7 @@ class ResponsesRequest(Generating):
     store: Literal[False] | None = None
     stream_options: ResponsesStreamOptions | None = None
     text: TextOptions | None = None
-    tool_choice: (
-        Annotated[Annotated[Choice, Tag("<text>")] | Annotated[ChosenFunction, Tag("<object>")], _CHOICE_OR_TOOL] | None
-    ) = None
+    tool_choice: ChoiceOr[ChosenFunction] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=128), FAIL_FAST] | None = None
     truncation: Literal["disabled"] | None = None
 
@@ -492,10 +485,7 @@ class ToolResultBlock(MessageBlock):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: (
-        Annotated[Annotated[str, Tag("<text>")] | Annotated[list[ResultBlock], FAIL_FAST, Tag("<list>")], _TEXT_OR_LIST]
-        | None
-    ) = None
+    content: TextOrList[ResultBlock] | None = None
     is_error: bool | None = None
 
 
@@ -521,10 +511,7 @@ Block = Annotated[
 
 class AnthropicMessage(Strict):
     role: Literal["user", "assistant"]
-    content: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[Block], FAIL_FAST, Tag("<list>")],
-        _TEXT_OR_LIST,
-    ]
+    content: TextOrList[Block]
 
 
 class AnthropicTool(MessageBlock):
@@ -553,10 +540,7 @@ class MessagesRequest(Strict):
     service_tier: Literal["auto", "standard_only"] | None = None
     stop_sequences: Annotated[list[StopText], Field(max_length=16), FAIL_FAST] | None = None
     stream: bool | None = None
-    system: (
-        Annotated[Annotated[str, Tag("<text>")] | Annotated[list[TextBlock], FAIL_FAST, Tag("<list>")], _TEXT_OR_LIST]
-        | None
-    ) = None
+    system: TextOrList[TextBlock] | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     thinking: Annotated[dict[str, Any], BOUNDED] | None = None
     tool_choice: AnthropicChoice | None = None

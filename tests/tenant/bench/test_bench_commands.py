@@ -114,7 +114,7 @@ def check_provider(rows: list[Row], shown: str) -> None:
 
 def check_tasks(rows: list[Row], shown: str) -> None:
     gains = {(row["measurement"], row["variant"]): number(row["gain"]) for row in rows}
-    assert len(gains) == 2 + 2 + 4 + 2
+    assert len(gains) == 2 + 2 + 2 + 2
     assert gains["batch, split model", "mixed batch"] == 4  # one request per layer group, whatever the methods
     assert shown.count("at least") == 4
 

@@ -12,10 +12,10 @@ from tenant.tasks.coordinated import (
     Batches,
     Costs,
     Request,
-    by_length,
     by_task,
     coordinated,
     fixed,
+    joined,
 )
 
 METHODS = ("LORA", "IA3")
@@ -44,7 +44,6 @@ def test_every_request_is_in_one_batch(requests: list[Request], costs: Costs) ->
     for batches in (
         coordinated(requests, costs),
         by_task(requests, costs),
-        by_length(requests, costs),
         fixed(requests, size=3),
     ):
         assert sorted(id(r) for batch in batches for r in batch) == sorted(map(id, requests))
@@ -66,7 +65,7 @@ def test_no_other_division_of_the_sorted_requests_costs_less(requests: list[Requ
         parts = [ordered[a:b] for a, b in itertools.pairwise(edges) if a < b]
         if all(len(part) <= LARGEST for part in parts):
             every.append(cost(parts))
-    assert cost(by_length(requests, costs)) == pytest.approx(min(every, default=0.0))
+    assert cost(joined([[request] for request in requests], costs)) == pytest.approx(min(every, default=0.0))
 
 
 def test_requests_outside_the_costs_are_refused() -> None:

@@ -109,19 +109,14 @@ class Channel:
     """A connection that reconnects by itself. It serves one thread at a time; other threads wait.
 
     Args:
-        peer: the provider, with its address and pinned certificate.
         context: `tls.client_context` for the peer's pins; channels may share it.
-        model_digest: digest of the model that the provider must serve.
-        deadline_s: seconds that one request may take, including reconnecting.
         buffers: memory for answers; each answer has its own memory if None.
-        notices: logs what a request waits for.
         ring_bits: bits of the integers in requests, which decide the version that the channel speaks.
         relay: True if effects may be relayed. A channel to an executor then speaks the newer version of the protocol,
             and an older version with executors that refuse the newer one.
         permit: called with the provider and the rows before a request is sent; raises if the request must not be sent.
 
     Attributes:
-        connection: the current connection, or None.
         used_at: time of the latest answer to `repeat`.
         closed: set when this side has closed the channel; a failure is then not counted against the provider.
     """
@@ -224,7 +219,6 @@ class Channel:
         """Send a request once, without retrying, on the current connection.
 
         Args:
-            message, payload, outputs: as for `request`.
             deadline: time on the clock of `time.monotonic`.
             since: start of the first attempt on the same clock, for log messages about a long wait.
             meanwhile: called while the answer is awaited.

@@ -78,13 +78,7 @@ class NoFreeChannelError(DeadlineExceededError):
 class ExecutorClient:
     """The client of one executor: channels, each for one request at a time. Thread-safe.
 
-    Args:
-        provider: the session's knowledge of the executor.
-        new_channel: makes a channel to the executor, which connects on its first request.
-        relay: True if effects may be relayed to the executor.
-
     Attributes:
-        channels: all channels, the oldest first.
         uses_blocks: True if requests name the blocks of relayed effects.
         confirms: nonces of answers that were right and are not confirmed yet.
     """
@@ -170,8 +164,6 @@ class ExecutorClient:
         Args:
             part: the rows; they must not change during the call.
             patience_s: seconds that the answer may take once a connection is free.
-            deadline: latest end of the call, on the clock of `time.monotonic`.
-            since: time of the first attempt, on the same clock.
             meanwhile: called while an answer is awaited.
 
         Raises:

@@ -55,7 +55,6 @@ def bounded_config(config: PeftConfig, model: nn.Module, *, folder: Path) -> Pef
 
     Args:
         config: the adapter's configuration; changed in place.
-        folder: the adapter's folder, for error messages.
 
     Returns:
         `config`.

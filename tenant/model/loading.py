@@ -412,7 +412,6 @@ def _unchanged(model: nn.Module, folder: Path, *, biases: bool) -> Iterator[None
     model's own tensors are allowed (PEFT saves embeddings beside an adapter on them).
 
     Args:
-        folder: the adapter's folder, for error messages.
         biases: True if the adapter's configuration says that it trains the base model's biases.
 
     Raises:

@@ -61,9 +61,7 @@ class Runtime:
     Attributes:
         lanes: repeat products of few rows, by layer group, direction and number of rows.
         closing: set when the runtime is being closed.
-        executors: the clients of executors, made when they are first looked up.
         version: `Routes.version` at the last `refresh`.
-        helpers: the clients of all helpers.
     """
 
     def __init__(

@@ -61,11 +61,7 @@ class Session:
     """A masked, verified session with the providers of a federation. Thread-safe.
 
     Args:
-        preparation: facts and verification keys of the pinned model.
         store: the tenant's own copy of the weights, for schemes that need it.
-
-    Attributes:
-        routes: the providers that may be asked.
 
     Raises:
         RoleConflictError, ConfigError: the scheme cannot be used with these providers (`Scheme.check`).
@@ -294,7 +290,6 @@ def send_part(
     """Compute the product of one part: its request, and the only loop that sends it again.
 
     Args:
-        preferred: the executor to ask first.
         attempt: the first attempt, if a lane has made it.
     """
     if not part.is_masked:

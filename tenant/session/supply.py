@@ -70,7 +70,6 @@ class Supply:
     Attributes:
         source: draws pads; None if the scheme returned `UNMASKED_BY_CHOICE`.
         relays: decides which effects are relayed; None without relay.
-        refill: the thread that draws ahead.
     """
 
     def __init__(

@@ -88,7 +88,6 @@ class Composition:
         Row numbers count the rows of the input first, and then the changed rows of each section.
 
         Args:
-            siblings: names of layers.
             changed: the sections whose operators have changed their rows, as (layer, number of the section).
             lengths: the number of rows of the input, and of the changed rows of each section.
         """

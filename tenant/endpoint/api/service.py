@@ -117,7 +117,6 @@ class Service:
     Args:
         model: the base model of the engine; its configuration has the context length and the default sampling.
         name: the base model's name for clients.
-        tasks: the adapters; None for none.
         pooling: how the hidden states of a text are combined to an embedding.
         answer_bucket: the smallest bucket of every request (`EngineRequest.bucket`).
         processor: makes tensors of pictures and sounds (`load_processor`); None for texts only.

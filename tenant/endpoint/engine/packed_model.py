@@ -57,14 +57,6 @@ class Output(NamedTuple):
 class PackedModel:
     """A model that computes tokens of many sequences in one pass.
 
-    Args:
-        model: a split or whole decoder in evaluation mode.
-
-    Attributes:
-        config: the decoder's configuration.
-        shape: sizes of keys and values.
-        vocabulary: number of token ids.
-
     Raises:
         UnsupportedModelError: the model's attention cannot be computed sequence by sequence.
     """

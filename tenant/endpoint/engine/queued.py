@@ -102,8 +102,6 @@ class QueuedEngine(Engine):
     """An engine whose thread computes the requests of a queue.
 
     Args:
-        model: a split or whole model.
-        tasks: the adapters; None for none.
         max_waiting: limit of requests that wait. A client may have at most as many of them as stay free.
         context: largest number of tokens of a request; None without a limit.
         turn: shared with other engines of the model; None for none.

@@ -43,7 +43,6 @@ class SequentialEngine(QueuedEngine):
 
     Args:
         model: a split or whole model that generates.
-        tasks: the adapters; None for none.
         max_waiting: limit of requests that wait. A client may have at most as many of them as stay free.
         turn: shared with other engines of the model; None for none.
     """
@@ -197,7 +196,6 @@ def open_engine(
 
     Args:
         model: a split or whole model that predicts the next token, in evaluation mode.
-        tasks: the adapters; None for none.
         drafter: guesses tokens to save round trips (`speculation`).
         media: requests may have pictures or sounds, which the engine on `generate()` takes.
         turn: shared with others that use the model; None for none.

@@ -211,11 +211,6 @@ def test_an_executor_stays_where_it_is_while_the_new_weights_do_not_fit(
     assert moved[0].model.layers == "1"
 
 
-def test_choosing_layers_needs_a_registry(announcing: Announcing) -> None:
-    with pytest.raises(ConfigError, match="none can be reached"):
-        placed(announcing("gamma", layers="auto", capacity_layers=1, announce=("127.0.0.1:1",)))
-
-
 # The choice of layers
 
 NOBODY = Served()

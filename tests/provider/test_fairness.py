@@ -24,19 +24,6 @@ def test_a_client_with_many_items_does_not_delay_others(clients: list[str]) -> N
         assert all(before.count(other) <= before.count(client) + 1 for other in set(before))
 
 
-def test_removed_items_are_not_returned() -> None:
-    queue: RoundRobin[str, int] = RoundRobin()
-    queue.put("a", 1)
-    queue.put("a", 2)
-    assert queue.of("a") == [1, 2]
-    assert queue.of("b") == []
-    assert queue.remove("a", 1)
-    assert not queue.remove("a", 1)
-    assert not queue.remove("b", 1)
-    assert queue.get() == 2
-    assert not queue
-
-
 def test_a_bucket_holds_one_burst_at_most() -> None:
     bucket = TokenBucket(per_s=0.25, burst=0.25, now=0.0)
     bucket.take(0.251)

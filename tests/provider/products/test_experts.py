@@ -50,10 +50,6 @@ def rows_for(entry: GroupEntry, direction: Direction, counts: Counts) -> Tensor:
     return ring_rows(sum(counts), entry.by_expert.columns(direction)[0])
 
 
-def test_the_model_has_stacks_joined_along_outputs_and_along_inputs(store: WeightStore) -> None:
-    assert {entry.joined for entry in stacks_of(store).values()} == {"outputs", "inputs"}
-
-
 WRONG: dict[str, tuple[Callable[[wire.Execute], wire.Execute], str]] = {
     "another sum": (lambda request: by_expert(request, (1, 1, 0, 0)), "add up"),
     "too few": (lambda request: by_expert(request, (1, 1, 1)), "4 experts"),

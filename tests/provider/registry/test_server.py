@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from provider.registry import RegistryConfig
 from provider.registry.cli import app
-from provider.registry.server import Rates, RegistryServer
+from provider.registry.server import RegistryServer
 from symbiosis_priv import errors
 from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Kind
@@ -137,17 +137,6 @@ def test_requests_of_one_network_are_limited(serve: Serve, vouching: Vouching) -
             registry.list(DIGEST)
         with pytest.raises(errors.TransportError):  # later frames are not answered one by one
             registry.list(DIGEST)
-
-
-def test_rates_are_replenished_and_buckets_are_limited() -> None:
-    rates = Rates(per_s=1.0, burst=2.0, most=2)
-    assert [rates.take("a", now=0.0) for _ in range(3)] == [True, True, False]
-    assert rates.take("a", now=1.0)
-    assert not rates.take("a", now=1.0)
-    assert rates.take("b", now=1.0)
-    assert rates.take("c", now=1.0)  # the bucket of a was dropped
-    assert rates.take("a", now=1.0)
-    assert len(rates._buckets) == 2
 
 
 def test_threads_never_exceed_the_connection_limit(serve: Serve, vouching: Vouching) -> None:

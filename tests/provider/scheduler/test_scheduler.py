@@ -354,28 +354,6 @@ def test_only_fine_tuning_and_leading_requests_are_cut(arriving: list[Job]) -> N
         assert sum(p.job.stage == "fine_tuning" for p in cut) <= 1
 
 
-@pytest.mark.parametrize(("tenant", "stage"), [("another", "fine_tuning"), ("trainer", "inference")])
-def test_products_are_longer_while_nobody_else_has_asked_for_a_second(tenant: str, stage: Stage) -> None:
-    subject = scheduler()
-
-    def trained(now: float, rows: int) -> list[int]:
-        subject.put(job("trainer", rows=rows, stage="fine_tuning", arrival=now))
-        return [
-            piece.rows for pieces in iter(lambda: subject.take(now), []) for piece in pieces if piece.job.rows == rows
-        ]
-
-    assert trained(0.0, 20) == [8, 8, 4]
-    assert trained(2.0, 70) == [24, 23, 23]  # four slices at most, in equal products
-    subject.put(job("trainer", rows=80, stage="fine_tuning", arrival=3.0))
-    assert [piece.rows for piece in subject.take(3.0)] == [27]
-    subject.put(job(tenant, rows=1, group=1, stage=stage, arrival=3.1))
-    assert max(piece.rows for _ in range(2) for piece in subject.take(3.1)) == SLICE_ROWS
-    while subject.take(3.2):
-        pass
-    assert trained(3.5, 20) == [8, 8, 4]
-    assert trained(5.0, 20) == [20]
-
-
 @pytest.mark.parametrize(("reading_rows", "riders"), [(0, 2), (20, 10)])
 def test_added_fine_tuning_delays_inference_by_half_at_most(reading_rows: int, riders: int) -> None:
     """When inference is due, a flood of large requests for the same layer group has less priority."""

@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -182,26 +181,6 @@ def test_bitsandbytes_is_what_its_package_makes_of_it(case: str, tmp_path: Path)
             assert checkpoint.names() == ["up.weight"]
             assert checkpoint.shape("up.weight") == expected.shape
             assert torch.equal(checkpoint.tensor("up.weight"), expected.float())
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_model_that_transformers_saved_with_bitsandbytes_is_what_it_dequantises_to(bits: int, tmp_path: Path) -> None:
-    """The widths are multiples of a block: on a CPU, `dequantize` mixes up the blocks of others."""
-    pytest.importorskip("bitsandbytes", reason="PEFT would import it in every process: install it by hand")
-    quantised = BitsAndBytesConfig(
-        load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-    )
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "plain")
-    load = partial(AutoModelForCausalLM.from_pretrained, device_map="cpu")
-    load(tmp_path / "plain", quantization_config=quantised).save_pretrained(tmp_path / "saved")
-    theirs = load(tmp_path / "saved").dequantize().state_dict()
-    with Checkpoint(tmp_path / "saved") as checkpoint:
-        assert sum(map(checkpoint.is_widened, checkpoint.names())) == 7
-        for name in checkpoint.names():
-            assert torch.equal(checkpoint.tensor(name).to(theirs[name].dtype), theirs[name]), name
 
 
 # Properties

@@ -1,8 +1,5 @@
 """Output for people is never cut off."""
 
-import threading
-
-import pytest
 from hypothesis import given, strategies as st
 from rich.console import Console
 
@@ -29,24 +26,3 @@ def test_a_table_of_few_items_has_a_column_per_item() -> None:
     assert [column.header for column in wide.columns] == ["provider", "alpha"]
     long = terminal.table(["provider", "role"], [["alpha", "executor"], ["beta", "helper"]])
     assert [column.header for column in long.columns] == ["provider", "role"]
-
-
-def test_long_work_is_announced_repeatedly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(terminal, "_AGAIN_S", 0.01)
-    told, twice = [], threading.Event()
-
-    def tell(text: str) -> None:
-        told.append(text)
-        if len(told) == 3:
-            twice.set()
-
-    with terminal.working("loading", tell=tell):
-        assert told == ["loading ..."]
-        assert twice.wait(20)
-    count = len(told)
-    assert all(text.startswith("loading: ") for text in told[1:])
-    monkeypatch.setattr(terminal, "_AGAIN_S", 60)
-    with terminal.working("loading"):
-        pass
-    assert capsys.readouterr().err == "loading ...\n"
-    assert len(told) == count

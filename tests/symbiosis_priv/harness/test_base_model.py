@@ -1,6 +1,5 @@
 """The synthetic texts and the base model: repeatable, different from each other, and an ordinary checkpoint."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from symbiosis_priv.harness.base_model import (
     PRIVATE_PROMPT,
     PUBLIC_PROMPT,
     Pretraining,
-    cached_base_model,
     make_base_model,
     private_text,
     public_text,
@@ -65,27 +63,6 @@ def test_the_checkpoint_is_an_ordinary_one(
     prompt = tokenizer(PUBLIC_PROMPT, return_tensors="pt")
     generated = model.generate(**prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False)
     assert generated.shape[1] == prompt["input_ids"].shape[1] + 3
-
-
-def test_a_finished_model_is_used_again(tmp_path: Path) -> None:
-    steps: list[int] = []
-
-    def cached(scratch: str, recipe: Pretraining = TINY) -> Path:
-        return cached_base_model(
-            tmp_path / "cache",
-            tmp_path / scratch,
-            recipe=recipe,
-            on_progress=lambda step, total, loss: steps.append(step),
-        )
-
-    made, again, other = cached("first"), cached("second"), cached("third", replace(TINY, seed=1))
-    assert steps == [1, 2, 1, 2]
-    assert made.is_relative_to(tmp_path / "first")
-    assert other.is_relative_to(tmp_path / "third")
-    assert again.parent == tmp_path / "cache"
-    assert (again / "model.safetensors").read_bytes() == (made / "model.safetensors").read_bytes()
-    assert (again / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
-    assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
 def test_a_directory_with_other_content_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The launcher: providers start, stop, restart at the same address, and leave nothing behind."""
 
-import json
 import os
 from pathlib import Path
 
@@ -57,29 +56,3 @@ def test_providers_restart_at_their_address_others_join_and_all_end_with_the_blo
         assert load_federation(local.federation).executors[2].layers == two.layers
         pids = [before, *map(local.pid, local.names)]
     assert not any(is_running(pid) for pid in pids if pid is not None)
-
-
-def test_a_provider_that_fails_to_start_is_an_error_with_the_reason(llama_path: Path, tmp_path: Path) -> None:
-    options = {"limits": {"max_connections": 0}}
-    with (
-        pytest.raises(ConfigError, match="max_connections"),
-        LocalFederation(llama_path, tmp_path, provider_options=options),
-    ):
-        pytest.fail("it started")
-
-
-def test_an_unlisted_executor_announces_the_missing_layers(llama_path: Path, tmp_path: Path) -> None:
-    options = {"registry": {"capacity_layers": 1}}
-    with LocalFederation(
-        llama_path, tmp_path / "run", helpers=0, layers={"executor": "0"}, registry=True, provider_options=options
-    ) as local:
-        file = local.federation.read_bytes()
-        federation = load_federation(local.federation)
-        assert federation.registries is not None
-        assert federation.registries.addresses == (local.registry_address,)
-        for name, layers in (("one", "1"), ("two", "0")):  # the file's executor serves layer 0, and has announced it
-            local.add(name, layers="auto", listed=False)
-            placed = [line for line in local.logs(name).splitlines() if '"placed"' in line]
-            assert [json.loads(line)["layers"] for line in placed] == [layers]
-            assert f'"provider": "{name}"' in local.logs("registry")
-        assert local.federation.read_bytes() == file

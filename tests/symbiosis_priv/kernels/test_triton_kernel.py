@@ -179,6 +179,16 @@ def test_every_tile_is_exact(
         assert torch.equal(got << 32 - ring_bits, want.to(torch.int32) << 32 - ring_bits)
 
 
+@needs_interpreter
+@by_kernel
+def test_it_passes_the_self_test(kernel: TritonKernel) -> None:
+    """With the real self-test, which other tests of this folder skip for kernels of Triton."""
+    assert SELF_TEST(kernel, CPU)
+
+
+SELF_TEST = choice.self_test
+
+
 # Exactness beyond what other kernels are tested for
 
 

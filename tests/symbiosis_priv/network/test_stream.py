@@ -244,14 +244,6 @@ def test_the_other_side_receives_the_reason_of_a_refusal(contexts: Contexts) -> 
             server.result(TIMEOUT_S)
 
 
-def test_a_server_that_goes_away_in_the_handshake(contexts: Contexts) -> None:
-    ours, theirs = socket.socketpair()
-    with ours:
-        theirs.close()
-        with pytest.raises((ssl.SSLEOFError, BrokenPipeError)):
-            FrameStream(ours, contexts.client, host="localhost").handshake(soon())
-
-
 @pytest.fixture
 def ends(contexts: Contexts) -> Iterator[tuple[FrameStream, FrameStream]]:
     """A client and a server after their handshake. The server's side never waits."""
@@ -368,14 +360,6 @@ def test_sending_to_a_reader_that_stops_ends_at_the_deadline(ends: tuple[FrameSt
     with pytest.raises(TimeoutError):
         ends[1].send_frame(b"", memoryview(LARGE * 4), deadline=begun + 0.2)
     assert time.monotonic() - begun < TIMEOUT_S / 2
-
-
-def test_a_socket_that_is_shut_wakes_its_reader(ends: tuple[FrameStream, FrameStream]) -> None:
-    server = ends[1]
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(server.begin, deadline=soon())
-        server.raw.shutdown(socket.SHUT_RD)
-        assert not reading.result(TIMEOUT_S / 2)
 
 
 def test_a_wait_reports_its_purpose(ends: tuple[FrameStream, FrameStream], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -32,55 +32,36 @@ def test_a_signal_becomes_an_exception(number: signal.Signals, kind: type[BaseEx
     assert getattr(raised.value, "code", None) == status
 
 
-def raises(kind: type[BaseException], body: Callable[[Interrupts], None]) -> None:
+@pytest.mark.parametrize(
+    ("signals", "permitted", "done", "kind"),
+    [
+        ([signal.SIGINT], False, ["optimizer"], KeyboardInterrupt),  # the whole block is completed first
+        ([signal.SIGTERM], True, ["optimizer"], SystemExit),  # at the next permitted place
+        ([signal.SIGTERM, signal.SIGINT], False, [], KeyboardInterrupt),  # the second signal is not delayed
+    ],
+)
+def test_a_signal_is_delayed_in_a_whole_block(
+    signals: list[signal.Signals], permitted: bool, done: list[str], kind: type[BaseException]
+) -> None:
+    steps = []
+
     def run() -> None:
         with Interrupts() as interrupts, interrupts.whole():
-            body(interrupts)
+            for number in signals:
+                send(number)
+            steps.append("optimizer")
+            if permitted:
+                with interrupts.anywhere():
+                    steps.append("never")
 
     with pytest.raises(kind):
         run()
-
-
-def test_a_whole_block_is_completed_first() -> None:
-    steps = []
-
-    def body(interrupts: Interrupts) -> None:
-        send(signal.SIGINT)
-        steps.append("optimizer")
-
-    raises(KeyboardInterrupt, body)
-    assert steps == ["optimizer"]
-
-
-def test_a_delayed_signal_arrives_at_the_next_permitted_place() -> None:
-    steps = []
-
-    def body(interrupts: Interrupts) -> None:
-        send(signal.SIGTERM)
-        steps.append("save")
-        with interrupts.anywhere():
-            steps.append("never")
-
-    raises(SystemExit, body)
-    assert steps == ["save"]
+    assert steps == done
 
 
 def test_a_signal_may_arrive_in_an_anywhere_block() -> None:
-    def body(interrupts: Interrupts) -> None:
-        with interrupts.anywhere():
-            send(signal.SIGINT)
-            pytest.fail("unreachable")
-
-    raises(KeyboardInterrupt, body)
-
-
-def test_the_second_signal_is_not_delayed() -> None:
-    def body(interrupts: Interrupts) -> None:
-        send(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts, interrupts.whole(), interrupts.anywhere():
         send(signal.SIGINT)
-        pytest.fail("unreachable")
-
-    raises(KeyboardInterrupt, body)
 
 
 def test_handlers_are_restored_and_ignored_signals_stay_ignored() -> None:

@@ -318,11 +318,6 @@ def test_a_benchmark_gets_the_tokens_that_it_asked_for(client: Any, served: Serv
         assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (new, reason)
 
 
-def test_a_route_that_does_not_exist_is_named_so(client: Any) -> None:
-    with pytest.raises(openai.NotFoundError, match="no such route"):
-        client.images.generate(prompt="x")
-
-
 def test_unknown_models_and_wrong_keys(client: Any) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         client.completions.create(model="none-such", prompt="x")

@@ -9,9 +9,7 @@ import torch
 
 from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
 from tenant import RemoteConfig
-from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
-from tenant.endpoint.engine.kv import BLOCK, Shape
-from tenant.endpoint.engine.requests import Sampling
+from tenant.endpoint.engine.continuous import ContinuousEngine
 from tenant.endpoint.engine.sequential import SequentialEngine, open_engine
 from tenant.endpoint.engine.speculation import PromptLookup
 from tenant.model.loading import load_language_model
@@ -83,28 +81,6 @@ def test_guesses_for_a_model_that_is_driven_with_generate_are_refused() -> None:
     model, tokenizer = build("GPTJForCausalLM"), Letters()
     with pytest.raises(ConfigError, match="--draft"):
         open_engine(model, tokenizer, drafter=PromptLookup())  # type: ignore[arg-type]
-
-
-def test_what_a_sliding_window_hides_takes_no_memory(tmp_path: Path) -> None:
-    """The limit admits a prompt that fits because of the window. A known beginning is used if its window is there."""
-    folder = save("MistralForCausalLM", tmp_path, sliding_window=WINDOW, max_position_embeddings=2048)
-    model = load_language_model(folder, remote=RemoteConfig(masking="simulate"), dtype=torch.float32)
-    prompt = tuple(3 + i * i % 89 for i in range(6 * BLOCK))
-    expected = generated(model, prompt, 8)
-    tokenizer: Any = Letters()
-    block = Shape.from_config(model.config, torch.float32).block_bytes
-    engine = open_engine(model, tokenizer, limits=EngineLimits(memory=5 * block, step_rows=BLOCK))
-    first = Asked(engine, prompt, max_tokens=8)
-    assert first.tokens == expected
-    assert engine.load().memory <= 2 * block
-    again = Asked(engine, (*prompt, *first.tokens, 5), max_tokens=2)
-    assert again.done().ledger.cached_tokens == len(prompt) + 7
-    shorter = Asked(engine, prompt[:BLOCK], max_tokens=2, sampling=Sampling(logprobs=1))
-    assert shorter.done().ledger.cached_tokens == 0
-    alone = open_engine(model, tokenizer, limits=EngineLimits(memory=5 * block))
-    assert shorter.logprobs == Asked(alone, prompt[:BLOCK], max_tokens=2, sampling=Sampling(logprobs=1)).logprobs
-    alone.close()
-    engine.close()
 
 
 def test_the_context_is_that_of_yarn(tmp_path: Path) -> None:

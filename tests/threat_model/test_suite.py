@@ -121,7 +121,7 @@ def test_counts_tell_topics_and_languages_unless_the_endpoint_keeps_a_pace(quick
     assert all(cell.expected for cell in quick.topics)
     found = {(cell.options, cell.guessed): cell for cell in quick.topics if cell.options or not cell.computed}
     for guessed in ("language", "topic"):
-        assert found["", guessed].outcome.interval.low > 2 * found["", guessed].outcome.chance
+        assert found["", guessed].outcome.interval.low > 1.5 * found["", guessed].outcome.chance
         assert not found["--answer-bucket 32 --pace", guessed].outcome.broken
     assert next(p for p in quick.planted if p.attack == TopicsOfChats.name).outcome.hits == 1
 

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from fastapi import APIRouter
-from pydantic import BaseModel
+from fastapi import APIRouter, Body
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from tinker import types
@@ -38,6 +37,9 @@ from tenant.endpoint.tinker.checkpoints import (
 from tenant.endpoint.tinker.futures import Future, Futures
 from tenant.endpoint.tinker.training import Job, Run, Training
 from tenant.endpoint.tinker.wire import Sizes, read_request, steps_of
+
+T = TypeVar("T")
+Embedded = Annotated[T, Body(embed=True)]
 
 _SESSION_S = 900.0  # without a heartbeat, of which the client sends one every 10 s
 _SESSIONS = 64  # of one key
@@ -71,14 +73,6 @@ _NOT_OFFERED = {
     "samplers": "there is no such sampling session; the endpoint may have been started again",
 }
 """What the service of Tinker's maker has and this endpoint has not, by a part of the path."""
-
-
-class _Ttl(BaseModel):
-    ttl_seconds: int | None = None
-
-
-class _PathBody(BaseModel):
-    tinker_path: str
 
 
 @dataclass(kw_only=True)
@@ -421,8 +415,8 @@ def tinker_router(tinker: Tinker) -> APIRouter:
         return Response(status_code=204)
 
     @router.put("/training_runs/{run}/checkpoints/{kind}/{name}/ttl")
-    async def ttl(run: str, kind: str, name: str, body: _Ttl, http: Request) -> Response:
-        checkpoints.set_time(checkpoints.place(tinker.owner(http), run, kind, name), _end(body.ttl_seconds))
+    async def ttl(run: str, kind: str, name: str, http: Request, ttl_seconds: Embedded[int | None] = None) -> Response:
+        checkpoints.set_time(checkpoints.place(tinker.owner(http), run, kind, name), _end(ttl_seconds))
         return Response(status_code=204)
 
     @router.get("/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
@@ -435,8 +429,8 @@ def tinker_router(tinker: Tinker) -> APIRouter:
         return {"urls": {file: f"{base}/{file}" for file in FILES}, "expires": _date(time.time() + _URL_S)}
 
     @router.post("/weights_info")
-    async def weights_info(body: _PathBody, http: Request) -> dict[str, Any]:
-        record = checkpoints.record(checkpoints.parse(tinker.owner(http), body.tinker_path))
+    async def weights_info(tinker_path: Embedded[str], http: Request) -> dict[str, Any]:
+        record = checkpoints.record(checkpoints.parse(tinker.owner(http), tinker_path))
         return {"base_model": record.base_model, **_about(record.lora)}
 
     @router.api_route("/{rest:path}", methods=["GET", "POST", "PUT", "DELETE"])

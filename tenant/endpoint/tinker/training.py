@@ -281,17 +281,23 @@ class Training:
                     return
             try:
                 self._free()
+                if time.monotonic() - swept > _SWEEP_S:
+                    swept = time.monotonic()
+                    self.sweep()
+            except Exception:  # the thread must not end
+                log.exception("old checkpoints and training clients stay")
+            try:
                 done = set[str]()
                 for job in self._next():
                     if job.work is not None and job.run.client not in done:
                         done.add(job.run.client)
                         self._work(job, job.work)
                 self._compute(self._chosen())
-                if time.monotonic() - swept > _SWEEP_S:
-                    swept = time.monotonic()
-                    self.sweep()
-            except Exception:  # the thread must not end
+            except Exception as error:  # nor may it try the same again and again
                 log.exception("a round failed")
+                for job in self._next():
+                    job.future.fail(error)
+                    self._finish(job)
 
     def _free(self) -> None:
         """Free the memory and the snapshots of training clients that have ended."""

@@ -347,6 +347,21 @@ def test_a_refused_request_does_not_delay_the_next_one(tinker: Any, connect: Con
     assert post(address, "forward_backward", {"no": "protocol buffer"})[0] == 400
 
 
+def test_a_fault_of_the_endpoint_ends_its_request(
+    tinker: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> bytes:
+        raise OSError
+
+    training = connect().create_lora_training_client("tiny", rank=1, train_mlp=False).result()
+    data = [datum(tinker, [1, 2, 3])]
+    with monkeypatch.context() as patched:
+        patched.setattr("tenant.endpoint.tinker.training.outputs_message", broken)
+        with pytest.raises(tinker.RequestFailedError, match="OSError"):
+            training.forward(data, "cross_entropy").result(timeout=60)
+    assert training.forward(data, "cross_entropy").result(timeout=60).loss_fn_outputs
+
+
 def post(address: str, route: str, body: dict[str, Any], key: str = KEYS[0]) -> tuple[int, bytes]:
     headers = {"X-API-Key": key, "Content-Type": "application/json"}
     request = urllib.request.Request(f"{address}/api/v1/{route}", json.dumps(body).encode(), headers)

@@ -6,7 +6,9 @@ import time
 
 import pytest
 
+from tests.gpu import sections
 from tests.gpu.__main__ import BUDGETS_S, run
+from tests.gpu.chips import ROWS, measured, table
 from tests.gpu.sections import SECTIONS, Options, Row
 
 SECONDS = 480
@@ -25,6 +27,25 @@ def test_a_section_on_the_cpu(section: str, monkeypatch: pytest.MonkeyPatch) -> 
     rows = list(SECTIONS[section](Options(cpu=True)))
     assert rows
     assert not any(row.get("equal") is False or row.get("result", "exact") != "exact" for row in rows)
+
+
+def test_a_machine_without_a_package_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sections, "_NEEDED", ("numpy", "no-such-package"))
+    rows: list[Row] = []
+    with pytest.raises(SystemExit, match=r"pip download --dest .gpu .* no-such-package$"):
+        rows.extend(SECTIONS["machine"](Options(cpu=True)))
+
+
+def test_the_table_of_chips_has_a_column_for_what_was_measured() -> None:
+    times = [{"weight_bits": 10, "rows": count, "ms": 1.0, "over_bfloat16": count / 2} for count in ROWS]
+    for gpu, name in (("NVIDIA H100 80GB HBM3", "H100 SXM"), ("NVIDIA L4", "NVIDIA L4")):
+        found = measured({"sections": [{"rows": [{"gpu": gpu}]}, {"rows": times}]})
+        assert found == {(name, 10): [0.5, 8, 128, 2048]}
+        lines = [line for line in table(found) if line.endswith("| 0.5, 8, 128, 2.05e+03 |")]
+        assert [line.split("|")[1:3] for line in lines] == [[f" {name} ", " 10 "]]
+    assert measured({"sections": [{"rows": [{"what": "forward"}]}]}) == {}
+    assert "Nothing was measured" in table({})[-1]
+    assert "measured" not in table()[0]
 
 
 def outcome(script: str, *, budget_s: float = 20.0) -> tuple[str, list[Row], str]:

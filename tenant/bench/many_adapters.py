@@ -33,7 +33,7 @@ from tenant.bench.report import Goal, Row, figure, where
 from tenant.model.hf import RemoteConfig
 
 _LIMIT_MIB = 16384
-_THRESHOLD, _THRESHOLD_BYTES = "MALLOC_MMAP_THRESHOLD_", 1 << 20
+_THRESHOLD_BYTES = 1 << 20
 _STEP, _STEPS = models.Step(batch=1, tokens=128), 4  # steps of each measurement, of all jobs together, at least
 _WAIT_S, _LEAST_PAUSE_S, _SHARE = 1800.0, 0.05, 0.05  # of one core, for reading memory
 _WHOLE, _AS_STORED, _NONE, _PAD = "whole, float32", "whole, bfloat16", "split, none", "split, pad"
@@ -91,9 +91,9 @@ class _Bench:
         self._model, self._cache = folder / "model", folder / "cache"
         write_checkpoint(shape.config(), self._model)
         multiprocessing.set_forkserver_preload([models.__name__])
-        os.environ[_THRESHOLD] = str(_THRESHOLD_BYTES)
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(_THRESHOLD_BYTES)
         ensure_running()
-        del os.environ[_THRESHOLD]  # not for providers
+        del os.environ["MALLOC_MMAP_THRESHOLD_"]  # not for providers
         self._rate: dict[int, float] = {}
         self.fitted: list[int] = []
 

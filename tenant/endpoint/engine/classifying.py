@@ -108,4 +108,4 @@ class ClassifyingEngine(QueuedEngine):
 
 
 def _padded(rows: Ordered[Ordered[int]], value: int, width: int) -> Tensor:
-    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=torch.long)
+    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=torch.long, device="cpu")

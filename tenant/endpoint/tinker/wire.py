@@ -94,7 +94,10 @@ def _example(datum: Any, loss: Loss, sizes: Sizes) -> Example:
         not 0 <= x < sizes.vocabulary for one in (tokens, targets) for x in one.aminmax()
     ):
         raise ApiError(400, f"model_input and target_tokens are integers of a vocabulary of {sizes.vocabulary:,}")
-    inputs = {name: torch.full(targets.shape, value) for name, value in loss.defaults.items()}
+    inputs = {
+        name: torch.full(targets.shape, value, dtype=torch.float32, device="cpu")
+        for name, value in loss.defaults.items()
+    }
     inputs |= {name: one.float() for name, one in found.items()}
     for name, one in inputs.items():
         if one.shape != targets.shape or not one.isfinite().all():

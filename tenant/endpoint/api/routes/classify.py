@@ -113,7 +113,7 @@ async def _probabilities(
         try:
             async for index, event in running:
                 if isinstance(event, engine.Embedded):
-                    logits = torch.tensor(event.vector, dtype=torch.float64)
+                    logits = torch.tensor(event.vector, dtype=torch.float64, device="cpu")
                     if activation is not False and problem != "regression":
                         one_of = len(logits) > 1 and problem != "multi_label_classification"
                         logits = logits.softmax(dim=0) if one_of else logits.sigmoid()

@@ -19,11 +19,8 @@ T = TypeVar("T")
 
 
 class Promise(Future[T]):
-    """A future that takes no lock once it has a result, because products read results several times.
-
-    Attributes:
-        kept: the result; None if there is none yet, or if the result is None.
-    """
+    """A future that takes no lock once it has a result, because products read results several times. `kept`: the
+    result; None if there is none yet, or if the result is None."""
 
     kept: T | None = None
 
@@ -45,11 +42,8 @@ _Job = tuple[Promise[Any], Callable[[], Any]]
 
 
 class Worker:
-    """Runs jobs one after the other in its own thread, which starts with the first job.
-
-    Attributes:
-        unfinished: number of jobs that are queued or running.
-    """
+    """Runs jobs one after the other in its own thread, which starts with the first job. `unfinished`: number of jobs
+    that are queued or running."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()

@@ -93,11 +93,8 @@ def _compiled(switches: Switches, brief: bool) -> Compiled | None:
 
 
 def isas() -> tuple[Isa, ...]:
-    """The instruction sets usable here, best last; empty without a library.
-
-    Raises:
-        ConfigError: SYMBIOSIS_PRIV_ISA is not the name of an instruction set.
-    """
+    """The instruction sets usable here, best last; empty without a library. Raises `ConfigError`: SYMBIOSIS_PRIV_ISA is
+    not the name of an instruction set."""
     lib = library()
     return () if lib is None else _usable(lib, switches().isa)
 

@@ -186,7 +186,6 @@ class Channel:
         """Send a request and wait for its answer.
 
         Args:
-            message: the header; `message.nonce` must be fresh.
             payload: the rows for `Execute`, None for `Effect`. Raw tensors are refused (`tenant.core.masked`).
             outputs: columns of the answer.
 
@@ -220,7 +219,6 @@ class Channel:
 
         Args:
             deadline: time on the clock of `time.monotonic`.
-            since: start of the first attempt on the same clock, for log messages about a long wait.
             meanwhile: called while the answer is awaited.
 
         Raises:

@@ -76,12 +76,9 @@ class NoFreeChannelError(DeadlineExceededError):
 
 
 class ExecutorClient:
-    """The client of one executor: channels, each for one request at a time. Thread-safe.
-
-    Attributes:
-        uses_blocks: True if requests name the blocks of relayed effects.
-        confirms: nonces of answers that were right and are not confirmed yet.
-    """
+    """The client of one executor: channels, each for one request at a time. Thread-safe. `uses_blocks`: True if
+    requests name the blocks of relayed effects. `confirms`: nonces of answers that were right and are not confirmed
+    yet."""
 
     def __init__(self, provider: KnownProvider, new_channel: Callable[[], Channel], *, relay: bool) -> None:
         self.provider = provider
@@ -117,14 +114,8 @@ class ExecutorClient:
 
     @contextmanager
     def take(self, *, until: float) -> Iterator[Channel]:
-        """Context manager for the exclusive use of a channel.
-
-        Args:
-            until: latest time to wait for a free channel, on the clock of `time.monotonic`.
-
-        Raises:
-            NoFreeChannelError: no channel was free until then.
-        """
+        """Context manager for the exclusive use of a channel. `until`: latest time to wait for a free channel, on the
+        clock of `time.monotonic`. Raises `NoFreeChannelError`: no channel was free until then."""
         channel = self.acquire(until=until)
         try:
             yield channel

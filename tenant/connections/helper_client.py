@@ -53,12 +53,8 @@ class RelayInstruction:
 
 
 class MaskRows(NamedTuple):
-    """Rows of a helper's keystream for one layer group.
-
-    Args:
-        facts: facts of the layer group, or of one expert's matrix if there are counts.
-        counts: rows of every expert of a stack. The helper sees them.
-    """
+    """Rows of a helper's keystream for one layer group. `facts`: facts of the layer group, or of one expert's matrix if
+    there are counts. `counts`: rows of every expert of a stack. The helper sees them."""
 
     group: GroupIndex
     direction: Direction
@@ -75,12 +71,7 @@ class MaskRows(NamedTuple):
 
 class HelperClient:
     """The client of one helper, with the seed of that helper, and connections for pads needed now and for pads drawn
-    ahead.
-
-    Args:
-        routes: tells whether other helpers can replace this one.
-        secret: the session secret from which the helper's seed is derived.
-    """
+    ahead."""
 
     def __init__(
         self,

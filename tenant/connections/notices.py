@@ -30,10 +30,7 @@ class _Logged:
 
 class Notices:
     """Logs warnings about waiting, each at most once per interval. The connections of a session share one instance.
-
-    Attributes:
-        logged: the last warning about each provider; empty as long as everything is usual.
-    """
+    `logged`: the last warning about each provider; empty as long as everything is usual."""
 
     def __init__(self) -> None:
         self.logged: dict[str, _Logged] = {}

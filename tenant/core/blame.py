@@ -55,7 +55,6 @@ class BlameKeys:
 
     Args:
         secret: 32 bytes, from which R is expanded.
-        columns: m.
         read: reads V, int32 `[w, m]` for rows of width w, when it is needed; by default from `products`.
         stacks: the model's stacks of experts.
 

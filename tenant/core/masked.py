@@ -149,11 +149,7 @@ def remask(masked: MaskedRows, fresh: Mapping[int, Pad]) -> MaskedRows:
 
 
 class Quarantine:
-    """The quarantined providers of a session.
-
-    Attributes:
-        parties: the traits of these providers.
-    """
+    """The quarantined providers of a session. `parties`: the traits of these providers."""
 
     def __init__(self) -> None:
         self.parties: list[Traits] = []
@@ -206,7 +202,6 @@ class Gate:
         """Check a request before its first byte is sent.
 
         Args:
-            peer: the provider that receives the request.
             rows: the rows of the request; None for a request to a helper.
 
         Raises:

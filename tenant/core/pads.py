@@ -165,7 +165,6 @@ class Share(NamedTuple):
         first_row: the pad's first row in the keystream.
         effect: int32 `[r, o]`, unverified; None if it was sent to an executor as a block.
         offset: the pad's first row in the effect.
-        block: the effect as a block; None if it was not relayed.
         fetch: requests the effect of some rows, given the first row and their number, without relay.
     """
 
@@ -212,11 +211,8 @@ class Pad:
         self._unused = [True]  # popping is atomic, also with threads
 
     def add_mask(self, rows: Tensor, *, added: bool = False) -> None:
-        """Add the mask to int32 rows `[r, d]`, in place, unless it was `added` to rows that nobody has got yet.
-
-        Raises:
-            BurntRowError: this pad was used before; the rows are unchanged.
-        """
+        """Add the mask to int32 rows `[r, d]`, in place, unless it was `added` to rows that nobody has got yet. Raises
+        `BurntRowError`: this pad was used before; the rows are unchanged."""
         self._use()
         if not added:
             for share in self.shares:
@@ -233,13 +229,8 @@ class Pad:
         """Return the matrices from which the check of the product starts.
 
         A scheme that opens answers in its own way derives from `Pad` and overrides this method: it may subtract the
-        effects and round off a small error.
-
-        Args:
-            answer: int32 `[r, o]` from the executor, for this pad's rows; not changed.
-
-        Returns:
-            int32 `[r, o]`, and the int32 matrices `[r, o]` that must still be subtracted from it.
+        effects and round off a small error. `answer`: int32 `[r, o]` from the executor, for this pad's rows; not
+        changed. Returns int32 `[r, o]`, and the int32 matrices `[r, o]` that must still be subtracted from it.
         """
         return answer, self.effects()
 
@@ -250,10 +241,7 @@ class Pad:
 
     def wrong_effects(self, is_product: Callable[[Tensor, Tensor], bool]) -> list[Peer | None]:
         """Return the holders of wrong effects, after the check has refused a product; None for the tenant itself.
-
-        Args:
-            is_product: tests by the blame keys whether effects, int32 `[r, o]`, are the products of rows, int32
-                `[r, d]`.
+        `is_product`: tests by the blame keys whether effects, int32 `[r, o]`, are the products of rows, int32 `[r, d]`.
         """
         effects = zip(self.shares, self.effects(), strict=True)
         return [s.holder for s, e in effects if not is_product(s.keystream.expand(s.first_row, self.rows), e)]
@@ -347,11 +335,8 @@ class EffectSource(ABC):
     def _keystream(
         self, seed: Seed, index: GroupIndex, direction: Direction, counts: Counts | None = None, *, second: bool = False
     ) -> Keystream:
-        """Return the keystream of a seed for one layer group and direction, or for rows for its experts.
-
-        Args:
-            second: return the keystream that hides relayed effects, which has the width of effects.
-        """
+        """Return the keystream of a seed for one layer group and direction, or for rows for its experts. `second`:
+        return the keystream that hides relayed effects, which has the width of effects."""
         place = seed, index, direction, counts is None, second
         if (keystream := self._keystreams.get(place)) is None:
             facts = self._facts[index].for_rows(counts)

@@ -101,11 +101,8 @@ class Rows(ABC):
 
     @abstractmethod
     def decode(self, product: UncheckedProduct) -> list[int]:
-        """Unmask the product of some rows, check it, and write results.
-
-        Returns:
-            The numbers of the rows, counted from `product.start`, that failed the check. Their results must be dropped.
-        """
+        """Unmask the product of some rows, check it, and write results. Returns the numbers of the rows, counted from
+        `product.start`, that failed the check. Their results must be dropped."""
 
     @abstractmethod
     def selected(self, numbers: Sequence[int], *, halved: bool = False) -> Self:

@@ -37,13 +37,8 @@ class VerificationKeys(dict[Place, tuple[Column, Column]]):
     """R and V modulo p for every (layer group, direction). Secret: never sent, never logged; on disk with mode 0600.
 
     `keys[index, direction]` is (R, V) for rows that are multiplied by the whole matrix, made at the first look-up.
-
-    Args:
-        secret: 32 bytes, from which R is expanded.
-
-    Attributes:
-        products: V, int64 `[w]`, where rows have width w. For a stack of experts, in the direction in which results
-            have the width of one expert: V of every expert, int64 `[experts, w]`.
+    `secret`: 32 bytes, from which R is expanded. `products`: V, int64 `[w]`, where rows have width w. For a stack of
+    experts, in the direction in which results have the width of one expert: V of every expert, int64 `[experts, w]`.
     """
 
     def __init__(self, secret: bytes) -> None:

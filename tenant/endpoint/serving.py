@@ -49,14 +49,7 @@ def opened(
     clients: int = 1,
 ) -> Iterator[Service]:
     """Context manager: a split model with an engine. Each adapter is loaded once to check that it fits the model.
-    Raises `SymbiosisError`: the model or an adapter cannot be loaded.
-
-    Args:
-        model: a checkpoint folder, or a name on the hub.
-        name: the base model's name for clients.
-        adapters: PEFT folders by name.
-        clients: number of API keys.
-    """
+    Raises `SymbiosisError`: the model or an adapter cannot be loaded."""
     classifies = is_classifier(architecture(load_config(resolve(model))))
     if classifies:
         options.check_for_classifier()

@@ -51,18 +51,9 @@ def needs_weights(settings: Mapping[str, Any]) -> bool:
 
 
 def bounded_config(config: PeftConfig, model: nn.Module, *, folder: Path) -> PeftConfig:
-    """Replace the regular expressions of an adapter's configuration by the module names that they match.
-
-    Args:
-        config: the adapter's configuration; changed in place.
-
-    Returns:
-        `config`.
-
-    Raises:
-        CheckpointError: a pattern is invalid, matches no module, or takes too much time or memory; the adapter's
-            initialisation takes too many iterations; or the adapter repeats too many layers.
-    """
+    """Replace the regular expressions of an adapter's configuration by the module names that they match. Returns
+    `config`. Raises `CheckpointError`: a pattern is invalid, matches no module, or takes too much time or memory; the
+    adapter's initialisation takes too many iterations; or the adapter repeats too many layers."""
     names = [name for name, _ in model.named_modules()]
     repeated = sum(len(range(start, end)) for start, end in getattr(config, "layer_replication", None) or ())
     most = _REPEATED * int(getattr(getattr(model, "config", None), "num_hidden_layers", 1))
@@ -108,13 +99,9 @@ class MemoryLimit(TorchDispatchMode):
     """Context manager that limits the memory of tensors made from stated sizes, such as `torch.empty(rows, columns)`.
 
     The limit follows from the size of the adapter's file and of the model's largest layer. Operations that take tensors
-    are not counted, because the size of their result follows from tensors that exist.
-
-    Args:
-        model: the base model. Some methods index all weights of a layer (FourierFT), so its largest layer counts.
-
-    Raises:
-        CheckpointError: an operation would exceed the limit; its memory was not allocated.
+    are not counted, because the size of their result follows from tensors that exist. `model`: the base model. Some
+    methods index all weights of a layer (FourierFT), so its largest layer counts. Raises `CheckpointError`: an
+    operation would exceed the limit; its memory was not allocated.
     """
 
     def __init__(self, model: nn.Module, file: Path) -> None:

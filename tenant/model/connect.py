@@ -23,12 +23,9 @@ from tenant.session.session import Session
 
 
 def open_backend(options: Options, model: str | Path) -> Backend:
-    """Open the backend of the masking scheme in `options`, for the checkpoint `model`.
-
-    Raises:
-        RoleConflictError, ConfigError: the scheme or an option does not fit the federation.
-        CheckpointError: the scheme multiplies on the tenant, and the tenant lacks the weights.
-    """
+    """Open the backend of the masking scheme in `options`, for the checkpoint `model`. Raises `RoleConflictError`,
+    `ConfigError`: the scheme or an option does not fit the federation; `CheckpointError`: the scheme multiplies on the
+    tenant, and the tenant lacks the weights."""
     scheme, opening = scheme_named(options.masking), Opening(options, model)
     if scheme.roles:
         # before the checkpoint is read and before any provider is contacted
@@ -100,12 +97,8 @@ class BaseWeights:
 
     def read(self, entry: GroupEntry, member: int, *, rounded: bool = False) -> Tensor:
         """Read the weight `[o, d]` of one linear, in the checkpoint's dtype; with `rounded`, the weight that providers
-        multiply by, in float32.
-
-        Raises:
-            UnsupportedMethodError: the checkpoint has only the tenant's own tensors.
-            CheckpointError: the weight is not that of the manifest.
-        """
+        multiply by, in float32. Raises `UnsupportedMethodError`: the checkpoint has only the tenant's own tensors;
+        `CheckpointError`: the weight is not that of the manifest."""
         with Checkpoint(self._store.path) as checkpoint:
             key = (entry.digest, checkpoint.identity())
         layers = self._store.floats((entry.members[member],) if key in self._checked else entry.members)

@@ -24,13 +24,9 @@ OTHERS = "norms, biases and others"
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """The parameters of a model, by the party that holds them.
-
-    Args:
-        offloaded: number of parameters that providers hold.
-        kept: number of parameters that stay with the tenant, by their kind (a constant of this module), the largest
-            first.
-    """
+    """The parameters of a model, by the party that holds them. `offloaded`: number of parameters that providers hold.
+    `kept`: number of parameters that stay with the tenant, by their kind (a constant of this module), the largest
+    first."""
 
     offloaded: int
     kept: Mapping[str, int]
@@ -50,12 +46,8 @@ class Division:
 
 
 def division(model: PreTrainedModel, members: Iterable[str]) -> Division:
-    """Count the parameters of a model that is not split yet.
-
-    Args:
-        model: the model; the meta device is enough.
-        members: the linears and stacks of experts that are offloaded. Their names may lack the base model's prefix.
-    """
+    """Count the parameters of a model that is not split yet. `members`: the linears and stacks of experts that are
+    offloaded. Their names may lack the base model's prefix."""
     prefix = f"{model.base_model_prefix}."
     names = {name.removeprefix(prefix) for name in members}
     modules = dict(model.named_modules())

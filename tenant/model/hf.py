@@ -286,11 +286,7 @@ def split(
 ) -> dict[tuple[str, ...], LayerGroup]:
     """Replace each `nn.Linear` in `members` by a `RemoteLinear`, each `Conv1D` by a `RemoteConv1D`, and each stack of
     experts by an `OffloadedStack`. `weights` reads base weights for methods that need them. Returns the layer groups by
-    the names of their members.
-
-    Raises:
-        CheckpointError: the model lacks a layer, or the layer has other widths.
-    """
+    the names of their members. Raises `CheckpointError`: the model lacks a layer, or the layer has other widths."""
     modules = dict(model.named_modules())
     prefix = model.base_model_prefix + "."
 

@@ -83,7 +83,6 @@ def load_model(
     Args:
         remote: how to split the model; None loads the whole model.
         dtype: dtype of the tenant's tensors; "auto" uses the checkpoint's dtype.
-        kind: a class with `from_pretrained`.
         blocks: load only this number of a decoder's first blocks, with the embeddings, final norm and head.
 
     Raises:
@@ -221,11 +220,8 @@ def check_runs_on_text(model: Any, ids: list[int]) -> None:
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a checkpoint. Pass the tokenizer to `load_language_model`, which checks that its files have
-    not changed until they were confirmed.
-
-    Raises:
-        CheckpointError: there is no tokenizer, the tokenizer needs code of the checkpoint, or the folder changes.
-    """
+    not changed until they were confirmed. Raises `CheckpointError`: there is no tokenizer, the tokenizer needs code of
+    the checkpoint, or the folder changes."""
     folder = resolve(model)
     missing = CheckpointError(
         f"{model} has no tokenizer that transformers can load without running its code; add one: "
@@ -252,12 +248,9 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
 
 
 def load_processor(model: str | Path) -> Any:
-    """Load the processor of a checkpoint, which makes a model's inputs of pictures or sounds and text.
-
-    Raises:
-        ConfigError: a package that the processor needs is not installed.
-        CheckpointError: there is no processor, it needs code of the checkpoint, or `vet_processor` refuses it.
-    """
+    """Load the processor of a checkpoint, which makes a model's inputs of pictures or sounds and text. Raises
+    `ConfigError`: a package that the processor needs is not installed; `CheckpointError`: there is no processor, it
+    needs code of the checkpoint, or `vet_processor` refuses it."""
     folder = resolve(model)
     vet_processor(folder)
     missing = f"{model} has no processor that transformers can load without running its code"
@@ -307,11 +300,8 @@ def warn_of_other_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> 
 
 def load_adapter(model: Any, folder: Path) -> Any:
     """Load the adapter of a PEFT folder into `model`, for inference. A refused adapter leaves the model as it was.
-
-    Raises:
-        ConfigError: `folder` is not a PEFT folder.
-        CheckpointError: the folder has settings that are not allowed (`vet_adapter`), or the adapter does not fit.
-    """
+    Raises `ConfigError`: `folder` is not a PEFT folder; `CheckpointError`: the folder has settings that are not allowed
+    (`vet_adapter`), or the adapter does not fit."""
     settings = vet_adapter(folder)
     trained_on = one_line(str(settings.get("base_model_name_or_path") or ""))[:_SHOWN]
     fix = "load the base model that it was trained on" + (f" ({trained_on})" if trained_on else "")
@@ -350,10 +340,7 @@ def fitting(folder: Path, *, fix: str) -> Iterator[None]:
 
 def check_adapter_is_whole(adapted: Any, folder: Path, *, fix: str, without: set[str]) -> None:
     """Raise `CheckpointError` if a PEFT folder has tensors for which the adapter has no place, or lacks tensors.
-
-    Args:
-        without: the adapter's tensors that have no values after loading.
-    """
+    `without`: the adapter's tensors that have no values after loading."""
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
         found = list(file.keys())
     modules = {name for name, _ in adapted.named_modules()}
@@ -372,12 +359,9 @@ def check_adapter_is_whole(adapted: Any, folder: Path, *, fix: str, without: set
 
 
 def load_adapter_tensors(adapted: Any, folder: Path) -> None:
-    """Load the tensors of a PEFT folder into the adapter of a `PeftModel`. The base model does not change.
-
-    Raises:
-        CheckpointError: the folder lacks tensors of the adapter, or has other tensors.
-        RuntimeError: a tensor has another shape.
-    """
+    """Load the tensors of a PEFT folder into the adapter of a `PeftModel`. The base model does not change. Raises
+    `CheckpointError`: the folder lacks tensors of the adapter, or has other tensors; `RuntimeError`: a tensor has
+    another shape."""
     found = load_file(folder / "adapter_model.safetensors")
     # PEFT saves copies of the base model's embeddings beside an adapter on them
     own, saved = (get_peft_model_state_dict(adapted, save_embedding_layers=copies) for copies in (False, "auto"))
@@ -409,13 +393,8 @@ def _unchanged(model: nn.Module, folder: Path, *, biases: bool) -> Iterator[None
     """Context manager: refuse tensors that PEFT would load into the base model, because they would outlive the adapter.
 
     The check runs before anything is loaded, on the names that PEFT derives from those in the file. Copies of the base
-    model's own tensors are allowed (PEFT saves embeddings beside an adapter on them).
-
-    Args:
-        biases: True if the adapter's configuration says that it trains the base model's biases.
-
-    Raises:
-        CheckpointError: there is such a tensor.
+    model's own tensors are allowed (PEFT saves embeddings beside an adapter on them). `biases`: True if the adapter's
+    configuration says that it trains the base model's biases. Raises `CheckpointError`: there is such a tensor.
     """
     # an offloaded layer loads no weight
     absent = {id(module.weight) for module in model.modules() if isinstance(module, RemoteLayer)}

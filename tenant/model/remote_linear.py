@@ -305,16 +305,10 @@ def _input_gradient(group: LayerGroup, dtype: torch.dtype, *grads: Tensor) -> Te
 
 
 class RemoteLayer(nn.Module):
-    """A frozen linear whose weight is at the providers. PEFT treats it as the class that it replaces.
-
-    Args:
-        bias: True if the linear has a bias. Its values are in the group's facts.
-
-    Attributes:
-        moved: low-rank parts of the base weight that an initialisation has moved into an adapter (PiSSA), or None.
-            Their products are subtracted from the output.
-        tasks: returns the output of the tasks in this forward pass for a product (`tenant.tasks`), or None.
-    """
+    """A frozen linear whose weight is at the providers. PEFT treats it as the class that it replaces. `moved`: low-rank
+    parts of the base weight that an initialisation has moved into an adapter (PiSSA), or None. Their products are
+    subtracted from the output. `tasks`: returns the output of the tasks in this forward pass for a product
+    (`tenant.tasks`), or None."""
 
     weight: OffloadedWeight
     bias: nn.Parameter | None
@@ -353,12 +347,8 @@ class RemoteLayer(nn.Module):
 
     def base_weight(self, *, rounded: bool = False) -> Tensor:
         """Read the weight from the public checkpoint on disk, with the shape, dtype and device of `weight`; with
-        `rounded`, the weight that providers multiply by, in float32.
-
-        Raises:
-            UnsupportedMethodError: there is no full checkpoint.
-            CheckpointError: the checkpoint is not that of the federation.
-        """
+        `rounded`, the weight that providers multiply by, in float32. Raises `UnsupportedMethodError`: there is no full
+        checkpoint; `CheckpointError`: the checkpoint is not that of the federation."""
         if self.group.weights is None:
             raise UnsupportedMethodError("this model was not loaded from a folder, so its weights cannot be read")
         facts = self.group.backend.facts[self.group.index]

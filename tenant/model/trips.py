@@ -58,11 +58,8 @@ _LARGEST_FACTOR = 2.0**20  # of a norm that adds 1e-12 or more to the variance
 
 class Beside:
     """A linear whose output is added to the residual stream, too, before a trip. Its product is an ordinary one.
-
-    Args:
-        group: its layer group, which has no other member.
-        owner, leaf: the module that calls the linear, and its attribute.
-    """
+    `group`: its layer group, which has no other member. `owner`, `leaf`: the module that calls the linear, and its
+    attribute."""
 
     def __init__(self, group: LayerGroup, owner: nn.Module, leaf: str) -> None:
         self._group, self._owner, self._leaf = weakref.ref(group), weakref.ref(owner), leaf  # `group` holds this object
@@ -100,7 +97,6 @@ class Trip(Beside):
     """The round trip of one composed group.
 
     Args:
-        index: the composed group's index.
         before, after: the names of the norms before W1 and after it.
         first, second: the layer groups of W1 and W2.
         owner, leaf: the module that calls W1, and its attribute.
@@ -298,15 +294,9 @@ def _same(found: Tensor, expected: Tensor, size: Tensor) -> bool:
 
 
 def join_groups(model: PreTrainedModel, groups: Mapping[tuple[str, ...], LayerGroup]) -> list[tuple[Trip, nn.Module]]:
-    """Connect the layer groups of a split model by its composed groups.
-
-    Args:
-        groups: the layer groups of the model's offloaded linears, by the names of their members, and its composed
-            groups.
-
-    Returns:
-        Trips, and the norm after W1. Call `take_gains` with them after the weights were loaded.
-    """
+    """Connect the layer groups of a split model by its composed groups. `groups`: the layer groups of the model's
+    offloaded linears, by the names of their members, and its composed groups. Returns trips, and the norm after W1.
+    Call `take_gains` with them after the weights were loaded."""
     modules = dict(model.named_modules())
     made, hooked = [], set[str]()
     for members, group in groups.items():

@@ -75,8 +75,6 @@ def prepare(
         weight_bits: the federation's weight bits; None to skip this check.
         reread: prepare again from `store` if its files have changed, and replace the stored preparation. Pass True only
             if the user trusts `store`.
-        cache: the cache folder; the user's cache folder if None.
-        progress: called with the progress of the pass over the checkpoint.
 
     Raises:
         CheckpointError: no intact files are cached and there is no full checkpoint; the checkpoint is not the pinned

@@ -101,11 +101,8 @@ _PLAIN_FILES = ("*.json", "*.model", "*.txt", "*.jinja")  # configuration and to
 def write_slim(store: WeightStore, manifest: Manifest, folder: Path, *, keep_experts: bool = False) -> tuple[int, int]:
     """Write the part of a full checkpoint that `from_pretrained(folder, quantization_config=RemoteConfig(...))` needs.
     Returns the bytes of tensors written, and of those left out. Raises `ConfigError`: the folder is in use;
-    `StorageError`: it cannot be written; no partial folder is left.
-
-    Args:
-        keep_experts: also write the experts of a mixture, for `RemoteConfig(experts="local")`.
-    """
+    `StorageError`: it cannot be written; no partial folder is left. `keep_experts`: also write the experts of a
+    mixture, for `RemoteConfig(experts="local")`."""
     check_unused(folder)
     served = {m for group in manifest.groups if not (keep_experts and group.experts > 1) for m in group.members}
     served -= tied_members(store)

@@ -24,7 +24,6 @@ class Preparation:
     """Facts and keys of a base model whose weights the tenant does not hold (`preparation.prepare` makes them).
 
     Args:
-        keys: keys that verify products.
         second: reads a second set of verification keys, which confirms corrections in narrow rings
             (`symbiosis_priv.arithmetic.wraps`).
         blame: keys that attribute faults after a product was refused.

@@ -27,12 +27,8 @@ class PartQueue:
         self._lock = threading.Lock()
 
     def take(self, provider: KnownProvider, *, only_if_faster: bool) -> Part | None:
-        """Return the next part for a slot at an executor; None if no part is left.
-
-        Args:
-            only_if_faster: also return None if the other slots would finish all remaining parts before this slot
-                finishes one. The slot then ends.
-        """
+        """Return the next part for a slot at an executor; None if no part is left. `only_if_faster`: also return None
+        if the other slots would finish all remaining parts before this slot finishes one. The slot then ends."""
         with self._lock:
             if not self._waiting:
                 return None
@@ -57,15 +53,9 @@ class PartQueue:
 def multiply_parts(
     parts: Sequence[Part], executors: Sequence[ExecutorClient], work: Callable[[Part, KnownProvider | None], None]
 ) -> None:
-    """Run `work` for every part, several at a time.
-
-    Args:
-        work: computes a part. Its arguments are the part and the executor to ask first; None for any executor.
-
-    Raises:
-        Exception: the error of a part that failed; if a part found a fault, the error of that part. It is raised when
-            no part is being sent any more, and no other part will begin.
-    """
+    """Run `work` for every part, several at a time. `work`: computes a part. Its arguments are the part and the
+    executor to ask first; None for any executor. Raises `Exception`: the error of a part that failed; if a part found a
+    fault, the error of that part. It is raised when no part is being sent any more, and no other part will begin."""
     if len(parts) == 1 or not executors:
         for part in parts:
             work(part, None)

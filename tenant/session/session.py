@@ -132,11 +132,8 @@ class Session:
             raise said_most(failures)
 
     def product(self, index: GroupIndex, direction: Direction, rows: Tensor, *, counts: Counts | None = None) -> Tensor:
-        """Multiply integer rows, int32 `[r, d]`, whose true product fits int32. Returns int32 `[r, o]`.
-
-        Args:
-            counts: rows of every expert of a stack, by which they are sorted; None to multiply by the whole matrix.
-        """
+        """Multiply integer rows, int32 `[r, d]`, whose true product fits int32. Returns int32 `[r, o]`. `counts`: rows
+        of every expert of a stack, by which they are sorted; None to multiply by the whole matrix."""
         outputs = self.preparation.facts[index].for_rows(counts).outputs(direction)
         ring_rows = RingRows(rows, outputs=outputs, counts=counts, ring_bits=self._options.ring_bits)
         self.multiply(index, direction, ring_rows)
@@ -287,11 +284,8 @@ def _count(runtime: Runtime, rows: Rows) -> None:
 def send_part(
     runtime: Runtime, part: Part, preferred: KnownProvider | None = None, *, attempt: Attempt | None = None
 ) -> None:
-    """Compute the product of one part: its request, and the only loop that sends it again.
-
-    Args:
-        attempt: the first attempt, if a lane has made it.
-    """
+    """Compute the product of one part: its request, and the only loop that sends it again. `attempt`: the first
+    attempt, if a lane has made it."""
     if not part.is_masked:
         started = clock()
         if sights:

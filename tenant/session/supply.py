@@ -193,11 +193,8 @@ class PoolMemory:
 
 class PadPool:
     """Pads of one (layer group, direction), drawn ahead. Thread-safe: no lock is held while a pad is drawn.
-
-    Args:
-        row_bytes: bytes of one pad row: of its effects, and of its mask if that is kept.
-        max_rows: returns the largest number of rows of one draw, which depends on the providers in use.
-    """
+    `row_bytes`: bytes of one pad row: of its effects, and of its mask if that is kept. `max_rows`: returns the largest
+    number of rows of one draw, which depends on the providers in use."""
 
     def __init__(
         self,
@@ -326,10 +323,7 @@ class Relays:
 
     def target(self, index: GroupIndex, executor: KnownProvider | None) -> KnownProvider | None:
         """Return the executor that receives the effects of a group's next pad; None if they are not relayed.
-
-        Args:
-            executor: the executor that will see rows under the pad, if that is known.
-        """
+        `executor`: the executor that will see rows under the pad, if that is known."""
         provider = executor or self._routes.likely(index)
         welcome = provider.welcome if provider is not None and provider.is_up else None
         if provider is None or welcome is None or welcome.version < wire.RELAY_VERSION:
@@ -338,11 +332,8 @@ class Relays:
         return provider if until <= time.monotonic() else None
 
     def order(self, provider: KnownProvider, holders: Sequence[Peer]) -> RelayInstruction | None:
-        """Return the instruction to relay effects of these helpers to an executor; None if they are not relayed.
-
-        Raises:
-            RoleConflictError: the executor belongs to a helper's company (rule 8).
-        """
+        """Return the instruction to relay effects of these helpers to an executor; None if they are not relayed. Raises
+        `RoleConflictError`: the executor belongs to a helper's company (rule 8)."""
         with self._asking.setdefault(provider.peer, threading.Lock()):
             permit, welcome = self._permit(provider), provider.welcome
         permitted = [] if permit is None else [self.signer(helper) for helper in permit.helpers]
@@ -365,12 +356,9 @@ class Relays:
         return self._signers.get(helper)
 
     def pause(self, executor: Peer, *, for_good: bool = False, first_s: float = _FIRST_PAUSE_S) -> None:
-        """Relay nothing to an executor for a while, or for the rest of the session.
-
-        Args:
-            first_s: length of the first pause. Each pause is twice as long as the one before, up to 300 s. The next
-                one is a first pause again if there was no failure for as long as the last pause.
-        """
+        """Relay nothing to an executor for a while, or for the rest of the session. `first_s`: length of the first
+        pause. Each pause is twice as long as the one before, up to 300 s. The next one is a first pause again if there
+        was no failure for as long as the last pause."""
         now = time.monotonic()
         self._granted.pop(executor, None)  # a restarted executor has forgotten its permits
         until, length = self._paused.get(executor, (0.0, 0.0))

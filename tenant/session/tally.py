@@ -22,7 +22,6 @@ class Ledger:
 
     Args:
         pads_redrawn: rows whose pads were replaced, because a helper was lost, late or at fault.
-        providers: the figures of each provider.
         rows_relayed: rows whose effects the executor has subtracted.
         rows_corrected: rows whose products left a narrow ring and were corrected.
         rows_repeated: rows whose products left a narrow ring too often, and were multiplied again at half their scale.

@@ -42,13 +42,9 @@ class PredictedTraffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Transport:
-    """How matrices are sent.
-
-    Args:
-        relay: helpers send effects to the executor. A request then names one block and confirms one answer.
-        round_trips: 2 if a pass of few rows uses composed groups. Such a group's product is under way together with
-            that of the group after it, and the two are one turn.
-    """
+    """How matrices are sent. `relay`: helpers send effects to the executor. A request then names one block and confirms
+    one answer. `round_trips`: 2 if a pass of few rows uses composed groups. Such a group's product is under way
+    together with that of the group after it, and the two are one turn."""
 
     ring_bits: RingBits = DEFAULT_RING_BITS
     relay: bool = False

@@ -40,7 +40,6 @@ class FineTuned:
     """The result of a fine-tuning run.
 
     Args:
-        losses: loss of each step, in nats per token.
         loss_before, loss_after: loss on the held-out examples, or on all examples if none are held out.
         preferences: True if the losses are of preferences, not of tokens.
         held_out: True if `loss_before` and `loss_after` are of held-out examples.

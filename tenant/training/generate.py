@@ -37,15 +37,9 @@ def open_model(
 def generate(
     model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str, *, decoding: Decoding = _GREEDY, stream: bool = False
 ) -> str:
-    """Return the text that a model generates after a prompt.
-
-    Args:
-        model: a split model, for instance from `open_model`.
-        stream: print words as they are generated. Beam search and `fixed_length` print the text at the end.
-
-    Raises:
-        ConfigError: the prompt has no tokens, or prompt and new tokens exceed the model's context.
-    """
+    """Return the text that a model generates after a prompt. `stream`: print words as they are generated. Beam search
+    and `fixed_length` print the text at the end. Raises `ConfigError`: the prompt has no tokens, or prompt and new
+    tokens exceed the model's context."""
     ids = tokenizer(prompt)["input_ids"]
     return _Generation(model, tokenizer, decoding).text_after(ids, new_tokens=decoding.max_new_tokens, stream=stream)
 
@@ -60,14 +54,8 @@ class Conversation:
 
     def answer(self, message: str, *, stream: bool = False, stop: Callable[[], bool] = lambda: False) -> str:
         """Return the model's answer to a message of the user. After an error, the conversation is as it was before.
-
-        Args:
-            stop: called before each token; returns True to end the answer.
-
-        Raises:
-            ConfigError: there is no chat template, the template refuses the message, or the conversation has filled
-                the model's context.
-        """
+        `stop`: called before each token; returns True to end the answer. Raises `ConfigError`: there is no chat
+        template, the template refuses the message, or the conversation has filled the model's context."""
         asked = [*self._messages, {"role": "user", "content": message}]
         text = render_chat(asked, self._tokenizer, add_generation_prompt=True)
         prompt = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template adds them

@@ -38,12 +38,6 @@ def merge(model: str | Path, adapter: Path, output: Path, *, progress: Callable[
     """Write a checkpoint with an adapter merged into it. A checkpoint in 8 or 4 bits is written in the dtype of its
     config.json.
 
-    Args:
-        model: the full public checkpoint.
-        adapter: a PEFT folder.
-        output: a folder that does not exist, or an empty one.
-        progress: called with the number of tensors written, and of all.
-
     Returns:
         The number of layers that the adapter changed.
 

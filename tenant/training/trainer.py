@@ -39,9 +39,6 @@ _SHOWN = 160  # characters of another library's message that an error message qu
 class Progress(TrainerCallback):
     """The figures of a run so far, without the evaluations before and after it.
 
-    Args:
-        report: called with this object after every step.
-
     Attributes:
         done, total: number of steps, earlier runs included.
         losses: of each step of this run, in nats per token.
@@ -109,9 +106,6 @@ class Resumable(Trainer):
 
     def run(self, *, resume_from: Path | None) -> tuple[float, float]:
         """Train, and save the adapter in the output folder.
-
-        Args:
-            resume_from: the checkpoint to continue from; None to start.
 
         Returns:
             The evaluation loss before and after training, in nats per token.

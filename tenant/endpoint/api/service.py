@@ -119,8 +119,6 @@ class Service:
         name: the base model's name for clients.
         pooling: how the hidden states of a text are combined to an embedding.
         answer_bucket: the smallest bucket of every request (`EngineRequest.bucket`).
-        processor: makes tensors of pictures and sounds (`load_processor`); None for texts only.
-        session: asks the providers; None if there are none.
     """
 
     def __init__(

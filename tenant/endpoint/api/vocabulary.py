@@ -72,12 +72,8 @@ class Vocabulary:
 
     async def grammar(self, rules: str, *, client: str) -> "CompiledGrammar":
         """Compile a grammar in llguidance's variant of Lark, such as `start: %json {"type": "object"}`. Requests of a
-        client with the same grammar share it.
-
-        Raises:
-            ConfigError: a schema is invalid, too large or too complex, or cannot be enforced.
-            OverloadedError: the client uses too many grammars.
-        """
+        client with the same grammar share it. Raises `ConfigError`: a schema is invalid, too large or too complex, or
+        cannot be enforced; `OverloadedError`: the client uses too many grammars."""
         key = client, rules
         async with self._turns[client]:
             found = self._grammars.get(key)

@@ -53,11 +53,8 @@ class GeneratedAnswer:
             self.finish = "length"
 
     def add(self, logits: Tensor) -> int:
-        """Choose and report the next token, and decide whether the answer ends with it.
-
-        Args:
-            logits: `[vocabulary]`, the model's own logits.
-        """
+        """Choose and report the next token, and decide whether the answer ends with it. `logits`: `[vocabulary]`, the
+        model's own logits."""
         token, logprob = self._sampler(logits)
         self.new_tokens += 1
         if token in self.request.stop_tokens:
@@ -118,11 +115,8 @@ class Sampler:
     """Chooses one token after another for one request.
 
     Each request has its own random numbers, counts of tokens and grammar, so a token does not depend on the other
-    requests of a batch. A sampled token takes one random number.
-
-    Args:
-        prompt: the tokens before the answer, for `repetition_penalty`.
-        ends: the stop tokens, for `min_tokens`.
+    requests of a batch. A sampled token takes one random number. `prompt`: the tokens before the answer, for
+    `repetition_penalty`. `ends`: the stop tokens, for `min_tokens`.
     """
 
     def __init__(self, sampling: Sampling, *, prompt: Sequence[int] = (), ends: Collection[int] = ()) -> None:
@@ -215,13 +209,8 @@ class Sampler:
 
 
 def token_logprob(logits: Tensor, token: int, *, top: int) -> TokenLogprob:
-    """Return the log probability of a token, computed in float64, and the `top` most probable tokens.
-
-    Args:
-        logits: the model's own, `[vocabulary]`.
-        token: a token of the vocabulary.
-        top: number of tokens to report; all tokens if it exceeds the vocabulary.
-    """
+    """Return the log probability of a token, computed in float64, and the `top` most probable tokens. `logits`: the
+    model's own, `[vocabulary]`."""
     logprobs = torch.log_softmax(logits.detach().double(), dim=-1)
     values, tokens = logprobs.topk(min(top, len(logprobs)))
     return TokenLogprob(

@@ -23,13 +23,8 @@ TYPES: Final = "token_type_ids"
 
 class ClassifyingEngine(QueuedEngine):
     """Computes the logits of texts; clients take turns. A text that fails in company is computed again alone, so that
-    no request fails for another one.
-
-    Args:
-        model: a split or whole model of transformers' `...ForSequenceClassification`.
-        tasks: the adapters.
-        max_waiting: limit of texts that wait. A client may have at most as many of them as stay free.
-    """
+    no request fails for another one. `max_waiting`: limit of texts that wait. A client may have at most as many of them
+    as stay free."""
 
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerBase, *, tasks: Tasks | None, max_waiting: int = 512

@@ -32,13 +32,8 @@ _STEP = "_symbiosis_priv_step"  # attribute of keys that a `_Step` has returned
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NextTokens:
-    """The next tokens of one sequence.
-
-    Args:
-        kv: keys and values of all earlier tokens; those of `tokens` are appended.
-        adapter: name of the task; None for the base model.
-        logits: number of last tokens whose logits are returned.
-    """
+    """The next tokens of one sequence. `kv`: keys and values of all earlier tokens; those of `tokens` are appended.
+    `logits`: number of last tokens whose logits are returned."""
 
     kv: KeyValues
     tokens: Sequence[int]
@@ -55,11 +50,8 @@ class Output(NamedTuple):
 
 
 class PackedModel:
-    """A model that computes tokens of many sequences in one pass.
-
-    Raises:
-        UnsupportedModelError: the model's attention cannot be computed sequence by sequence.
-    """
+    """A model that computes tokens of many sequences in one pass. Raises `UnsupportedModelError`: the model's attention
+    cannot be computed sequence by sequence."""
 
     def __init__(self, model: PreTrainedModel, tasks: Tasks | None = None) -> None:
         self.model: Any = model

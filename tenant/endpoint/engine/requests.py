@@ -182,7 +182,6 @@ class Done:
     Args:
         finish: "stop" at a stop token or text or at the end of a grammar, "length" at `max_tokens`.
         stop_text: the stop text that ended it.
-        text: the rest of the text.
         prompt_tokens, new_tokens: numbers of tokens; the stop token counts as new.
         row: a row of the last token, if requested and computed without other requests.
         stop: the stop token that ended the answer, with its log probability if requested.

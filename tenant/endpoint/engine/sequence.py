@@ -39,11 +39,9 @@ class Sequence:
         withdraw: called with this object when the request is cancelled.
 
     Attributes:
-        tokens: the prompt, and the tokens chosen so far.
         kv: keys and values of the tokens computed so far; None until the request is admitted.
         held: contexts that end with the request: the use of its adapter.
         generation: number of the adapter's load; None if the adapter may change.
-        cancelled: True after the request was cancelled.
         stopping: True if a cancelled request ends with the pass in progress, whatever its bucket.
     """
 

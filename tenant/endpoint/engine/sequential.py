@@ -39,13 +39,8 @@ _TOLERANCE = 0.05  # share of the largest logit: rounding stays below, and a wro
 
 class SequentialEngine(QueuedEngine):
     """Answers one request at a time, with `model.generate()`; clients take turns. After each token, another engine of
-    the model has its turn.
-
-    Args:
-        model: a split or whole model that generates.
-        max_waiting: limit of requests that wait. A client may have at most as many of them as stay free.
-        turn: shared with other engines of the model; None for none.
-    """
+    the model has its turn. `max_waiting`: limit of requests that wait. A client may have at most as many of them as
+    stay free. `turn`: shared with other engines of the model; None for none."""
 
     def __init__(
         self,

@@ -95,7 +95,6 @@ def open_drafter(draft: str, tokenizer: PreTrainedTokenizerBase, *, model: str |
         draft: a checkpoint folder or a name on the hub; "prompt" for `PromptLookup`; "first:8" for the first 8 blocks
             of the large model, whose weights the tenant then holds.
         model: the large model's full checkpoint: a folder, or a name on the hub.
-        ahead: tokens of a guess.
 
     Raises:
         ConfigError: the small model has another tokenizer, or the large model has fewer blocks.

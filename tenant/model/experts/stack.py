@@ -134,12 +134,9 @@ class Everywhere(Dispatch):
 
 
 class AsRouted(Dispatch):
-    """Mode "counts": rows sorted by expert. Providers see how many rows each expert gets.
-
-    Attributes:
-        counts: the number of rows that are sent for each expert.
-        places: int64 `[s]`. For each pair of token and expert, the index of its row among the rows that are sent.
-    """
+    """Mode "counts": rows sorted by expert. Providers see how many rows each expert gets. `counts`: the number of rows
+    that are sent for each expert. `places`: int64 `[s]`. For each pair of token and expert, the index of its row among
+    the rows that are sent."""
 
     def __init__(self, index: Tensor, *, experts: int) -> None:
         super().__init__(index, experts=experts)

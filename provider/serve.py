@@ -1,11 +1,12 @@
 """Starts and stops a whole provider: model, executor, gateway, announcements and metrics."""
 
+import ctypes
 import gc
 import resource
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # set in `start`
 log = logs.EventLog(__name__)
 
 _SPARE_DESCRIPTORS = 128
+_M_ARENA_MAX = -8  # malloc.h
 _TELL_S, _POLL_S = 1.0, 0.05
 
 
@@ -254,6 +256,7 @@ def serve(
     quotas again. With `stop_with_stdin`, the provider ends with its parent."""
     logs.setup(config.log_level)
     _allow_descriptors(config)
+    _share_arenas()
     stop, started, wake = threading.Event(), threading.Event(), threading.Event()
     provider = Provider(config, source=source, progress=progress, on_move=wake.set, adapt=adapt, burst_s=burst_s)
 
@@ -301,6 +304,13 @@ def _require_free(config: ProviderConfig) -> None:
                 both.enter_context(listen(config.metrics.listen))
             except ConfigError as error:
                 raise ConfigError(f"[metrics] {error}") from error
+
+
+def _share_arenas() -> None:
+    """Let all threads share two arenas of glibc's allocator. With an arena per thread, 16 tenants' connections add 15 %
+    to an executor's memory instead of 8 % (`bench adapters`)."""
+    with suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
 
 
 def _allow_descriptors(config: ProviderConfig) -> None:

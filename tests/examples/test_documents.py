@@ -1,5 +1,6 @@
 """The commands, options, `make` targets and files in the documents exist."""
 
+import csv
 import functools
 import itertools
 import re
@@ -13,7 +14,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from symbiosis_priv import cli
-from tenant.bench.report import read, render
+from tenant.bench.report import ResultFile, Table, read, render
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -73,3 +74,33 @@ def test_tables_of_benchmarks_are_those_of_their_files() -> None:
     text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
     assert text.endswith("\n\n" + render([read(file) for file in files]))
     assert render([read(file) for file in (ROOT / "docs/benchmarks/detail").glob("*.json")])
+
+
+def shown(report: ResultFile) -> set[str]:
+    """The numbers of a report's rows and goals, as its tables show them."""
+    table = Table.of(report.rows)
+    goals = Table.of([{"": goal.measured} for goal in report.goals] or [{}])
+    return {
+        cell.removesuffix(".0") for one in (table, goals) for row in (one.shared.values(), *one.rows) for cell in row
+    }
+
+
+def headlines() -> list[dict[str, str]]:
+    with (ROOT / "docs/headlines.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("headline", headlines(), ids=lambda headline: headline["row"])
+def test_a_headline_has_its_command_and_the_figures_of_its_file(headline: dict[str, str]) -> None:
+    program, *words = shlex.split(headline["command"])
+    assert program == "symbiosis-priv"
+    check(words)
+    assert bool(headline["ours"]) == bool(headline["file"]) == bool(headline["machine"])
+    if not headline["ours"]:
+        assert "not measured" in headline["what is missed"]
+        return
+    report = read(ROOT / "docs/benchmarks" / headline["file"])
+    assert headline["command"] == report.command
+    assert (headline["date"], headline["machine"]) == (report.date[:10], report.machine.cpu)
+    numbers = set(re.findall(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)", headline["ours"]))
+    assert numbers <= shown(report)

@@ -97,10 +97,10 @@ def opened(
         )
         running.callback(service.vocabulary.close)
         if options.tinker is not None:
-            from tenant.endpoint.tinker.serving import opened as tinker_opened
+            from tenant.endpoint.tinker.routes import opened as tinker_opened
 
-            service.routers += running.enter_context(
-                tinker_opened(service, tasks, backend, turn, options=options, clients=clients)
+            service.routers.append(
+                running.enter_context(tinker_opened(service, tasks, backend, turn, options=options, clients=clients))
             )
         gc.freeze()  # a collection that examines torch's and transformers' modules stops all answers
         running.callback(gc.unfreeze)

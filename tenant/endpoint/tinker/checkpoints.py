@@ -12,10 +12,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
+from pydantic import BaseModel, ValidationError
+from tinker import types
 
 from symbiosis_priv.errors import ConfigError, SymbiosisError
 from symbiosis_priv.system.files import lock, read_limited, replace_atomically, storing
@@ -34,21 +36,11 @@ _OWNER = re.compile(r"[0-9a-f]{16}|own")
 _NEW = ".new-"
 
 
-class Lora(msgspec.Struct, frozen=True, kw_only=True):
-    """The adapter of a training client, as the client has asked for it."""
-
-    rank: int
-    seed: int | None = None
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class Record(BaseModel, frozen=True):
     """What is stored with a checkpoint. Times are seconds since 1970. `snapshot`: it ends with its session."""
 
     base_model: str
-    lora: Lora
+    lora: types.LoraConfig
     time: float
     expires: float | None = None
     optimizer: bool = False
@@ -113,11 +105,9 @@ class Checkpoints:
 
     def parse(self, owner: str, uri: str) -> Place:
         """Return the place of `tinker://run/kind/name`. Raises `ApiError`."""
-        scheme, _, rest = uri.partition("://")
-        parts = rest.split("/")
-        if scheme != "tinker" or len(parts) != 3:
+        if (found := re.fullmatch("tinker://([^/]*)/([^/]*)/([^/]*)", uri)) is None:
             raise ApiError(400, "write a checkpoint as tinker://RUN/weights/NAME", param="path")
-        return self.place(owner, *parts)
+        return self.place(owner, *found.groups())
 
     def folder(self, place: Place) -> Path:
         return self._folder.joinpath(*place)
@@ -161,9 +151,8 @@ class Checkpoints:
             if folder.exists() and not overwrite:
                 raise ApiError(400, f"there is a checkpoint {place.uri} already; delete it, or choose another name")
             if sum(self.size(one) for one, _ in self.all(place.owner)) + size > self.limit:
-                raise ApiError(
-                    400, f"with {size:,} bytes more, this key's checkpoints exceed {self.limit:,}; delete some"
-                )
+                text = f"with {size:,} bytes more, this key's checkpoints exceed {self.limit:,}; delete some"
+                raise ApiError(400, text)
             with storing(folder):
                 folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 new = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder.parent))
@@ -181,24 +170,22 @@ class Checkpoints:
     def set_time(self, place: Place, expires: float | None) -> None:
         """Let a checkpoint expire; None: never. Raises `ApiError` and `StorageError`."""
         with self._lock:
-            self._write(self.folder(place), msgspec.structs.replace(self.record(place), expires=expires))
+            self._write(self.folder(place), self.record(place).model_copy(update={"expires": expires}))
 
     def delete(self, place: Place) -> None:
         """Delete a checkpoint, if there is one."""
         with self._lock:
-            shutil.rmtree(self.folder(place), ignore_errors=True)
-            for empty in (self.folder(place).parent, self.folder(place).parent.parent):
-                try:
-                    empty.rmdir()
-                except OSError:  # it has other checkpoints
-                    return
+            folder = self.folder(place)
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # there are other checkpoints
+                folder.parent.rmdir()
+                folder.parent.parent.rmdir()
 
     def _read(self, place: Place) -> Record | None:
         try:
-            content = read_limited(self.folder(place) / _RECORD, _RECORD_BYTES)
-            return msgspec.json.decode(content, type=Record)
-        except (OSError, msgspec.MsgspecError, SymbiosisError):
+            return Record.model_validate_json(read_limited(self.folder(place) / _RECORD, _RECORD_BYTES))
+        except (OSError, ValidationError, SymbiosisError):
             return None
 
     def _write(self, folder: Path, record: Record) -> None:
-        replace_atomically(folder / _RECORD, lambda path: path.write_bytes(msgspec.json.encode(record)))
+        replace_atomically(folder / _RECORD, lambda path: path.write_text(record.model_dump_json()))

@@ -87,9 +87,3 @@ class Futures:
 
     def find(self, client: str, id: str) -> Future | None:
         return self._of.get(client, {}).get(id)
-
-    def get(self, client: str, id: str) -> Future:
-        """Return a future. Raises `ApiError` if there is none, which lets the client send the request again."""
-        if (found := self.find(client, id)) is None:
-            raise ApiError(410, "there is no such request, or no longer; the endpoint may have been started again")
-        return found

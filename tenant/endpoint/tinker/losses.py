@@ -1,8 +1,8 @@
 """Tinker's losses. Each is a sum over the tokens of one example, so it does not depend on other examples."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from math import isfinite
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,43 +12,23 @@ Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loss:
-    """One loss.
-
-    Args:
-        compute: returns the loss for the log probabilities of the targets, the inputs, and the options.
-        inputs: names of the inputs besides `target_tokens`.
-        defaults: values of inputs that may be missing.
-        options: the options, with their default values.
-    """
+class Loss(NamedTuple):
+    """One loss, of the log probabilities of the targets, the inputs, and the options. `inputs`: names of the inputs
+    besides `target_tokens`. `defaults`: values of inputs that may be missing."""
 
     compute: Callable[[Tensor, Inputs, Config], Tensor]
     inputs: tuple[str, ...]
-    defaults: Mapping[str, float] = field(default_factory=dict)
-    options: Mapping[str, float] = field(default_factory=dict)
+    defaults: Mapping[str, float] = {}
+    options: Mapping[str, float] = {}
 
     def config(self, given: Mapping[str, object]) -> dict[str, float]:
         """Return the options with their defaults. Raises `ApiError` for an option that the loss does not have."""
         for name, value in given.items():
             if name not in self.options or not isinstance(value, int | float) or not isfinite(value):
                 known = ", ".join(self.options) or "none"
-                raise ApiError(
-                    400, f"loss_fn_config.{name[:80]} is no option of this loss with a number; it has {known}"
-                )
+                text = f"loss_fn_config.{name[:80]} is no option of this loss with a number; it has {known}"
+                raise ApiError(400, text)
         return {**self.options, **{name: float(str(value)) for name, value in given.items()}}
-
-
-def loss_named(name: str) -> Loss:
-    """Return a loss. Raises `ApiError` for another name."""
-    if (found := LOSSES.get(name)) is None:
-        raise ApiError(
-            400,
-            f"loss_fn {name[:80]!a} is not computed here; there are {', '.join(LOSSES)}, and forward_backward_custom "
-            f"for other losses",
-            param="loss_fn",
-        )
-    return found
 
 
 def _cross_entropy(logprobs: Tensor, inputs: Inputs, _: Config) -> Tensor:
@@ -59,15 +39,18 @@ def _importance_sampling(logprobs: Tensor, inputs: Inputs, _: Config) -> Tensor:
     return -((logprobs - inputs["logprobs"]).exp() * inputs["advantages"]).sum()
 
 
+def _ratio(logprobs: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Tensor]:
+    ratio = (logprobs - inputs["logprobs"]).exp()
+    return ratio, ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+
+
 def _ppo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    ratio, advantages = (logprobs - inputs["logprobs"]).exp(), inputs["advantages"]
-    clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+    (ratio, clipped), advantages = _ratio(logprobs, inputs, config), inputs["advantages"]
     return -(ratio * advantages).minimum(clipped * advantages).sum()
 
 
 def _cispo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    ratio = (logprobs - inputs["logprobs"]).exp()
-    clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+    _, clipped = _ratio(logprobs, inputs, config)
     return -(clipped.detach() * logprobs * inputs["advantages"]).sum()
 
 

@@ -4,16 +4,17 @@ What is refused gets status 400, 404 or 413, which the client shows at once; it 
 minutes. So 429 means that waiting helps.
 """
 
+import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import msgspec
-from fastapi import APIRouter, Body
+from fastapi import APIRouter, Body, Depends
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from tinker import types
@@ -22,25 +23,29 @@ from symbiosis_priv.checkpoints.checkpoint import hub_name
 from symbiosis_priv.errors import SymbiosisError
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.service import Service, endpoint_of
+from tenant.endpoint.engine.queued import Turn
+from tenant.endpoint.options import Serving
 from tenant.endpoint.tinker import sampling
-from tenant.endpoint.tinker.checkpoints import (
-    EXTERNAL,
-    FILES,
-    SAMPLER,
-    TYPES,
-    WEIGHTS,
-    Checkpoints,
-    Lora,
-    Place,
-    Record,
-)
+from tenant.endpoint.tinker.checkpoints import EXTERNAL, FILES, SAMPLER, TYPES, WEIGHTS, Checkpoints, Place, Record
 from tenant.endpoint.tinker.futures import Future, Futures
+from tenant.endpoint.tinker.together import Together
 from tenant.endpoint.tinker.training import Job, Run, Training
-from tenant.endpoint.tinker.wire import Sizes, read_request, steps_of
+from tenant.endpoint.tinker.wire import Sizes, Steps, read_request, steps_of
+from tenant.masking.backend import Backend
+from tenant.tasks import Tasks
 
 T = TypeVar("T")
+Answer = dict[str, Any]
+
+
+def client_of(http: Request) -> str:
+    return endpoint_of(http).client(http)
+
+
+Client = Annotated[str, Depends(client_of)]
 Embedded = Annotated[T, Body(embed=True)]
 
+SIGNED = "/tinker-files/"
 _SESSION_S = 900.0  # without a heartbeat, of which the client sends one every 10 s
 _SESSIONS = 64  # of one key
 _SAMPLERS = 4096  # of one session
@@ -48,7 +53,6 @@ _SNAPSHOTS = 8  # of one training client; the oldest ones are deleted
 _METADATA = 4096  # bytes
 _TTL_S = 10 * 366 * 86400
 _URL_S = 3600.0
-SIGNED = "/tinker-files/"
 _ADAM = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
 _CLIENT = {
     "parallel_fwdbwd_chunks": False,  # so a later request arrives only after an earlier one was answered or refused
@@ -57,22 +61,6 @@ _CLIENT = {
     "fwdbwd_max_chunk_len": 256,
     "sample_cancel_enabled": True,
 }
-_NOT_OFFERED = {
-    "auth": "keys are used as they are",
-    "audit": "no log of accesses is kept",
-    "billing": "nothing is billed here",
-    "copy_weights": "keys do not share checkpoints",
-    "publish": "keys do not share checkpoints",
-    "project": "there are no projects",
-    "trace_export": "no traces are kept",
-    "sessions": "sessions are not listed; list the checkpoints",
-    "training_runs": "ask for one run, or list the checkpoints",
-    "create_custom_loss": "use forward_backward_custom with a Python function",
-    "join_sampling_session": "clients number their copies themselves",
-    "retrieve_futures": "retrieve each future by itself",
-    "samplers": "there is no such sampling session; the endpoint may have been started again",
-}
-"""What the service of Tinker's maker has and this endpoint has not, by a part of the path."""
 
 
 @dataclass(kw_only=True)
@@ -84,8 +72,8 @@ class _Session:
 
 
 class Tinker:
-    """The state of Tinker's API: sessions, training clients, checkpoints and futures. `own`: the key is made anew at
-    every start, and its checkpoints have one owner nevertheless."""
+    """Sessions, training clients, checkpoints and futures, and the routes to them. `own`: the key is made anew at every
+    start, and its checkpoints have one owner nevertheless."""
 
     def __init__(self, service: Service, training: Training, checkpoints: Checkpoints, *, own: bool) -> None:
         self.service, self.training, self.checkpoints, self._own = service, training, checkpoints, own
@@ -93,45 +81,345 @@ class Tinker:
         self.sessions: dict[str, _Session] = {}
         self.files: dict[str, tuple[Place, float]] = {}
         training.sweep = self._sweep
-        source = Path(service.model.config.name_or_path)
-        self.tokenizer = (hub_name(source) or (str(source),))[0]
-        """Where the client loads the tokenizer from: the hub, or a folder of this machine."""
         self.sizes = Sizes(
             vocabulary=service.model.get_input_embeddings().num_embeddings,
             tokens=min(service.context, training.longest),
         )
 
-    def owner(self, http: Request) -> str:
-        return "own" if self._own else client_of(http)
+    def router(self) -> APIRouter:
+        router = APIRouter(include_in_schema=False)
+        checkpoint = "/training_runs/{run}/checkpoints/{kind}/{name}"
+        for method, path, route in (
+            ("GET", "/get_server_capabilities", self.capabilities),
+            ("POST", "/client/{kind}", self.config),
+            ("POST", "/telemetry", self.telemetry),
+            ("POST", "/create_session", self.create_session),
+            ("POST", "/session_heartbeat", self.heartbeat),
+            ("POST", "/sessions/{session}/finish", self.finish),
+            ("POST", "/create_model", self.create_model),
+            ("POST", "/load_weights", self.load_weights),
+            ("POST", "/get_info", self.get_info),
+            ("POST", "/forward_backward", self.forward_backward),
+            ("POST", "/optim_step", self.optim_step),
+            ("POST", "/save_weights", self.save_weights),
+            ("POST", "/save_weights_for_sampler", self.save_for_sampler),
+            ("POST", "/save_weights_external", self.save_external),
+            ("POST", "/create_sampling_session", self.create_sampling_session),
+            ("GET", "/samplers/{sampler}", self.sampler),
+            ("POST", "/asample", self.asample),
+            ("POST", "/retrieve_future", self.retrieve_future),
+            ("POST", "/cancel_future", self.cancel_future),
+            ("GET", "/training_runs/{run}", self.training_run),
+            ("GET", "/training_runs/{run}/checkpoints", self.run_checkpoints),
+            ("GET", "/checkpoints", self.user_checkpoints),
+            ("POST", "/weights_info", self.weights_info),
+            ("DELETE", checkpoint, self.delete),
+            ("PUT", checkpoint + "/ttl", self.ttl),
+            ("GET", checkpoint + "/external_weights_urls", self.external_urls),
+        ):
+            router.add_api_route("/api/v1" + path, route, methods=[method], response_model=None)
+        router.add_api_route("/api/v1/{rest:path}", self.others, methods=["GET", "POST", "PUT", "DELETE"])
+        router.add_api_route(SIGNED + "{token}/{file}", self.download)
+        return router
 
-    def session(self, http: Request, id: str | None) -> _Session:
+    # Service and sessions
+
+    async def capabilities(self) -> Answer:
+        model = {"model_name": self.service.name, "max_context_length": self.sizes.tokens}
+        return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
+
+    async def config(self, kind: str) -> Answer:
+        return _CLIENT
+
+    async def telemetry(self) -> Answer:
+        return {"status": "accepted"}  # and dropped
+
+    async def create_session(self, body: types.CreateSessionRequest, client: Client) -> Answer:
+        if body.project_id is not None:
+            raise ApiError(400, "there are no projects here; leave out project_id", param="project_id")
+        session = _Session(id=secrets.token_hex(16), client=client)
+        own = [one for one in self.sessions.values() if one.client == client]
+        if len(own) >= _SESSIONS:
+            self._end(min(own, key=lambda one: one.heard))
+        self.sessions[session.id] = session
+        return {"session_id": session.id}
+
+    async def heartbeat(self, body: types.SessionHeartbeatRequest, client: Client) -> Answer:
+        self._session(client, body.session_id)
+        return {}
+
+    async def finish(self, session: str, client: Client) -> Response:
+        self._end(self._session(client, session))
+        return Response(status_code=204)
+
+    # Training
+
+    async def create_model(self, body: types.CreateModelRequest, client: Client) -> Answer:
+        self._check(body)
+        if body.lora_config is None:
+            raise ApiError(400, "only LoRA adapters are trained here; send lora_config", param="lora_config")
+        run = self._new_run(client, body, body.lora_config)
+
+        def work() -> Answer:
+            self.training.create(run)
+            return {"model_id": run.id}
+
+        return self._submit(run, 0, work)
+
+    async def load_weights(self, body: types.LoadWeightsRequest, client: Client) -> Answer:
+        self._check(body)
+        if body.weights_access_token is not None:
+            raise ApiError(400, "keys do not share checkpoints; leave out weights_access_token")
+        place = self.checkpoints.parse(self._owner(client), body.path)
+        if body.model_id is not None:
+            run, seq = self.training.run(client, body.model_id), body.seq_id
+        else:
+            run, seq = self._new_run(client, body, self.checkpoints.record(place).lora), 0
+
+        def work() -> Answer:
+            self.training.load(run, place, optimizer=body.optimizer)
+            return {"path": place.uri, "model_id": run.id}
+
+        return self._submit(run, seq, work)
+
+    async def get_info(self, body: types.GetInfoRequest, client: Client) -> Answer:
+        run, name = self.training.run(client, body.model_id), self.service.name
+        source = Path(self.service.model.config.name_or_path)
+        tokenizer = (hub_name(source) or (str(source),))[0]  # from the hub, or a folder of this machine
+        data = {"arch": type(self.service.model).__name__, "model_name": name, "tokenizer_id": tokenizer}
+        return {"model_data": data, "model_id": run.id, **_about(run.lora), "model_name": name}
+
+    async def forward_backward(self, http: Request, client: Client) -> Answer:
+        if "content-encoding" in http.headers:
+            raise ApiError(400, "send the body without compression")
+        message = read_request(await http.body())
+        run = self.training.run(client, message.model_id)
+        return self._submit(run, message.seq_id, steps=lambda: steps_of(message, self.sizes))
+
+    async def optim_step(self, body: types.OptimStepRequest, client: Client) -> Answer:
+        run, params = self.training.run(client, body.model_id), body.optim_params
+        if not isinstance(params, types.AdamParams):
+            raise ApiError(400, f"the optimizer {params.type[:40]!a} is not offered; use AdamParams")
+        adam = {name: getattr(params, name) for name in _ADAM}
+        return self._submit(run, body.seq_id, lambda: self.training.step(run, adam))
+
+    async def save_weights(self, body: types.SaveWeightsRequest, client: Client) -> Answer:
+        if body.path is None:
+            body.path = f"step-{body.seq_id}"
+        return self._save(client, body, WEIGHTS, lambda place: {"path": place.uri}, overwrite=body.overwrite)
+
+    async def save_for_sampler(self, body: types.SaveWeightsForSamplerRequest, client: Client) -> Answer:
+        session = self._session(client, body.model_id.partition(":")[0])
+        if body.kind != "snapshot":
+            raise ApiError(400, "kind: only snapshots are sampled from here", param="kind")
+
+        def answer(place: Place) -> Answer:
+            if body.path is not None:
+                return {"path": place.uri}
+            return self._add_sampler(session, body.sampling_session_seq_id or 0, place)
+
+        return self._save(client, body, SAMPLER, answer)
+
+    async def save_external(self, body: types.SaveWeightsExternalRequest, client: Client) -> Answer:
+        if body.age_encryption_recipients:
+            raise ApiError(400, "checkpoints leave this machine only by you; leave out age_encryption_recipients")
+        size = self.checkpoints.size
+        return self._save(client, body, EXTERNAL, lambda place: {"path": place.uri, "size_bytes": size(place)})
+
+    # Sampling
+
+    async def create_sampling_session(self, body: types.CreateSamplingSessionRequest, client: Client) -> Answer:
+        session, place = self._session(client, body.session_id), None
+        self._check(body)
+        if body.model_path is not None:
+            place = self.checkpoints.parse(self._owner(client), body.model_path)
+            if (base := self.checkpoints.record(place).base_model) != self.service.name:
+                raise ApiError(400, f"{place.uri} is of the model {base}, and this one is {self.service.name}")
+        return self._add_sampler(session, body.sampling_session_seq_id, place)
+
+    async def sampler(self, sampler: str, client: Client) -> Answer:
+        place = self._sampler(client, sampler)
+        path = None if place is None else place.uri
+        return {"sampler_id": sampler, "base_model": self.service.name, "model_path": path}
+
+    async def asample(self, body: types.SampleRequest, client: Client) -> Answer:
+        if body.sampling_session_id is None or body.seq_id is None:
+            raise ApiError(400, "send sampling_session_id and seq_id", param="sampling_session_id")
+        place = self._sampler(client, body.sampling_session_id)
+        id = f"{body.sampling_session_id}:{body.seq_id}"
+        if self.futures.find(client, id) is None:
+            task = None if place is None else sampling.task_of(place, self.training.tasks, self.checkpoints)
+            requests = sampling.requests_of(body, self.service, client=client, task=task, id=id)
+            with self.futures.kept(client, future := Future(id)):
+                sampling.start(body, requests, self.service, future)
+        return {"request_id": id, "sample_sequence_ids": [f"{id}:{n}" for n in range(body.num_samples)]}
+
+    # Futures
+
+    async def retrieve_future(self, body: types.FutureRetrieveRequest, client: Client) -> Response:
+        if (found := self.futures.find(client, body.request_id)) is None:  # the client sends the request again
+            raise ApiError(410, "there is no such request, or no longer; the endpoint may have been started again")
+        return await found.wait()
+
+    async def cancel_future(self, body: types.FutureRetrieveRequest, client: Client) -> Response:
+        if (found := self.futures.find(client, body.request_id)) is not None:
+            found.cancel()
+        return Response(status_code=204)
+
+    # Checkpoints
+
+    async def training_run(self, run: str, client: Client) -> Answer:
+        live = next((one for one in self.training.runs(client) if one.id == run), None)
+        found = [one for one in self.checkpoints.listed(self._owner(client)) if one[0].run == run]
+        if live is None and not found:
+            raise ApiError(404, "there is no such training run", code="not_found")
+        last = {place.kind: self._described(place, record) for place, record in reversed(found)}  # the newest of each
+        return {
+            "training_run_id": run,
+            "model_owner": "own",
+            **_about(found[0][1].lora if live is None else live.lora),
+            "base_model": self.service.name if live is not None else found[0][1].base_model,
+            "last_request_time": _date(found[0][1].time if live is None else live.used),
+            "last_checkpoint": last.get(WEIGHTS),
+            "last_sampler_checkpoint": last.get(SAMPLER),
+            "user_metadata": None if live is None else live.metadata,
+        }
+
+    async def run_checkpoints(self, run: str, client: Client) -> Answer:
+        listed = self.checkpoints.listed(self._owner(client))
+        return {"checkpoints": [self._described(*one) for one in listed if one[0].run == run]}
+
+    async def user_checkpoints(self, client: Client, limit: int = 100, offset: int = 0) -> Answer:
+        listed, limit, offset = self.checkpoints.listed(self._owner(client)), max(0, min(limit, 1000)), max(0, offset)
+        cursor = {"offset": offset, "limit": limit, "total_count": len(listed)}
+        return {"checkpoints": [self._described(*one) for one in listed[offset : offset + limit]], "cursor": cursor}
+
+    async def weights_info(self, tinker_path: Embedded[str], client: Client) -> Answer:
+        record = self.checkpoints.record(self.checkpoints.parse(self._owner(client), tinker_path))
+        return {"base_model": record.base_model, **_about(record.lora)}
+
+    async def delete(self, run: str, kind: str, name: str, client: Client) -> Response:
+        self._delete(self.checkpoints.place(self._owner(client), run, kind, name))
+        return Response(status_code=204)
+
+    async def ttl(
+        self, run: str, kind: str, name: str, client: Client, ttl_seconds: Embedded[int | None] = None
+    ) -> Response:
+        self.checkpoints.set_time(self.checkpoints.place(self._owner(client), run, kind, name), _expiry(ttl_seconds))
+        return Response(status_code=204)
+
+    async def external_urls(self, run: str, kind: str, name: str, http: Request, client: Client) -> Answer:
+        place = self.checkpoints.place(self._owner(client), run, kind, name)
+        self.checkpoints.record(place)
+        token = secrets.token_urlsafe(32)
+        self.files[token] = place, time.monotonic() + _URL_S
+        base = str(http.base_url).rstrip("/") + SIGNED + token
+        return {"urls": {file: f"{base}/{file}" for file in FILES}, "expires": _date(time.time() + _URL_S)}
+
+    async def download(self, token: str, file: str) -> FileResponse:
+        """The address is a secret that only the owner of the file was told."""
+        place, until = self.files.get(token, (None, 0.0))
+        if place is None or until < time.monotonic() or file not in FILES:
+            raise ApiError(404, "this address is not valid, or no longer; ask for the urls again")
+        return FileResponse(self.checkpoints.folder(place) / file)
+
+    async def others(self, rest: str) -> Response:
+        """What the service of Tinker's maker has and this endpoint has not."""
+        raise ApiError(404, f"{rest[:200]!a} is not offered here", code="not_offered")
+
+    # What several routes do
+
+    def _owner(self, client: str) -> str:
+        return "own" if self._own else client
+
+    def _session(self, client: str, id: str | None) -> _Session:
         found = self.sessions.get(id or "")
-        if found is None or found.client != client_of(http):
+        if found is None or found.client != client:
             raise ApiError(410, "there is no such session; the endpoint may have been started again", code="not_found")
         found.heard = time.monotonic()
         return found
 
-    def sampler(self, http: Request, id: str) -> Place | None:
+    def _sampler(self, client: str, id: str) -> Place | None:
         session = self.sessions.get(id.partition(":")[0])
-        if session is None or session.client != client_of(http) or id not in session.samplers:
+        if session is None or session.client != client or id not in session.samplers:
             raise ApiError(404, f"there is no sampling session {id[:80]!a}; create one again", code="not_found")
         return session.samplers[id]
 
-    def add_sampler(self, session: _Session, number: int, place: Place | None) -> str:
+    def _add_sampler(self, session: _Session, number: int, place: Place | None) -> Answer:
         id = f"{session.id}:sample:{number}"
         if len(session.samplers) >= _SAMPLERS and id not in session.samplers:
             del session.samplers[next(iter(session.samplers))]
         session.samplers[id] = place
-        return id
+        return {"sampling_session_id": id}
 
-    def end(self, session: _Session) -> None:
+    def _new_run(self, client: str, body: Any, lora: types.LoraConfig) -> Run:
+        id = f"{self._session(client, body.session_id).id}:train:{body.model_seq_id or 0}"
+        known = (run for run in self.training.runs(client) if run.id == id)
+        return next(known, Run(id, client, lora, _metadata(body.user_metadata)))
+
+    def _check(self, body: Any) -> None:
+        """Refuse other models and optimizers."""
+        base, optimizer = getattr(body, "base_model", None), getattr(body, "optimizer_config", None)
+        if base is not None and base != self.service.name:
+            raise ApiError(400, f"there is no model {base[:80]!a}; this endpoint serves {self.service.name}")
+        if optimizer is not None and optimizer.type != "adamw":
+            raise ApiError(400, f"the optimizer {optimizer.type[:40]!a} is not offered; use Adam")
+
+    def _submit(
+        self,
+        run: Run,
+        seq: int | None,
+        work: Callable[[], Answer] | None = None,
+        *,
+        steps: Callable[[], Steps] | None = None,
+    ) -> Answer:
+        """Queue a request of a training client, which the client may send twice."""
+        number = run.last + 1 if seq is None else seq
+        if self.futures.find(run.client, id := f"{run.id}:{number}") is None:
+            job = Job(run, Future(id), work, None if steps is None else steps())
+            with self.futures.kept(run.client, job.future):
+                self.training.submit(number, job)
+        return {"request_id": id, "model_id": run.id}
+
+    def _save(
+        self, client: str, body: Any, kind: str, answer: Callable[[Place], Answer], *, overwrite: bool = False
+    ) -> Answer:
+        run, snapshot = self.training.run(client, body.model_id), body.path is None
+        name = f"snapshot-{body.seq_id}" if snapshot else body.path
+        place = self.checkpoints.place(self._owner(client), run.id, kind, name)
+        metadata = _metadata(getattr(body, "user_metadata", None))
+        about = {"snapshot": snapshot, "expires": _expiry(body.ttl_seconds), "metadata": metadata}
+
+        def work() -> Answer:
+            self.training.save(run, place, optimizer=kind == WEIGHTS, overwrite=overwrite, **about)
+            if snapshot:
+                run.snapshots.append(place)
+                for old in run.snapshots[:-_SNAPSHOTS]:
+                    self._delete(old)
+                    run.snapshots.remove(old)
+            return answer(place)
+
+        return self._submit(run, body.seq_id, work)
+
+    def _described(self, place: Place, record: Record) -> Answer:
+        return {
+            "checkpoint_id": f"{place.kind}/{place.name}",
+            "checkpoint_type": TYPES[place.kind],
+            "time": _date(record.time),
+            "tinker_path": place.uri,
+            "size_bytes": self.checkpoints.size(place),
+            "user_metadata": record.metadata,
+            "expires_at": _date(record.expires),
+        }
+
+    def _end(self, session: _Session) -> None:
         """End a session and its training clients."""
         self.sessions.pop(session.id, None)
         for run in self.training.runs(session.client):
             if run.id.startswith(session.id):
                 self.training.end(run)
 
-    def delete(self, place: Place) -> None:
+    def _delete(self, place: Place) -> None:
         """Delete a checkpoint. Raises `ApiError` if requests use it."""
         tasks, task = self.training.tasks, sampling.task_name(place, self.checkpoints.record(place, expired=True))
         try:
@@ -145,327 +433,40 @@ class Tinker:
         now = time.monotonic()
         for session in list(self.sessions.values()):
             if now - session.heard > _SESSION_S:
-                self.end(session)
+                self._end(session)
         for place, record in list(self.checkpoints.all()):
             try:
                 if record.expired:
-                    self.delete(place)
+                    self._delete(place)
             except ApiError:  # samples use it
                 continue
         self.files = {token: one for token, one in self.files.items() if one[1] > now}
 
 
-def client_of(http: Request) -> str:
-    return endpoint_of(http).client(http)
+@contextmanager
+def opened(
+    service: Service, tasks: Tasks, backend: Backend, turn: Turn, *, options: Serving, clients: int
+) -> Iterator[APIRouter]:
+    """Context manager: the routes. Raises `ConfigError` and `StorageError`: the folder cannot be used."""
+    assert options.tinker is not None
+    with ExitStack() as running:
+        checkpoints = Checkpoints(options.tinker, owners=clients)
+        running.callback(checkpoints.close)
+        Together(service.model, backend, turn)
+        training = Training(service.model, tasks, checkpoints, name=service.name, clients=clients)
+        running.callback(training.close)
+        yield Tinker(service, training, checkpoints, own=options.api_key_file is None).router()
 
 
-def tinker_router(tinker: Tinker) -> APIRouter:
-    """Return the routes."""
-    router = APIRouter(prefix="/api/v1", include_in_schema=False)
-    training, checkpoints, futures, service = tinker.training, tinker.checkpoints, tinker.futures, tinker.service
-
-    def submitted(run: Run, seq: int | None, make: Callable[[Future], Job]) -> dict[str, Any]:
-        """Queue a request of a training client, which the client may send twice."""
-        number = run.last + 1 if seq is None else seq
-        if futures.find(run.client, id := f"{run.id}:{number}") is None:
-            job = make(Future(id))
-            with futures.kept(run.client, job.future):
-                training.submit(number, job)
-        return {"request_id": id, "model_id": run.id}
-
-    def new_run(http: Request, body: Any, lora: Lora) -> Run:
-        session = tinker.session(http, body.session_id)
-        id = f"{session.id}:train:{body.model_seq_id or 0}"
-        known = (run for run in training.runs(session.client) if run.id == id)
-        return next(known, Run(id, session.client, lora, _metadata(body.user_metadata)))
-
-    def check(body: Any) -> None:
-        """Refuse other models and optimizers."""
-        base, optimizer = getattr(body, "base_model", None), getattr(body, "optimizer_config", None)
-        if base is not None and base != service.name:
-            raise ApiError(400, f"there is no model {base[:80]!a}; this endpoint serves {service.name}")
-        if optimizer is not None and optimizer.type != "adamw":
-            raise ApiError(400, f"the optimizer {optimizer.type[:40]!a} is not offered; use Adam")
-
-    # Service and sessions
-
-    @router.get("/get_server_capabilities")
-    async def capabilities() -> dict[str, Any]:
-        model = {"model_name": service.name, "max_context_length": tinker.sizes.tokens}
-        return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
-
-    @router.post("/client/{kind}")
-    async def config(kind: str) -> dict[str, Any]:
-        return _CLIENT
-
-    @router.post("/telemetry")
-    async def telemetry() -> dict[str, str]:
-        return {"status": "accepted"}  # and dropped
-
-    @router.post("/create_session")
-    async def create_session(body: types.CreateSessionRequest, http: Request) -> dict[str, Any]:
-        if body.project_id is not None:
-            raise ApiError(400, "there are no projects here; leave out project_id", param="project_id")
-        session = _Session(id=secrets.token_hex(16), client=client_of(http))
-        own = [one for one in tinker.sessions.values() if one.client == session.client]
-        if len(own) >= _SESSIONS:
-            tinker.end(min(own, key=lambda one: one.heard))
-        tinker.sessions[session.id] = session
-        return {"session_id": session.id}
-
-    @router.post("/session_heartbeat")
-    async def heartbeat(body: types.SessionHeartbeatRequest, http: Request) -> dict[str, str]:
-        tinker.session(http, body.session_id)
-        return {}
-
-    @router.post("/sessions/{session_id}/finish")
-    async def finish(session_id: str, http: Request) -> Response:
-        tinker.end(tinker.session(http, session_id))
-        return Response(status_code=204)
-
-    # Training
-
-    @router.post("/create_model")
-    async def create_model(body: types.CreateModelRequest, http: Request) -> dict[str, Any]:
-        check(body)
-        if body.lora_config is None:
-            raise ApiError(400, "only LoRA adapters are trained here; send lora_config", param="lora_config")
-        run = new_run(http, body, Lora(**body.lora_config.model_dump()))
-
-        def work() -> dict[str, Any]:
-            training.create(run)
-            return {"model_id": run.id}
-
-        return submitted(run, 0, lambda future: Job(run, future, work))
-
-    @router.post("/load_weights")
-    async def load_weights(body: types.LoadWeightsRequest, http: Request) -> dict[str, Any]:
-        check(body)
-        if body.weights_access_token is not None:
-            raise ApiError(400, "keys do not share checkpoints; leave out weights_access_token")
-        place = checkpoints.parse(tinker.owner(http), body.path)
-        if body.model_id is not None:
-            run, seq = training.run(client_of(http), body.model_id), body.seq_id
-        else:
-            run, seq = new_run(http, body, checkpoints.record(place).lora), 0
-
-        def work() -> dict[str, Any]:
-            training.load(run, place, optimizer=body.optimizer)
-            return {"path": place.uri, "model_id": run.id}
-
-        return submitted(run, seq, lambda future: Job(run, future, work))
-
-    @router.post("/get_info")
-    async def get_info(body: types.GetInfoRequest, http: Request) -> dict[str, Any]:
-        run = training.run(client_of(http), body.model_id)
-        data = {"arch": type(service.model).__name__, "model_name": service.name, "tokenizer_id": tinker.tokenizer}
-        return {"model_data": data, "model_id": run.id, **_about(run.lora), "model_name": service.name}
-
-    @router.post("/forward_backward")
-    async def forward_backward(http: Request) -> dict[str, Any]:
-        if "content-encoding" in http.headers:
-            raise ApiError(400, "send the body without compression")
-        message = read_request(await http.body())
-        run = training.run(client_of(http), message.model_id)
-        return submitted(run, message.seq_id, lambda future: Job(run, future, steps=steps_of(message, tinker.sizes)))
-
-    @router.post("/optim_step")
-    async def optim_step(body: types.OptimStepRequest, http: Request) -> dict[str, Any]:
-        run, params = training.run(client_of(http), body.model_id), body.optim_params
-        if not isinstance(params, types.AdamParams):
-            raise ApiError(400, f"the optimizer {params.type[:40]!a} is not offered; use AdamParams")
-        adam = {name: getattr(params, name) for name in _ADAM}
-        return submitted(run, body.seq_id, lambda future: Job(run, future, lambda: training.step(run, adam)))
-
-    def save(
-        http: Request, body: Any, kind: str, answer: Callable[[Place], dict[str, Any]], *, overwrite: bool = False
-    ) -> dict[str, Any]:
-        run = training.run(client_of(http), body.model_id)
-        if getattr(body, "kind", "snapshot") != "snapshot":
-            raise ApiError(400, "kind: only snapshots are sampled from here", param="kind")
-        if getattr(body, "age_encryption_recipients", None):
-            raise ApiError(400, "checkpoints leave this machine only by you; leave out age_encryption_recipients")
-        snapshot = body.path is None
-        name = f"snapshot-{body.seq_id}" if snapshot else body.path
-        place = checkpoints.place(tinker.owner(http), run.id, kind, name)
-        metadata = _metadata(getattr(body, "user_metadata", None))
-        about = {"snapshot": snapshot, "expires": _end(body.ttl_seconds), "metadata": metadata}
-
-        def work() -> dict[str, Any]:
-            training.save(run, place, optimizer=kind == WEIGHTS, overwrite=overwrite, **about)
-            if snapshot:
-                run.snapshots.append(place)
-                for old in run.snapshots[:-_SNAPSHOTS]:
-                    tinker.delete(old)
-                    run.snapshots.remove(old)
-            return answer(place)
-
-        return submitted(run, body.seq_id, lambda future: Job(run, future, work))
-
-    @router.post("/save_weights")
-    async def save_weights(body: types.SaveWeightsRequest, http: Request) -> dict[str, Any]:
-        if body.path is None:
-            body.path = f"step-{body.seq_id}"
-        return save(http, body, WEIGHTS, lambda place: {"path": place.uri}, overwrite=body.overwrite)
-
-    @router.post("/save_weights_for_sampler")
-    async def save_for_sampler(body: types.SaveWeightsForSamplerRequest, http: Request) -> dict[str, Any]:
-        session = tinker.session(http, body.model_id.partition(":")[0])
-
-        def answer(place: Place) -> dict[str, Any]:
-            if body.path is not None:
-                return {"path": place.uri}
-            return {"sampling_session_id": tinker.add_sampler(session, body.sampling_session_seq_id or 0, place)}
-
-        return save(http, body, SAMPLER, answer)
-
-    @router.post("/save_weights_external")
-    async def save_external(body: types.SaveWeightsExternalRequest, http: Request) -> dict[str, Any]:
-        return save(http, body, EXTERNAL, lambda place: {"path": place.uri, "size_bytes": checkpoints.size(place)})
-
-    # Sampling
-
-    @router.post("/create_sampling_session")
-    async def create_sampling_session(body: types.CreateSamplingSessionRequest, http: Request) -> dict[str, Any]:
-        session, place = tinker.session(http, body.session_id), None
-        check(body)
-        if body.model_path is not None:
-            place = checkpoints.parse(tinker.owner(http), body.model_path)
-            if (record := checkpoints.record(place)).base_model != service.name:
-                raise ApiError(400, f"{place.uri} is of the model {record.base_model}, and this one is {service.name}")
-        return {"sampling_session_id": tinker.add_sampler(session, body.sampling_session_seq_id, place)}
-
-    @router.get("/samplers/{sampler_id}")
-    async def sampler(sampler_id: str, http: Request) -> dict[str, Any]:
-        place = tinker.sampler(http, sampler_id)
-        path = None if place is None else place.uri
-        return {"sampler_id": sampler_id, "base_model": service.name, "model_path": path}
-
-    @router.post("/asample")
-    async def asample(body: types.SampleRequest, http: Request) -> dict[str, Any]:
-        client = client_of(http)
-        if body.sampling_session_id is None or body.seq_id is None:
-            raise ApiError(400, "send sampling_session_id and seq_id", param="sampling_session_id")
-        place = tinker.sampler(http, body.sampling_session_id)
-        id = f"{body.sampling_session_id}:{body.seq_id}"
-        if futures.find(client, id) is None:
-            task = None if place is None else sampling.task_of(place, training.tasks, checkpoints)
-            requests = sampling.requests_of(body, service, client=client, task=task, id=id)
-            future = Future(id)
-            with futures.kept(client, future):
-                sampling.start(body, requests, service, future)
-        return {"request_id": id, "sample_sequence_ids": [f"{id}:{n}" for n in range(body.num_samples)]}
-
-    # Futures
-
-    @router.post("/retrieve_future")
-    async def retrieve_future(body: types.FutureRetrieveRequest, http: Request) -> Response:
-        return await futures.get(client_of(http), body.request_id).wait()
-
-    @router.post("/cancel_future")
-    async def cancel_future(body: types.FutureRetrieveRequest, http: Request) -> Response:
-        if (found := futures.find(client_of(http), body.request_id)) is not None:
-            found.cancel()
-        return Response(status_code=204)
-
-    # Checkpoints
-
-    def described(place: Place, record: Record) -> dict[str, Any]:
-        return {
-            "checkpoint_id": f"{place.kind}/{place.name}",
-            "checkpoint_type": TYPES[place.kind],
-            "time": _date(record.time),
-            "tinker_path": place.uri,
-            "size_bytes": checkpoints.size(place),
-            "user_metadata": record.metadata,
-            "expires_at": _date(record.expires),
-        }
-
-    @router.get("/training_runs/{run}")
-    async def training_run(run: str, http: Request) -> dict[str, Any]:
-        live = next((one for one in training.runs(client_of(http)) if one.id == run), None)
-        found = [one for one in checkpoints.listed(tinker.owner(http)) if one[0].run == run]
-        if live is None and not found:
-            raise ApiError(404, "there is no such training run", code="not_found")
-        last = {kind: [described(*one) for one in found if one[0].kind == kind][:1] for kind in TYPES}
-        return {
-            "training_run_id": run,
-            "model_owner": "own",
-            **_about(found[0][1].lora if live is None else live.lora),
-            "base_model": service.name if live is not None else found[0][1].base_model,
-            "last_request_time": _date(found[0][1].time if live is None else live.used),
-            "last_checkpoint": next(iter(last[WEIGHTS]), None),
-            "last_sampler_checkpoint": next(iter(last[SAMPLER]), None),
-            "user_metadata": None if live is None else live.metadata,
-        }
-
-    @router.get("/checkpoints")
-    async def user_checkpoints(http: Request, limit: int = 100, offset: int = 0) -> dict[str, Any]:
-        found, limit, offset = checkpoints.listed(tinker.owner(http)), max(0, min(limit, 1000)), max(0, offset)
-        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-        return {"checkpoints": [described(*one) for one in found[offset : offset + limit]], "cursor": cursor}
-
-    @router.get("/training_runs/{run}/checkpoints")
-    async def run_checkpoints(run: str, http: Request) -> dict[str, Any]:
-        return {"checkpoints": [described(*one) for one in checkpoints.listed(tinker.owner(http)) if one[0].run == run]}
-
-    @router.delete("/training_runs/{run}/checkpoints/{kind}/{name}")
-    async def delete(run: str, kind: str, name: str, http: Request) -> Response:
-        tinker.delete(checkpoints.place(tinker.owner(http), run, kind, name))
-        return Response(status_code=204)
-
-    @router.put("/training_runs/{run}/checkpoints/{kind}/{name}/ttl")
-    async def ttl(run: str, kind: str, name: str, http: Request, ttl_seconds: Embedded[int | None] = None) -> Response:
-        checkpoints.set_time(checkpoints.place(tinker.owner(http), run, kind, name), _end(ttl_seconds))
-        return Response(status_code=204)
-
-    @router.get("/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
-    async def external_urls(run: str, kind: str, name: str, http: Request) -> dict[str, Any]:
-        place = checkpoints.place(tinker.owner(http), run, kind, name)
-        checkpoints.record(place)
-        token = secrets.token_urlsafe(32)
-        tinker.files[token] = place, time.monotonic() + _URL_S
-        base = str(http.base_url).rstrip("/") + SIGNED + token
-        return {"urls": {file: f"{base}/{file}" for file in FILES}, "expires": _date(time.time() + _URL_S)}
-
-    @router.post("/weights_info")
-    async def weights_info(tinker_path: Embedded[str], http: Request) -> dict[str, Any]:
-        record = checkpoints.record(checkpoints.parse(tinker.owner(http), tinker_path))
-        return {"base_model": record.base_model, **_about(record.lora)}
-
-    @router.api_route("/{rest:path}", methods=["GET", "POST", "PUT", "DELETE"])
-    async def others(rest: str) -> Response:
-        found = [text for part, text in _NOT_OFFERED.items() if part in rest.split("/")]
-        reason = next(iter(found), "there is no such route")
-        raise ApiError(404, f"{rest[:200]!a} is not offered here: {reason}", code="not_offered")
-
-    return router
-
-
-def files_router(tinker: Tinker) -> APIRouter:
-    """Return the route of files, whose address is a secret that only the owner of the files was told."""
-    router = APIRouter(include_in_schema=False)
-
-    @router.get(SIGNED + "{token}/{file}")
-    async def download(token: str, file: str) -> FileResponse:
-        place, until = tinker.files.get(token, (None, 0.0))
-        if place is None or until < time.monotonic() or file not in FILES:
-            raise ApiError(404, "this address is not valid, or no longer; ask for the urls again")
-        return FileResponse(tinker.checkpoints.folder(place) / file)
-
-    return router
-
-
-def _about(lora: Lora) -> dict[str, Any]:
-    trained = {name: getattr(lora, name) for name in ("train_unembed", "train_mlp", "train_attn")}
-    return {"is_lora": True, "lora_rank": lora.rank, **trained}
+def _about(lora: types.LoraConfig) -> Answer:
+    return {"is_lora": True, "lora_rank": lora.rank, **lora.model_dump(exclude={"rank", "seed"})}
 
 
 def _date(seconds: float | None) -> str | None:
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def _end(seconds: int | None) -> float | None:
+def _expiry(seconds: int | None) -> float | None:
     if seconds is not None and not 0 < seconds <= _TTL_S:
         raise ApiError(400, "ttl_seconds is from 1 to ten years", param="ttl_seconds")
     return None if seconds is None else time.time() + seconds
@@ -473,6 +474,6 @@ def _end(seconds: int | None) -> float | None:
 
 def _metadata(given: Any) -> dict[str, str] | None:
     found = None if given is None else {str(key): str(value) for key, value in given.items()}
-    if found is not None and len(msgspec.json.encode(found)) > _METADATA:
+    if len(json.dumps(found)) > _METADATA:
         raise ApiError(400, f"user_metadata exceeds {_METADATA:,} bytes", param="user_metadata")
     return found

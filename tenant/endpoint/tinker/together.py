@@ -96,12 +96,8 @@ class _Waiting:
 
 
 class Together(Backend):
-    """A model's backend that computes the products of a round together; other products as before.
-
-    Args:
-        model: a split model. Its layers use this backend from now on.
-        turn: shared with the engines of the model; each product of a round takes a turn.
-    """
+    """The backend of a split model, whose layers use it from now on. It computes the products of a round together, each
+    in a `turn` that the engines of the model share; other products as before."""
 
     def __init__(self, model: nn.Module, backend: Backend, turn: Turn) -> None:
         self.facts = backend.facts

@@ -22,13 +22,14 @@ from typing import Any, TypeVar
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from tinker import types
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.checkpoints.discovery.linears import is_linear
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.service import OWNED
-from tenant.endpoint.tinker.checkpoints import OPTIMIZER, Checkpoints, Lora, Place, Record
+from tenant.endpoint.tinker.checkpoints import OPTIMIZER, Checkpoints, Place, Record
 from tenant.endpoint.tinker.futures import Future
 from tenant.endpoint.tinker.together import Round
 from tenant.endpoint.tinker.wire import Example, Steps, outputs_message
@@ -52,7 +53,7 @@ _AVERAGES = ("step", "exp_avg", "exp_avg_sq")
 class Run:
     """A training client: its adapter, optimizer, and the requests that wait."""
 
-    def __init__(self, id: str, client: str, lora: Lora, metadata: dict[str, str] | None = None) -> None:
+    def __init__(self, id: str, client: str, lora: types.LoraConfig, metadata: dict[str, str] | None = None) -> None:
         self.id, self.client, self.lora, self.metadata = id, client, lora, metadata
         self.task = f"{OWNED}{id.replace(':', '.')}"
         self.parameters: list[nn.Parameter] = []
@@ -82,13 +83,8 @@ class Job:
 
 
 class Training:
-    """Trains adapters over one model, for many clients.
-
-    Args:
-        model: the split model, whose products `Together` computes.
-        tasks: its tasks.
-        clients: number of keys, whose training clients take equal parts of the memory for adapters.
-    """
+    """Trains adapters over one split model, whose products `Together` computes. The training clients of each of
+    `clients` keys take equal parts of the memory for adapters."""
 
     def __init__(self, model: Any, tasks: Tasks, checkpoints: Checkpoints, *, name: str, clients: int) -> None:
         self._model, self.tasks, self._checkpoints = model, tasks, checkpoints
@@ -130,9 +126,8 @@ class Training:
         with self._changed:
             run = self._runs.get(id)
         if run is None or run.client != client:
-            raise ApiError(
-                404, f"there is no training client {id[:80]!a}; it may have ended with its session", code="not_found"
-            )
+            text = f"there is no training client {id[:80]!a}; it may have ended with its session"
+            raise ApiError(404, text, code="not_found")
         run.used = time.time()
         return run
 
@@ -141,9 +136,8 @@ class Training:
         earlier ones. Numbers that are left out were those of refused requests."""
         with self._changed:
             if seq <= job.run.last:
-                raise ApiError(
-                    400, f"seq_id {seq}: this training client has sent {job.run.last} already", param="seq_id"
-                )
+                text = f"seq_id {seq}: this training client has sent {job.run.last} already"
+                raise ApiError(400, text, param="seq_id")
             if seq == 0:
                 self._runs[job.run.id] = job.run
                 self._turns.setdefault(job.run.client)
@@ -236,7 +230,7 @@ class Training:
         size = sum(parameter.nbytes for parameter in run.parameters) * (3 if optimizer else 1) + (64 << 10)
         self._checkpoints.save(place, about, write, size=size, overwrite=overwrite)
 
-    def _targets(self, lora: Lora) -> Iterator[str]:
+    def _targets(self, lora: types.LoraConfig) -> Iterator[str]:
         head = self._model.get_output_embeddings()
         for name, module in self._model.named_modules():
             if isinstance(module, RemoteLayer) or is_linear(module):
@@ -259,9 +253,8 @@ class Training:
             # with gradients and Adam's averages
             taken = 4 * sum(one.nbytes for other in {run, *self.runs(run.client)} for one in other.parameters)
             if taken > self._memory:
-                raise ApiError(
-                    400, f"the training clients of this key would take {taken:,} bytes, too many; end some first"
-                )
+                text = f"the training clients of this key would take {taken:,} bytes, too many; end some first"
+                raise ApiError(400, text)
             run.held.enter_context(self.tasks.hold(run.task))
         except BaseException:
             run.parameters = []

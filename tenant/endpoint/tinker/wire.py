@@ -13,7 +13,7 @@ from torch import Tensor
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.engine.gathered import Gathered
 from tenant.endpoint.engine.requests import TokenLogprob
-from tenant.endpoint.tinker.losses import Loss, loss_named
+from tenant.endpoint.tinker.losses import LOSSES, Loss
 
 PROTOBUF = "application/x-protobuf"
 _MOST_TARGETS = 128  # target tokens per position
@@ -61,7 +61,9 @@ def read_request(body: bytes) -> Any:
 
 def steps_of(message: Any, sizes: Sizes) -> Steps:
     """Return the examples of a message. Raises `ApiError` if the model or the loss cannot take them."""
-    loss = loss_named(message.loss_fn)
+    if (loss := LOSSES.get(message.loss_fn)) is None:
+        text = f"loss_fn {message.loss_fn[:80]!a} is not computed here; there are {', '.join(LOSSES)}"
+        raise ApiError(400, f"{text}, and forward_backward_custom for other losses", param="loss_fn")
     given: dict[str, object] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         given[name] = value.number if value.HasField("number") else value.text
@@ -147,13 +149,8 @@ def sample_message(
     top: int,
     cached: int,
 ) -> bytes:
-    """Return the answer to `asample`.
-
-    Args:
-        stopped: False for samples that ended because of their length.
-        prompt: log probabilities of the prompt, or None.
-        top, top_prompt: numbers of most probable tokens per position.
-    """
+    """Return the answer to `asample`. `stopped`: False for samples that ended because of their length. `prompt`: its
+    log probabilities. `top`, `top_prompt`: numbers of most probable tokens per position."""
     message = pb.SampleResponse(prompt_cache_hit_tokens=cached)
     for one, stop in zip(samples, stopped, strict=True):
         logprobs = one.logprobs()

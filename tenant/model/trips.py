@@ -125,10 +125,11 @@ class Trip(Beside):
             torch.zeros(f.entry.stacked_outputs, dtype=torch.float32, device="cpu") if f.bias is None else f.bias
             for f in (facts[index], facts[second.index])
         )
-        self._first_bias = composed[: self._width].to(torch.float32)
-        self._bias = (composed[self._width :] + own).to(torch.float32)  # the norm's factor does not multiply it
-        self._loaded: dict[str, Tensor] = {}
-        self._gain = torch.ones(self._width, dtype=torch.float32, device="cpu")
+        self._constants = {  # on one device; see `_on`
+            "first_bias": composed[: self._width].to(torch.float32),
+            "bias": (composed[self._width :] + own).to(torch.float32),  # the norm's factor does not multiply it
+            "gain": torch.ones(self._width, dtype=torch.float32, device="cpu"),
+        }
 
     def send(self, x: Tensor) -> Tensor | None:
         """Compute the output of W1, and keep the sum of both products. Returns None if this input takes an ordinary
@@ -153,7 +154,7 @@ class Trip(Beside):
         if added is not None and added.numel() != h.numel():
             return None
         terms = [term.reshape(count, width) for term in (h, other, added) if term is not None]
-        total = sum(terms, self._first_bias.to(x.device))
+        total = sum(terms, self._on(x.device)["first_bias"])
         o, through, own = (
             torch.empty((count, size), dtype=torch.float32, device=x.device)
             for size in (width, sum(self._widths), sum(self._widths))
@@ -166,7 +167,7 @@ class Trip(Beside):
                     Product(self.second.index, FORWARD, [rows], [own]),
                 ]
             )
-        y = own.add_(through).sub_(self._bias.to(x.device))
+        y = own.add_(through).sub_(self._on(x.device)["bias"])
         o = o.to(dtype)
         size = sum((term.to(torch.float32).abs() for term in terms), o.to(torch.float32).abs())
         state.sent = _Sent(self, sum(terms, o), size, y)
@@ -180,20 +181,20 @@ class Trip(Beside):
         rows, found = total.reshape(sent.total.shape), normed.reshape(sent.total.shape)
         if not _same(rows, sent.total, sent.size) or not self._is_as_loaded(norm):
             return False
-        wide, bias = rows.to(torch.float32), self._loaded.get("bias")
+        wide, constants = rows.to(torch.float32), self._on(rows.device)
         unscaled = self._before_factor(wide)
-        bias = torch.zeros_like(unscaled[0]) if bias is None else bias.to(rows.device)
+        bias = constants["norm.bias"] if "norm.bias" in constants else torch.zeros_like(unscaled[0])
         peak = unscaled.abs().amax(-1, keepdim=True)
         factor = _factor(found - bias, unscaled, peak)
         size = (factor * unscaled).abs_()
         if self._composed.centred:  # the mean is rounded, too
-            of_mean = (self._gain.to(wide.device) * (wide.abs() + wide.abs().mean(-1, keepdim=True))).abs_()
+            of_mean = (constants["gain"] * (wide.abs() + wide.abs().mean(-1, keepdim=True))).abs_()
             # of a row with equal entries, the norm returns its bias and roundings, which tell no factor
             equal = peak <= _OF_SUMS * torch.finfo(torch.float32).eps * of_mean.amax(-1, keepdim=True)
             size = factor.abs().masked_fill_(equal, _LARGEST_FACTOR) * of_mean + bias.abs()
         if not _same(found, factor * unscaled + bias, size):
             return False
-        y = (sent.product * factor).add_(self._bias.to(rows.device))
+        y = (sent.product * factor).add_(constants["bias"])
         dtype = output_dtype(normed)
         parts = [part.to(dtype).contiguous() for part in y.split(self._widths, dim=1)]
         self.second.set_output(normed, [part.view(*total.shape[:-1], -1) for part in parts])
@@ -202,17 +203,25 @@ class Trip(Beside):
     def take(self, norm: nn.Module) -> None:
         """Keep the norm's parameters as they were loaded."""
         parameters = {name: norm.get_parameter(name).detach() for name in self._composed.parameters}
-        self._loaded = {name: parameter.to(torch.float32, copy=True) for name, parameter in parameters.items()}
-        self._gain = self._loaded.get("weight", self._gain) + int(self._composed.one_plus)
+        kept = {f"norm.{name}": tensor.to(torch.float32, copy=True) for name, tensor in parameters.items()}
+        if "norm.weight" in kept:
+            kept["gain"] = kept["norm.weight"] + int(self._composed.one_plus)
+        self._constants |= kept
 
     def _is_as_loaded(self, norm: nn.Module) -> bool:
-        now = {name: getattr(norm, name) for name in self._loaded}
-        return all(torch.equal(parameter, self._loaded[name].to(parameter)) for name, parameter in now.items())
+        now = {name: getattr(norm, name) for name in self._composed.parameters}
+        return all(torch.equal(p, self._on(p.device)[f"norm.{name}"].to(p.dtype)) for name, p in now.items())
+
+    def _on(self, device: torch.device) -> dict[str, Tensor]:
+        """The biases and the norm's parameters in a device's memory, to which they are copied once."""
+        if any(constant.device != device for constant in self._constants.values()):
+            self._constants = {name: constant.to(device) for name, constant in self._constants.items()}
+        return self._constants
 
     def _before_factor(self, x: Tensor) -> Tensor:
         """What the norm's factor multiplies, float32 `[r, d]`."""
         x = x.to(torch.float32)
-        return (x - x.mean(-1, keepdim=True) if self._composed.centred else x) * self._gain.to(x.device)
+        return (x - x.mean(-1, keepdim=True) if self._composed.centred else x) * self._on(x.device)["gain"]
 
     def failed(self) -> None:
         """Take ordinary products for some passes."""

@@ -4,13 +4,14 @@ A row of the result depends only on its query and on the keys and values up to i
 that are computed together, nor on the division of a prompt into chunks. Blocks are added in the order of their
 positions, and masked keys contribute exact zeros. `tests/tenant/endpoint/engine/test_attention.py` compares bits.
 
-The compiled library computes all sequences of a step in one call (`native/local.h`). Without the library, on a tenant
-with a GPU, and for dtypes that the library lacks, torch computes one sequence after the other, and each product has the
-same shape (`ROWS` rows by `BLOCK` keys). The results of library and torch differ in the last bits.
+The compiled library computes all sequences of a step in one call (`native/local.h`). Without the library, for prompts
+on a tenant with a GPU, and for dtypes that the library lacks, torch computes one sequence after the other, and each
+product has the same shape (`ROWS` rows by `BLOCK` keys). The results of library and torch differ in the last bits.
 """
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ ROWS = 16
 """Rows of a product: queries of neighbouring tokens that share a head of keys, and rows of zeros to fill up."""
 TOKENS = 128
 """Number of tokens whose scores are in memory at a time: twice `heads * TOKENS * BLOCK` float32 values."""
+FEW = 8
+"""Most tokens of a sequence that are computed on the CPU if the queries are on a GPU: an answer's next token, and the
+tokens of a guess."""
 _LOWEST = -1e30  # finite, so that the difference of two such scores is 0
 
 
@@ -56,6 +60,7 @@ class Attention:
         self._tables: list[Any] = []
         self._sequences: list[Any] = []  # the C structs `sequence` of native/local.h, for the layers of each kind
         self._pairs = sum(tokens * kv.length for kv, tokens in new)
+        self._few: Attention | None = None  # of the sequences with few tokens, if queries are on a GPU
         if self._compiled is not None:
             self._isa = native.best(self._compiled)
             self._sizes = shape.heads, shape.key_width, shape.value_width, FORMATS[shape.dtype]
@@ -99,9 +104,9 @@ class Attention:
         Scores are computed and accumulated in float32, or in float64 if the queries have it. Query head `h` uses head
         `h * heads_kv // heads` of keys and values, as in grouped-query attention.
 
-        On a tenant with a GPU the blocks stay in host memory. Several tokens (a prompt) are computed on the device of
-        the queries, to which one block after the other is copied. A single token is computed on the CPU, because
-        copying all keys takes longer than reading them. This was not run on CUDA. Results on different devices differ
+        On a tenant with a GPU the blocks stay in host memory. Up to `FEW` tokens of a sequence are computed on the CPU,
+        because copying all keys takes longer than reading them. More tokens (a prompt) are computed on the device of
+        the queries, to which each block is copied once. This was not run on CUDA. Results on different devices differ
         in the last bits.
 
         Args:
@@ -114,21 +119,41 @@ class Attention:
         Returns:
             `[rows, heads, value_width]` in the dtype and on the device of the queries.
         """
-        if self._compiled is None or not queries.is_cpu or queries.dtype not in _DTYPES:
-            results = []
-            for (kv, tokens), part in zip(self._new, queries.split([n for _, n in self._new]), strict=True):
-                device = torch.device("cpu") if tokens == 1 else queries.device
+        options = scaling, window, softcap, sinks
+        compiled = self._compiled is not None and queries.dtype in _DTYPES
+        if compiled and queries.is_cpu:
+            return self._by_library(layer, queries, *options)
+        parts = queries.split([tokens for _, tokens in self._new])
+        few = [place for place, (_, tokens) in enumerate(self._new) if tokens <= FEW] if compiled else []
+        results: dict[int, Tensor] = {}
+        if few:
+            near = torch.cat([parts[place] for place in few]).cpu()
+            self._few = self._few or Attention([self._new[place] for place in few])
+            found = self._few._by_library(layer, near, *options).to(queries.device)
+            results = dict(zip(few, found.split([self._new[place][1] for place in few]), strict=True))
+        for place, ((kv, tokens), part) in enumerate(zip(self._new, parts, strict=True)):
+            if place not in results:
+                device = torch.device("cpu") if tokens <= FEW else queries.device
                 moved = part.to(device, torch.promote_types(queries.dtype, torch.float32))
-                own_sinks, first = None if sinks is None else sinks.to(moved), kv.length - tokens
-                for index, piece in enumerate(moved.split(TOKENS)):
-                    start = first + index * TOKENS
-                    result = _attend(piece * scaling, kv.blocks(layer), start, window, softcap, own_sinks)
-                    results.append(result.to(queries))
-            return torch.cat(results)
+                own_sinks = None if sinks is None else sinks.to(moved)
+                found = _attend(moved * scaling, kv.blocks(layer), kv.length - tokens, window, softcap, own_sinks)
+                results[place] = found.to(queries)
+        return torch.cat([results[place] for place in range(len(parts))])
+
+    def _by_library(
+        self,
+        layer: int,
+        queries: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """`attend` of queries on the CPU."""
         rows, heads, width = queries.shape
         library, value_width = self._compiled, self._shape.value_width
         given = queries.float().contiguous()
-        sinks = None if sinks is None else sinks.detach().float().contiguous()
+        sinks = None if sinks is None else sinks.detach().cpu().float().contiguous()
         kind, place = self._shape.places[layer]
         options = _Options(place, heads, *self._sizes, window or 0, scaling, softcap or 0.0, pointer(sinks))
         result = torch.empty((rows, heads, value_width), dtype=torch.float32, device="cpu")
@@ -158,51 +183,86 @@ def _attend(
         blocks: keys `[heads_kv, key_width, BLOCK]` and values `[heads_kv, BLOCK, value_width]` of the sequence, by
             number, as far back as the window reaches. Entries after the last token must be finite.
     """
-    tokens, heads, width = queries.shape
-    last = first + tokens - 1
-    heads_kv, _, value_width = blocks[last // BLOCK][1].shape
-    group = heads // heads_kv
-    per_tile = max(1, ROWS // group)
-    tiles, rows = -(-tokens // per_tile), -(-group // ROWS) * ROWS
-    used = slice(0, per_tile * group)  # rows of a tile that are not filled up
+    heads_kv, _, value_width = blocks[first // BLOCK][1].shape
+    piece_of = partial(_Piece, heads_kv=heads_kv, value_width=value_width, window=window, softcap=softcap, sinks=sinks)
+    pieces = [piece_of(piece, first + index * TOKENS) for index, piece in enumerate(queries.split(TOKENS))]
+    for index in range(pieces[0].blocks.start, pieces[-1].blocks.stop):
+        # in the blocks' dtype, which is the smaller one
+        keys, values = (part.to(queries.device).to(queries.dtype) for part in blocks[index])
+        for piece in pieces:
+            if index in piece.blocks:
+                piece.add(index, keys, values)
+    return torch.cat([piece.result() for piece in pieces])
 
-    filled = torch.nn.functional.pad(queries, (0, 0, 0, 0, 0, tiles * per_tile - tokens))
-    by_head = filled.view(tiles, per_tile, heads_kv, group, width).permute(2, 0, 1, 3, 4)
-    tiled = queries.new_zeros(heads_kv, tiles, rows, width)
-    tiled[:, :, used] = by_head.reshape(heads_kv, tiles, -1, width)
-    position = first + torch.arange(tiles * per_tile, device=queries.device, dtype=torch.int64).view(
-        tiles, per_tile, 1, 1
-    )
 
-    highest = queries.new_full((heads_kv, tiles, rows, 1), _LOWEST)
-    total = torch.zeros_like(highest)
-    if sinks is not None:
-        highest[:, :, used] = sinks.view(heads_kv, 1, group, 1).repeat(1, 1, per_tile, 1)
-        total[:, :, used] = 1.0
-    result = queries.new_zeros(heads_kv, tiles, rows, value_width)
+class _Piece:
+    """The running softmax of some neighbouring tokens. The arguments are those of `_attend`.
 
-    begin = 0 if window is None else max(0, first - window + 1) // BLOCK
-    for index in range(begin, last // BLOCK + 1):
-        keys, values = (part.to(queries) for part in blocks[index])
-        scores = _product(tiled, keys)
-        if softcap is not None:
-            scores.div_(softcap).tanh_().mul_(softcap)
-        start, end = index * BLOCK, (index + 1) * BLOCK
-        if end > first + 1 or (window is not None and start <= last - window):
-            key = torch.arange(start, end, device=queries.device, dtype=torch.int64)
-            hidden = key > position
+    Attributes:
+        blocks: the numbers of the blocks that the tokens see.
+    """
+
+    def __init__(
+        self,
+        queries: Tensor,
+        first: int,
+        *,
+        heads_kv: int,
+        value_width: int,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> None:
+        self._first, self._window, self._softcap = first, window, softcap
+        tokens, heads, width = self._shape = queries.shape
+        self._last = first + tokens - 1
+        self.blocks = range(0 if window is None else max(0, first - window + 1) // BLOCK, self._last // BLOCK + 1)
+        self._group = group = heads // heads_kv
+        self._per_tile = per_tile = max(1, ROWS // group)
+        tiles, rows = -(-tokens // per_tile), -(-group // ROWS) * ROWS
+        self._used = used = slice(0, per_tile * group)  # rows of a tile that are not filled up
+
+        filled = torch.nn.functional.pad(queries, (0, 0, 0, 0, 0, tiles * per_tile - tokens))
+        by_head = filled.view(tiles, per_tile, heads_kv, group, width).permute(2, 0, 1, 3, 4)
+        self._tiled = queries.new_zeros(heads_kv, tiles, rows, width)
+        self._tiled[:, :, used] = by_head.reshape(heads_kv, tiles, -1, width)
+        self._position = first + torch.arange(tiles * per_tile, device=queries.device, dtype=torch.int64).view(
+            tiles, per_tile, 1, 1
+        )
+
+        self._highest = queries.new_full((heads_kv, tiles, rows, 1), _LOWEST)
+        self._total = torch.zeros_like(self._highest)
+        if sinks is not None:
+            self._highest[:, :, used] = sinks.view(heads_kv, 1, group, 1).repeat(1, 1, per_tile, 1)
+            self._total[:, :, used] = 1.0
+        self._result = queries.new_zeros(heads_kv, tiles, rows, value_width)
+
+    def add(self, index: int, keys: Tensor, values: Tensor) -> None:
+        """Add the next block: keys `[heads_kv, key_width, BLOCK]`, values `[heads_kv, BLOCK, value_width]`."""
+        scores = _product(self._tiled, keys)
+        if self._softcap is not None:
+            scores.div_(self._softcap).tanh_().mul_(self._softcap)
+        start, end, window = index * BLOCK, (index + 1) * BLOCK, self._window
+        if end > self._first + 1 or (window is not None and start <= self._last - window):
+            key = torch.arange(start, end, device=keys.device, dtype=torch.int64)
+            hidden = key > self._position
             if window is not None:
-                hidden |= key <= position - window
-            bias = queries.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-            scores[:, :, used].unflatten(2, (per_tile, group)).add_(bias)
-        higher = torch.maximum(highest, scores.amax(-1, keepdim=True))
+                hidden |= key <= self._position - window
+            bias = keys.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+            scores[:, :, self._used].unflatten(2, (self._per_tile, self._group)).add_(bias)
+        higher = torch.maximum(self._highest, scores.amax(-1, keepdim=True))
         weights = scores.sub_(higher).exp_()
-        shrink = highest.sub_(higher).exp_()
-        total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
-        result.mul_(shrink).add_(_product(weights, values))
-        highest = higher
-    by_token = result.div_(total)[:, :, used].reshape(heads_kv, -1, group, value_width)
-    return by_token.transpose(0, 1)[:tokens].reshape(tokens, heads, value_width)
+        shrink = self._highest.sub_(higher).exp_()
+        self._total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
+        self._result.mul_(shrink).add_(_product(weights, values))
+        self._highest = higher
+
+    def result(self) -> Tensor:
+        """The attention, `[tokens, heads, value_width]`, after the last block."""
+        tokens, heads, _ = self._shape
+        heads_kv, value_width = self._result.shape[0], self._result.shape[-1]
+        by_token = self._result.div_(self._total)[:, :, self._used].reshape(heads_kv, -1, self._group, value_width)
+        return by_token.transpose(0, 1)[:tokens].reshape(tokens, heads, value_width)
 
 
 def _product(rows: Tensor, columns: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from symbiosis_priv.checkpoints.discovery.linears import name_in
@@ -21,7 +22,7 @@ from symbiosis_priv.errors import ConfigError, UnsupportedModelError
 from tenant import backend_of
 from tenant.masking.backend import Backend, Product
 from tenant.model.remote_linear import RemoteLayer
-from tenant.model.trips import Trip, _Sent
+from tenant.model.trips import Trip, _Sent, _state
 from tenant.options import MOST_ROWS
 from tenant.tasks import Tasks
 from tenant.tasks.batch import BASE
@@ -228,6 +229,49 @@ def test_a_change_anywhere_is_noticed(loaded: Callable[..., Any]) -> None:
         assert_close(*outputs)
 
     check()
+
+
+class _Copies(TorchDispatchMode):
+    """Counts copies of tensors from the CPU to another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].is_cpu and not result.is_cpu:
+            self.count += 1
+        return result
+
+
+@pytest.mark.parametrize("path", ["llama", "nemotron"], indirect=True)
+def test_biases_and_norms_are_copied_to_a_device_once(
+    loaded: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device "meta" computes nothing, so comparisons of values are left out."""
+    model = loaded()
+    calls = watched(model, monkeypatch)
+    logits(model)
+    trip = next(m.group.trip for m in model.modules() if isinstance(m, RemoteLayer) and isinstance(m.group.trip, Trip))
+    norm = model.get_submodule(trip.after).to("meta")
+    monkeypatch.setattr(trip.second.backend, "multiply_all", calls.append)
+    monkeypatch.setattr(torch, "equal", lambda *_: True)
+    monkeypatch.setattr("tenant.model.trips._same", lambda *_: True)
+    for module in ("trips", "remote_linear"):  # meta has no autocast
+        monkeypatch.setattr(f"tenant.model.{module}.output_dtype", lambda x: x.dtype)
+    h, x = torch.zeros(1, 1, 64, device="meta"), torch.zeros(1, 1, 64, device="meta")
+    counts = []
+    for _ in range(2):
+        with torch.no_grad(), _Copies() as copies:
+            _state.residual = trip.before, h
+            assert trip.send(x) is not None
+            sent, _state.sent = _state.sent, None
+            assert sent is not None
+            assert trip.finish(sent, h, norm, h)
+        counts.append(copies.count)
+    assert counts[0] >= 3
+    assert counts[1] == 0
 
 
 KINDS = st.sampled_from(["zeros", "equal", "nearly equal", "one", "normal", "outlier"])

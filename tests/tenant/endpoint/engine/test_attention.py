@@ -1,6 +1,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers.activations import ACT2FN
 
 from symbiosis_priv import native
 from symbiosis_priv.native import linear
-from tenant.endpoint.engine.attention import Attention
+from tenant.endpoint.engine.attention import FEW, Attention
 from tenant.endpoint.engine.kv import BLOCK, KeyValues, Shape, held_bytes
 from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.endpoint.engine.row_blocks import RowBlocks
@@ -133,6 +134,51 @@ def test_all_instruction_sets_give_the_same_bits(case: tuple[Tensor, KeyValues, 
         with switched(SYMBIOSIS_PRIV_ISA=isa.name.lower()):
             results.append(attend(queries, kv, **options))
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+class _Counted(dict[int, tuple[Tensor, Tensor]]):
+    """Blocks that note which of them are read."""
+
+    read: list[int]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+def _counted(blocks: dict[int, tuple[Tensor, Tensor]], read: list[int], layer: int) -> _Counted:
+    counted = _Counted(blocks)
+    counted.read = read
+    return counted
+
+
+class OnGPU(Tensor):
+    """A tensor in host memory that says that it is on a GPU."""
+
+    is_cpu = False  # type: ignore[assignment]
+
+
+@needs_library
+@given(case=cases(), data=st.data())
+@settings(max_examples=20)
+def test_on_a_gpu_few_tokens_take_the_library_and_a_prompt_copies_each_block_once(
+    case: tuple[Tensor, KeyValues, dict[str, Any]], data: st.DataObject
+) -> None:
+    queries, kv, options = case
+    ends = data.draw(st.lists(st.integers(1, len(queries)), min_size=1, max_size=3))
+    new, copied = list[tuple[KeyValues, int]](), dict[int, list[int]]()
+    for place, end in enumerate(ends):
+        some = data.draw(st.one_of(st.integers(1, min(end, FEW + 1)), st.just(end)))
+        own = kv.prefix(end)
+        own.blocks = partial(_counted, own.blocks(0), copied.setdefault(place, []))  # type: ignore[method-assign]
+        new.append((own, some))
+    rows = [queries[end - some : end] for end, (_, some) in zip(ends, new, strict=True)]
+    found = Attention(new).attend(0, torch.cat(rows).as_subclass(OnGPU), **options)
+    for place, (part, (own, some)) in enumerate(zip(found.split([some for _, some in new]), new, strict=True)):
+        with switched(SYMBIOSIS_PRIV_NATIVE="1" if some <= FEW else "0"):
+            assert torch.equal(part, attend(rows[place], kv.prefix(own.length), **options))
+        _, *blocks = copied[place] or [0]  # the first access reads the sizes
+        assert len(blocks) == len({*blocks}) == (0 if some <= FEW else len({*copied[place]}))
 
 
 # One pass of a model over tokens of many sequences

@@ -152,6 +152,7 @@ class Attention:
         """`attend` of queries on the CPU."""
         rows, heads, width = queries.shape
         library, value_width = self._compiled, self._shape.value_width
+        assert library is not None
         given = queries.float().contiguous()
         sinks = None if sinks is None else sinks.detach().cpu().float().contiguous()
         kind, place = self._shape.places[layer]

@@ -155,7 +155,7 @@ def _counted(blocks: dict[int, tuple[Tensor, Tensor]], read: list[int], layer: i
 class OnGPU(Tensor):
     """A tensor in host memory that says that it is on a GPU."""
 
-    is_cpu = False  # type: ignore[assignment]
+    is_cpu = False
 
 
 @needs_library

@@ -122,6 +122,8 @@ def write_tasks(repository: Path, model: Path, *, count: int) -> Path:
         (folder / CONFIG).write_bytes((template / CONFIG).read_bytes())
         tensors = load_file(template / TENSORS)
         for name, tensor in tensors.items():
+            if name.startswith("base_model.vera_"):  # all tasks of one seed have these projections
+                continue
             tensors[name] = tensor + 0.02 * torch.randn(
                 tensor.shape, generator=generator, dtype=torch.float32, device="cpu"
             )

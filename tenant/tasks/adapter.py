@@ -71,8 +71,9 @@ def stored(folder: Path, *, within: Path | None = None) -> TaskFolder:
     """Check a task's folder without reading its tensors. No symbolic link may lead out of `within`. Raises
     `ConfigError` if the folder is not a PEFT folder; `CheckpointError` if `vet_adapter` refuses the folder, or a file
     lies outside `within`."""
+    root = None if within is None else within.resolve()
     for path in (folder / name for name in _READ):
-        if within is not None and not path.resolve().is_relative_to(within.resolve()):
+        if root is not None and not path.resolve().is_relative_to(root):
             raise CheckpointError(f"{path} is a symbolic link out of {within}; copy the task's files into its folder")
     config = vet_adapter(folder)
     size = (folder / TENSORS).stat().st_size
@@ -121,6 +122,7 @@ class Adapter:
 
     Attributes:
         number: a number that no other adapter of this process has.
+        tensor_bytes: bytes of the layers' tensors, without the buffers that tasks share.
         keys: cached results of `operator_key` by the layer's name, for an adapter that is not trained.
         patterns: the patterns of sparse layers. They grow when gradients are computed first.
 
@@ -130,7 +132,7 @@ class Adapter:
 
     def __init__(self, peft: PeftModel, skeleton: nn.Module, *, trainable: bool, on_disk: bool) -> None:
         self.number = next(_numbers)
-        self.keys: dict[str, Hashable] = {}
+        self.keys: dict[str, tuple[Any, Hashable]] = {}
         config: PeftConfig = peft.peft_config[NAME]
         method = getattr(config.peft_type, "value", str(config.peft_type))
         self.method, self.training, self.trainable = method, peft.training, trainable
@@ -160,14 +162,20 @@ class Adapter:
                         # such as VeRA's projections, which are made from a seed
                         content = buffer.detach().cpu().contiguous().view(torch.uint8).numpy().data
                         key = (buffer.shape, buffer.dtype, buffer.device, hashlib.sha256(content).digest())
-                        module._buffers[name] = _buffers.setdefault(key, buffer)
+                        kept = _buffers.get(key)
+                        if kept is None:
+                            kept = _buffers[key] = buffer.clone()
+                        module._buffers[name] = kept
         of_base: set[int] = set()
         for layer in self.layers.values():
             base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer.original_module
             named = (*base.named_parameters(), *base.named_buffers())
             of_base |= {id(tensor) for name, tensor in named if not name.startswith("moved.")}
         every = (tensor for layer in self.layers.values() for tensor in (*layer.parameters(), *layer.buffers()))
-        self._bytes = _bytes(one for one in every if id(one) not in of_base and not _is_kept_once(one))
+        own = [one for one in every if id(one) not in of_base and not _is_kept_once(one)]
+        for tensor in own if on_disk else ():
+            tensor.data = tensor.data.clone()  # PEFT's tensors are the mapped file, which may change
+        self.tensor_bytes = _bytes(own)
         self.patterns: list[Patterns] = []
         for module in (module for layer in self.layers.values() for module in layer.modules()):
             if isinstance(patterns := getattr(module, "patterns", None), Patterns):
@@ -179,7 +187,7 @@ class Adapter:
     @property
     def bytes(self) -> int:
         """Bytes of the layers' tensors and patterns, without the buffers that tasks share."""
-        return self._bytes + sum(made.bytes for made in self.patterns)
+        return self.tensor_bytes + sum(made.bytes for made in self.patterns)
 
     @property
     def changed(self) -> bool:
@@ -190,6 +198,28 @@ class Adapter:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that training changes."""
         return (p for layer in self.layers.values() for p in layer.parameters() if p.requires_grad)
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return the adapter's parameters by their names in its file."""
+        return {
+            f"base_model.model.{layer}.{name.replace(f'.{NAME}', '')}": parameter
+            for layer, module in self.layers.items()
+            for name, parameter in module.named_parameters()
+            if not name.startswith("base_layer.")
+        }
+
+    def twin(self, tensors: Mapping[str, Tensor]) -> "Adapter":
+        """Return an adapter for inference with the values of `tensors`, by their names in the file, in place of this
+        adapter's parameters."""
+        twin = copy.copy(self)
+        twin.number = next(_numbers)
+        values = {
+            id(one): nn.Parameter(tensors[name].to(one.device, one.dtype, copy=True), requires_grad=False)
+            for name, one in self.named().items()
+        }
+        twin.layers = {name: _with(layer, values) for name, layer in self.layers.items()}
+        twin.tensor_bytes = _bytes(values.values())
+        return twin
 
     def train(self, mode: bool) -> None:
         """Set training mode, which switches dropout."""
@@ -232,6 +262,20 @@ def create(model: PreTrainedModel, config: PeftConfig) -> Adapter:
     skeleton: Any = _skeleton(model)
     peft = get_peft_model(skeleton, copy.deepcopy(config), adapter_name=NAME)
     return Adapter(peft, skeleton, trainable=True, on_disk=False)
+
+
+def _with(module: Any, values: Mapping[int, nn.Parameter]) -> Any:
+    """Return a copy of a module with other parameters, by the id of a parameter. Parts without such a parameter are the
+    same objects, except dropout, which is switched for each adapter."""
+    parts = {name: part if part is None else _with(part, values) for name, part in module._modules.items()}
+    parameters = {name: values.get(id(one), one) for name, one in module._parameters.items()}
+    pairs = [(parts, module._modules), (parameters, module._parameters)]
+    if not isinstance(module, nn.Dropout) and all(new[name] is one for new, old in pairs for name, one in old.items()):
+        return module
+    kind: Any = type(module)
+    twin = kind.__new__(kind)
+    vars(twin).update(vars(module) | {"_modules": parts, "_parameters": parameters})
+    return twin
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from symbiosis_priv.errors import TaskError, UnsupportedModelError
 from tenant.tasks.adapter import Adapter
-from tenant.tasks.operators import Operator, operator, operator_key
+from tenant.tasks.operators import Operator, operator_key
 
 BASE = "__base__"
 """PEFT's name for rows without an adapter."""
@@ -49,7 +49,7 @@ class Composition:
         """Return how the layer `name` is computed."""
         if (plan := self._plans.get((name, device))) is not None:
             return plan
-        groups: dict[tuple[Hashable, int | None], list[str]] = defaultdict(list)
+        groups: dict[tuple[tuple[type[Operator], Hashable], int | None], list[str]] = defaultdict(list)
         rest: list[str] = []
         for task, rows in self._rows.items():
             layer = None if task == BASE else self._adapters[task].layers.get(name)
@@ -57,22 +57,21 @@ class Composition:
                 rest.append(task)
             else:
                 adapter = self._adapters[task]
-                if adapter.trainable or adapter.training:
-                    key = operator_key(layer)
-                elif (key := adapter.keys.get(name)) is None:
-                    key = adapter.keys[name] = operator_key(layer)
-                groups[key, len(rows) if self._block is None else None].append(task)
+                keys = {} if adapter.trainable or adapter.training else adapter.keys
+                if name not in keys:
+                    keys[name] = operator_key(layer)
+                groups[keys[name], len(rows) if self._block is None else None].append(task)
         members = tuple(map(tuple, groups.values()))
         places = self._places.get((members, device))
         if places is None:
             places = self._places[members, device] = self._placed(members, rest, device)
         sections = []
-        for (key, _), tasks, section in zip(groups, members, places.sections, strict=True):
+        for ((kind, _), _), tasks, section in zip(groups, members, places.sections, strict=True):
             blocks = [1 if self._block is None else -(-len(self._rows[task]) // self._block) for task in tasks]
             layers = [
                 self._adapters[task].layers[name] for task, n in zip(tasks, blocks, strict=True) for _ in range(n)
             ]
-            sections.append(_Section(operator(layers, key, in_blocks=self._block is not None), *section))
+            sections.append(_Section(kind(layers, in_blocks=self._block is not None), *section))
         plan = self._plans[name, device] = _Plan(sections, places.rest, places.order)
         return plan
 

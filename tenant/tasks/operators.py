@@ -310,19 +310,12 @@ OPERATORS: dict[type[nn.Module], type[_Grouped]] = {
 """The operators that compute layers of several tasks together, by the layer's class."""
 
 
-def operator_key(layer: nn.Module) -> Hashable:
-    """Return the key of the layers that are computed together with `layer`."""
+def operator_key(layer: nn.Module) -> tuple[type[Operator], Hashable]:
+    """Return the operator of a layer, and the key of the layers that are computed together with it."""
     kind = OPERATORS.get(type(layer))
     moved = isinstance(layer, BaseTunerLayer) and getattr(layer.get_base_layer(), "moved", None)
     key = None if kind is None or moved else kind.key(layer)
-    return ("alone", id(layer)) if key is None else (kind, key)
-
-
-def operator(layers: Sequence[nn.Module], key: Hashable, *, in_blocks: bool) -> Operator:
-    """Return the operator for layers with one key."""
-    alone = isinstance(key, tuple) and key[0] == "alone"
-    kind = ByPeft if alone else OPERATORS[type(layers[0])]
-    return kind(layers, in_blocks=in_blocks)
+    return (ByPeft, id(layer)) if kind is None or key is None else (kind, key)
 
 
 def linear_in_block(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

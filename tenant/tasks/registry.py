@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -21,6 +22,7 @@ from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks import adapter as adapters
 from tenant.tasks.adapter import Adapter, TaskFolder, check_name, memory_of, stored, stored_in
 from tenant.tasks.batch import BASE, Batch, Composition
+from tenant.tasks.twins import load_as_twin
 
 DEFAULT_MEMORY = 1 << 30
 _COMPOSITIONS = 64  # limit of cached compositions, each of a few kilobytes
@@ -82,6 +84,9 @@ class Tasks:
         self.tag = tag or Path(str(model.name_or_path)).name or type(model).__name__
         self._sources: dict[str, TaskFolder | PeftConfig] = {}
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used one first
+        self._tensor_bytes = 0  # of all loaded adapters, because adding up thousands for each load takes milliseconds
+        self._with_patterns: set[str] = set()
+        self._twins: WeakValueDictionary[Hashable, Adapter] = WeakValueDictionary()
         self._used: Counter[str] = Counter()
         self._names: dict[nn.Module, tuple[str, tuple[str, ...]]] = {}  # with the names of its siblings
         self._hooks: dict[str, list[Any]] = {}
@@ -146,7 +151,8 @@ class Tasks:
     @property
     def bytes(self) -> int:
         with self._lock:
-            return adapters.shared_bytes() + sum(loaded.bytes for loaded in self._loaded.values())
+            patterns = sum(made.bytes for name in self._with_patterns for made in self._loaded[name].patterns)
+            return adapters.shared_bytes() + self._tensor_bytes + patterns
 
     def load(self, name: str, *, trainable: bool = False) -> None:
         """Load a task's adapter ahead of its first batch.
@@ -270,8 +276,8 @@ class Tasks:
                 if isinstance(module, RemoteLayer):
                     module.tasks = None
             self._names.clear()
-            self._loaded.clear()
-            self._compositions.clear()
+            for name in list(self._loaded):
+                self._drop(name)
 
     @contextmanager
     def _held(self, names: Sequence[str]) -> Iterator[dict[str, Adapter]]:
@@ -285,10 +291,9 @@ class Tasks:
             with self._lock:
                 self._used.subtract(names)
                 self._used += Counter()  # drops zeros
-                if any(name in self._loaded and self._loaded[name].patterns for name in names):
-                    idle = self._idle()
-                    while idle and self.bytes > self.memory_limit:  # the batch has made patterns
-                        self._drop(idle.pop(0))
+                if not self._with_patterns.isdisjoint(names):  # the batch has made patterns
+                    for name in self._replaced_by(0)[0]:
+                        self._drop(name)
 
     def _add(self, found: dict[str, Any]) -> list[TaskId]:
         with self._lock:
@@ -309,11 +314,18 @@ class Tasks:
             if isinstance(source, TaskFolder):
                 source = stored(source.folder, within=source.within)  # the folder may have changed
                 self._make_room(name, memory_of(source))
-                loaded = adapters.load(self.model, source, trainable=trainable)
+                loaded = (
+                    adapters.load(self.model, source, trainable=True)
+                    if trainable
+                    else load_as_twin(self.model, source, self._twins)
+                )
             else:
                 loaded = adapters.create(self.model, source)
             self._make_room(name, loaded.bytes)
             self._loaded[name] = loaded
+            self._tensor_bytes += loaded.tensor_bytes
+            if loaded.patterns:
+                self._with_patterns.add(name)
             for layer in loaded.layers:
                 if layer in self._hooks:
                     continue
@@ -339,26 +351,35 @@ class Tasks:
         return loaded
 
     def _make_room(self, name: str, needed: int) -> None:
-        idle = self._idle()
-        free = self.memory_limit - self.bytes
-        if needed > free + sum(self._loaded[other].bytes for other in idle):
+        replaced, missing = self._replaced_by(needed)
+        if missing > 0:
             raise TaskError(
                 f"the task {name} needs {needed:,} bytes of memory_limit = {self.memory_limit:,}, and the rest is "
                 f"taken by tasks that are in use or not saved; raise the limit, use fewer tasks in one batch, or save "
                 f"what was trained"
             )
-        while needed > free:
-            free += self._drop(idle.pop(0))
+        for other in replaced:
+            self._drop(other)
 
-    def _idle(self) -> list[str]:
-        """Return the tasks that may be unloaded, the least recently used first."""
-        return [name for name, one in self._loaded.items() if not self._used[name] and not one.changed]
+    def _replaced_by(self, needed: int) -> tuple[list[str], int]:
+        """Return the tasks to unload for `needed` bytes, the least recently used first, and the bytes that are missing
+        even so. A task that is in use or not saved is not unloaded."""
+        replaced, missing = [], needed + self.bytes - self.memory_limit
+        for name, one in self._loaded.items():
+            if missing <= 0:
+                break
+            if not self._used[name] and not one.changed:
+                replaced.append(name)
+                missing -= one.bytes
+        return replaced, missing
 
-    def _drop(self, name: str) -> int:
-        """Remove a task's adapter from memory. Returns its bytes."""
+    def _drop(self, name: str) -> None:
+        """Remove a task's adapter from memory."""
         self._compositions.clear()
         loaded = self._loaded.pop(name, None)
-        return 0 if loaded is None else loaded.bytes
+        if loaded is not None:
+            self._tensor_bytes -= loaded.tensor_bytes
+            self._with_patterns.discard(name)
 
     # At the model's layers
 

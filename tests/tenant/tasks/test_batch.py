@@ -19,7 +19,7 @@ from tenant import MaskBertConfig, RemoteConfig, backend_of
 from tenant.model.loading import load_model
 from tenant.tasks.adapter import NAME
 from tenant.tasks.batch import BASE
-from tenant.tasks.operators import operator, operator_key
+from tenant.tasks.operators import operator_key
 from tenant.tasks.registry import Tasks
 from tests.adapters import METHODS, write_adapter
 from tests.compatibility.families import build
@@ -229,8 +229,8 @@ def test_a_block_of_lora_has_the_same_bits_whatever_the_number_of_blocks(
     of_blocks = [layers[number % 3] for number in range(blocks)]
     mine = [of_blocks[place // 8]]
     with torch.inference_mode():
-        mixed = operator(of_blocks, key, in_blocks=True).after(x, y, no_base)[place]
-        alone = operator(mine, key, in_blocks=True).after(first, own_y, no_base)[0]
+        mixed = key[0](of_blocks, in_blocks=True).after(x, y, no_base)[place]
+        alone = key[0](mine, in_blocks=True).after(first, own_y, no_base)[0]
     assert torch.equal(mixed, alone)
 
 

@@ -99,7 +99,7 @@ class Lab:
     def __init__(
         self, folder: Path, *, tied: bool = False, experts: int = 0, helpers: int = 3, round_trips: RoundTrips = 4
     ) -> None:
-        self.folder, self._scope = folder, Scope(round_trips=round_trips)
+        self.folder, self.cache, self._scope = folder, folder / "cache", Scope(round_trips=round_trips)
         self._tied, self._experts, self._helpers = tied, experts, helpers
 
     def __enter__(self) -> Self:
@@ -110,9 +110,9 @@ class Lab:
         model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=False)
         model.requires_grad_(False)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
-        self.store = WeightStore(checkpoint, cache=self.folder / "cache", scope=self._scope)
+        self.store = WeightStore(checkpoint, cache=self.cache, scope=self._scope)
         digest = self.store.manifest().digest
-        prepared = prepare(self.store, digest=digest, cache=self.folder / "cache")
+        prepared = prepare(self.store, digest=digest, cache=self.cache)
         for scheme in registered():
             if isinstance(scheme, SessionScheme):
                 scheme.prepare(prepared, self.store, bits=DEFAULT_HINT_BITS, training=True)
@@ -158,7 +158,7 @@ class Lab:
                 roles=(role,),
                 log_level="warning",
                 model=schema.ModelConfig(
-                    checkpoint=str(checkpoint), cache=self.folder / "cache", round_trips=self._scope.round_trips
+                    checkpoint=str(checkpoint), cache=self.cache, round_trips=self._scope.round_trips
                 ),
                 tls=schema.TlsConfig(
                     certificate=identity.certificate, key=identity.key, tenant_authority=authority.certificate
@@ -289,7 +289,7 @@ class Lab:
             ended.set()
 
     def _load(self, recorder: Wiretap, **options: Any) -> Any:
-        remote = RemoteConfig(cache=self.folder / "cache", wiretap=recorder, **options)
+        remote = RemoteConfig(cache=self.cache, wiretap=recorder, **options)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # paper-pool warns about what this report shows
             kind, path = AutoModelForCausalLM, self.store.path
@@ -324,6 +324,7 @@ class Lab:
             optimizer.zero_grad()
         model.eval()
         truth.updates = adapter_updates(model)
+        truth.adapters = [p.detach().clone() for p in model.parameters() if p.requires_grad]
         for call in range(workload.generations):
             prompts = self.private_windows(workload.prompts, workload.prompt_length, seed=1000 + call)
             # one call is longer, so that attacks on lengths have something to find

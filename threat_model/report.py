@@ -139,6 +139,10 @@ def last_sections(suite: Suite) -> list[Section]:
         sees = f"counts and times, lengths / {SCALE}" if one.computed else "counts"
         about = one.options or "none", sees, one.guessed
         topics.append((*about, *rates, f"{outcome.trials}", promise, _yes(one.expected)))
+    machine = [
+        (c.adversary, c.fault or "none", c.tries, ", ".join(c.found) or "nothing", _yes(c.expected))
+        for c in suite.machine
+    ]
     about_composed = ("masking", "attack", "success", "chance", "verdict", "as promised")
     composed = [
         (c.scheme.name, c.attack.name, f"{o.success:.1%}", f"{o.chance:.1%}", c.verdict, _yes(c.expected))
@@ -157,6 +161,7 @@ def last_sections(suite: Suite) -> list[Section]:
         Section("Mixture of experts: decoded tokens from routes", about_routes, routes),
         Section("Two round trips per block: rows of composed groups", about_composed, composed),
         Section("Topics and languages of SmolLM2's chats", about_topics, topics),
+        Section("The tenant's machine", ("adversary", "planted fault", "tries", "finds", "as promised"), machine),
         Section("Not hidden, by any scheme", ("what", "shown by"), NOT_HIDDEN),
     ]
 

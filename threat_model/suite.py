@@ -18,6 +18,7 @@ import torch
 from symbiosis_priv.arithmetic.ring import FORWARD
 from tenant.endpoint.engine.speculation import PromptLookup
 from tenant.options import Experts
+from threat_model.active.disk_image import MachineCell, attack_machine
 from threat_model.active.lattice_masks import ROWS, MaskGame, play_masks
 from threat_model.active.lying_providers import ActiveReport, attack_actively
 from threat_model.attacks import ATTACKS, Attack, Outcome
@@ -168,6 +169,7 @@ class Suite:
     routes: tuple[RouteCell, ...]
     composed: tuple[Cell, ...]
     topics: tuple[TopicCell, ...]
+    machine: tuple[MachineCell, ...]
     seed: int
     began: datetime
     seconds: float
@@ -181,6 +183,7 @@ class Suite:
         wrong += [f"{g.attack} on masks of lwe, fault: {g.fault}" for g in self.masks if not g.expected]
         wrong += [f"routes of experts = '{c.mode}'" for c in self.routes if not c.expected]
         wrong += [f"{c.guessed} of chats, options: {c.options or 'none'}" for c in self.topics if not c.expected]
+        wrong += [f"{c.adversary} on the tenant's machine, fault: {c.fault}" for c in self.machine if not c.expected]
         return wrong + ([] if self.active.sound else ["active adversaries: see the table"])
 
     @property
@@ -211,7 +214,7 @@ def run_suite(
     """Record every scheme, run every attack on it, plant every fault, and run every lie."""
     started, began = time.monotonic(), datetime.now(UTC)
     schemes, workload = (QUICK_SCHEMES, QUICK) if quick else (SCHEMES, FULL)
-    total = len(schemes) * (1 + len(ATTACKS)) + 12
+    total = len(schemes) * (1 + len(ATTACKS)) + 13
     done = 0
 
     def step(what: str) -> None:
@@ -241,8 +244,10 @@ def run_suite(
     composed = attack_composed(PLANTED if quick else FULL)
     step("topics and languages of chats")
     topics, forgotten = attack_topics(lab, quick=quick)
+    step("the tenant's machine")
+    machine = tuple(attack_machine(lab))
     on_progress("done", total, total)
-    passed = tuple(schemes), tuple(cells), (*planted, forgotten), masks, active, routes, composed, topics
+    passed = tuple(schemes), tuple(cells), (*planted, forgotten), masks, active, routes, composed, topics, machine
     return Suite(quick, *passed, workload.seed, began, time.monotonic() - started)
 
 

@@ -7,6 +7,9 @@ memory, and shared by processes. The check stays exact: with what rounding has a
 `D_k = delta_k R` modulo p for each of its rows (`tenant.masking.lwe`). So hints belong to one R, and are deleted with
 it.
 
+What is secret. P may be public, as the matrix of LWE is, and E and delta follow from P and public weights. D may not:
+with P, it is 2,048 linear equations of R. So D is encrypted under the keys' secret, and E is not.
+
 Files, in the folder of the preparation: `lwe-<bits>/<group>.<direction>` with the panels of E, D and a MAC, and
 `lwe-rows` with the number of rows that were masked under P, or reserved, and the number of P's draw. Both survive
 restarts. Without this file there is no P, and the next preparation draws another. A copy of the folder counts on its
@@ -34,7 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from symbiosis_priv.arithmetic import lattice
-from symbiosis_priv.arithmetic.keystream import StreamKey, derive
+from symbiosis_priv.arithmetic.keystream import StreamKey, derive, expand
 from symbiosis_priv.arithmetic.lattice import HEIGHT, WEIGHT, Panels, panel_bytes
 from symbiosis_priv.arithmetic.modular import dot
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction, Headroom
@@ -112,7 +115,7 @@ class Hints:
                     raise CheckpointError(f"{what} is damaged, or was made for other weights or keys. {_advice()}")
                 width = entry.columns(direction).result
                 end = len(memory) - _MAC_BYTES
-                added = torch.from_numpy(memory[end - 8 * HEIGHT : end].view(np.int64).copy())
+                added = torch.from_numpy(memory[end - 8 * HEIGHT : end].view(np.int64) ^ self._hidden(place))
                 panels = Panels(memory[: end - 8 * HEIGHT], width=width, bits=self.bits)
                 self._mapped[place] = Hint(panels, added), memory
             return self._mapped[place][0]
@@ -174,7 +177,14 @@ class Hints:
         (index, direction), digest = place, hashlib.sha256(content.data).hexdigest()
         weights = self._preparation.manifest.groups[index].digest
         what = weights, direction, str(self.bits), f"{HEIGHT}/{WEIGHT}", self._draw(), digest
-        return mac(self._preparation.keys, "hint", *what)
+        return mac(self._preparation.keys, "hint with encrypted D", *what)
+
+    def _hidden(self, place: Place) -> NDArray[np.int64]:
+        """The keystream that hides D: int64 `[HEIGHT]`. A hint that is made again has the same D."""
+        labels = "lwe D", self._draw(), str(self.bits), *map(str, place)
+        key = StreamKey(derive(self._preparation.keys.secret, *labels))
+        stream: NDArray[np.int64] = expand(key, first_row=0, rows=1, width=2 * HEIGHT).numpy().view(np.int64)[0]
+        return stream
 
     def _make(self, place: Place, matrix: RingMatrix) -> NDArray[np.uint8]:
         """Return the content of a hint's file."""
@@ -187,7 +197,7 @@ class Hints:
         for first in range(0, HEIGHT, _STEP):
             product = matrix.product(uniform.rows(first, _STEP), direction)
             added[first : first + _STEP] = dot(panels.put(first, product), r)
-        content[-8 * HEIGHT :].view(np.int64)[:] = added.numpy()
+        content[-8 * HEIGHT :].view(np.int64)[:] = added.numpy() ^ self._hidden(place)
         memory[-_MAC_BYTES:] = np.frombuffer(self._seal(place, content), dtype=np.uint8)
         return memory
 

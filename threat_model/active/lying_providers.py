@@ -111,7 +111,7 @@ def plausible_is_enough() -> Iterator[None]:
 def attack_actively(lab: Lab, *, repeats: int, rng: torch.Generator) -> ActiveReport:
     """Run every lie against real, masked sessions. `repeats`: sessions per lie."""
     with silenced("tenant"):  # every session here ends in a quarantine, which would be logged
-        preparation = prepare(lab.store, digest=lab.federation.model_digest, cache=lab.folder / "cache")
+        preparation = prepare(lab.store, digest=lab.federation.model_digest, cache=lab.cache)
         detections = []
         for kind, role, lies, valuation in _lies(lab, rng):
             caught = 0

@@ -33,7 +33,7 @@ _TEMPLATE = "chat_template.jinja"
 def attack_folders(lab: Lab) -> dict[str, bool]:
     """Attack the tenant with folders. Returns True for each attack that the tenant refused, by name. Raises
     `SymbiosisError`: the tenant refused an honest copy, so refused attacks would prove nothing."""
-    cache = lab.folder / "cache"
+    cache = lab.cache
     prepare(lab.store, digest=lab.federation.model_digest, cache=cache)
     unmasked = {"quant_method": QUANT_METHOD, "masking": "none"}
     unmasked |= {"federation": str(lab.federation_path), "cache": str(cache)}

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -273,6 +274,19 @@ def test_a_hint_that_does_not_belong_to_the_weights_is_found(
     session = new_session("lwe", [executor], prepared=replace(fresh, forget_keys=lambda: None))
     with pytest.raises(VerificationError):
         session.product(GroupIndex(0), FORWARD, torch.ones(1, 64, dtype=torch.int32))
+
+
+def test_a_hint_on_disk_says_nothing_about_r(fresh: Preparation) -> None:
+    """The D of every hint is under the keys' secret, with a keystream of its own."""
+    hints, streams = Hints(fresh, 16), set()
+    for index in range(len(fresh.facts)):
+        for direction in DIRECTIONS:
+            stored = hint_file(fresh, f"{index}.{direction}").read_bytes()[-8 * lattice.HEIGHT - 32 : -32]
+            used = hints.hint(GroupIndex(index), direction).added
+            assert int(used.min()) >= 0  # residues
+            streams.add((np.frombuffer(stored, dtype=np.int64) ^ used.numpy()).tobytes())
+    assert len(streams) == 2 * len(fresh.facts)
+    assert all(len(set(stream)) > 200 for stream in streams)
 
 
 # Rows under one P

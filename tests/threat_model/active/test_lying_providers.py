@@ -47,7 +47,7 @@ def test_every_lie_is_caught(report: ActiveReport) -> None:
 
 def test_liars_of_a_relay_are_named(report: ActiveReport, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: a tenant that believes what an executor hands out, signed or not."""
-    preparation = prepare(lab.store, digest=lab.federation.model_digest, cache=lab.folder / "cache")
+    preparation = prepare(lab.store, digest=lab.federation.model_digest, cache=lab.cache)
     assert refused(report, "lying relay")
     monkeypatch.setattr("tenant.session.refused.is_signed", lambda *_: True)
     found = attack_relays(lab, preparation)

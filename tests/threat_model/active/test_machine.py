@@ -1,0 +1,55 @@
+"""What adversaries on the tenant's machine find: nothing, and each planted fault."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from symbiosis_priv.arithmetic.modular import PRIME
+from threat_model.active.disk_image import MachineCell, solve
+from threat_model.active.same_user import FAULT, TRIES
+
+if TYPE_CHECKING:
+    from threat_model.suite import Suite
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+
+
+def cells(quick: Suite, adversary: str) -> dict[str | None, MachineCell]:
+    return {cell.fault: cell for cell in quick.machine if cell.adversary == adversary}
+
+
+@linux
+def test_another_process_reads_nothing_unless_the_tenant_stays_dumpable(quick: Suite) -> None:
+    """Which ways are open to a process that stays dumpable depends on the system: its environment is, on all."""
+    found = cells(quick, "a process of its user")
+    assert list(found) == [None, FAULT]
+    assert found[None].found == ()
+    assert "/proc/PID/environ: variables" in found[FAULT].found
+    assert {one.partition(":")[0] for one in found[FAULT].found} <= set(TRIES)
+
+
+@linux
+def test_a_disk_image_has_no_secret_unless_one_was_left_open(quick: Suite) -> None:
+    assert {fault: cell.found for fault, cell in cells(quick, "a disk image").items()} == {
+        None: (),
+        "rows and an adapter are left in the cache": ("rows", "adapters"),
+        "hints are in the clear": ("R",),
+        "the cache has no key from outside": ("verification keys",),
+    }
+
+
+@given(st.integers(1, 6), st.integers(0, 2**32))
+def test_equations_of_a_hint_have_one_solution_or_none(width: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    matrix = rng.integers(-(1 << 15), 1 << 15, (width + 2, width), dtype=np.int32)
+    wanted = [int(value) for value in rng.integers(0, PRIME, width)]
+    values = np.array([sum(map(int.__mul__, map(int, row), wanted)) % PRIME for row in matrix], dtype=np.int64)
+    full = np.linalg.matrix_rank(matrix.astype(float)) == width
+    assert solve(matrix, values) == (wanted if full else None)
+    values[-1] ^= 1
+    assert solve(matrix, values) is None

@@ -61,7 +61,7 @@ from symbiosis_priv.network import wire
 
 log = logs.EventLog(__name__)
 
-_KEYSTREAM_SLICE = 8 << 20  # bytes
+_KEYSTREAM_SLICE = 7 << 20  # bytes: with what a cipher needs beside them, below a power of two
 _SHARED_BYTES = 1 << 20  # answers are not copied from products of up to this size, which the last answer keeps alive
 _SHARED_TIMES = 4  # and not from products of at most this many times the answer's size
 _RECORDED_TOGETHER = 32  # products of repeated requests

@@ -339,8 +339,8 @@ class LocalPipe(RequestPipe):
 
 class KeystreamMaker(Generic[J]):
     """Makes slices of keystreams in a thread of its own, so that products do not wait for them. Serves tenants in
-    round-robin order, one slice at a time: a small effect does not wait for another tenant's large effect. AES runs
-    without the GIL. `wake` is called in this thread after each slice."""
+    round-robin order, one slice at a time: a small effect does not wait for another tenant's large effect. `wake` is
+    called in this thread after each slice."""
 
     def __init__(self, wake: Callable[[], object]) -> None:
         self._wake = wake

@@ -16,14 +16,16 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear
 
 from provider.config.memory_plan import CHUNK, SLOTS, slot_entries, widest
 from provider.config.schema import MIB, ExecutorConfig, ProviderConfig
-from symbiosis_priv.arithmetic.keystream import expand, mask_key
+from symbiosis_priv.arithmetic.keystream import Keystream, mask_key, ordinary_memory
 from symbiosis_priv.arithmetic.passes import large_tensor
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts, clip
@@ -67,6 +69,10 @@ class Operands(ABC):
     def few(self, *, index: int, direction: Direction, count: int, ring_bits: RingBits) -> PayloadProduct | None:
         """The product of `count` rows as one compiled call, for any thread; None if there is none (`Kernel.few`)."""
         return None
+
+    def memory(self, entries: int) -> NDArray[np.int32]:
+        """Memory for rows that go to the device without another copy. For any thread."""
+        return ordinary_memory(entries)
 
     @abstractmethod
     def warm_up(self) -> Iterator[None]:
@@ -113,6 +119,9 @@ class LocalOperands(Operands):
     def few(self, *, index: int, direction: Direction, count: int, ring_bits: RingBits) -> PayloadProduct | None:
         return self._matrix(index).few(direction, count, ring_bits)
 
+    def memory(self, entries: int) -> NDArray[np.int32]:
+        return self._transfers.memory(entries) if self._transfers else super().memory(entries)
+
     def warm_up(self) -> Iterator[None]:
         for index in self._store.served:
             self._matrix(index)
@@ -142,8 +151,8 @@ class _Slot:
 
 
 class Transfers:
-    """Computes products on one device, in chunks of rows. Not thread-safe. All memory is taken at once and used by
-    turns (`SLOTS`): what products need does not grow with their rows.
+    """Computes products on one device, in chunks of rows, in one thread at a time. All memory is taken at once and used
+    by turns (`SLOTS`): what products need does not grow with their rows.
 
     Args:
         widest: most columns of rows and products.
@@ -183,9 +192,10 @@ class Transfers:
                 slot = self._slots[place % len(self._slots)]
                 host_rows, near_rows = (memory[: part.numel()].view_as(part) for memory in (slot.host_rows, slot.rows))
                 host, near = (memory[: target.numel()].view_as(target) for memory in (slot.host_product, slot.product))
-                host_rows.copy_(part)  # the CPU copies while the device works on earlier parts
+                # the CPU copies while the device works on earlier parts
+                source = part if part.is_pinned() else host_rows.copy_(part)
                 with self._module.stream(up):
-                    near_rows.copy_(host_rows, non_blocking=True)
+                    near_rows.copy_(source, non_blocking=True)
                 compute.wait_stream(up)
                 part_counts = None if counts is None else clip(counts, place * chunk, len(part))
                 matrix.product(near_rows, direction, counts=part_counts, ring_bits=ring_bits, out=near)
@@ -200,6 +210,13 @@ class Transfers:
             self._module.synchronize(self._device)  # what is in flight would overwrite the next product
             raise
         return result
+
+    def memory(self, entries: int) -> NDArray[np.int32]:
+        """Page-locked memory for rows, which `product` does not copy on the CPU. For any thread. CUDA's allocator takes
+        powers of two, and uses freed memory again."""
+        use(self._device)
+        pinned = self._device.type == "cuda"
+        return torch.empty(entries, dtype=torch.int32, device="cpu", pin_memory=pinned).numpy()
 
     def _finish(self, slot: _Slot, target: Tensor) -> None:
         slot.done.synchronize()
@@ -381,4 +398,5 @@ class ServedModel:
         entry = self.manifest.entry(request.group, by_expert=request.counts is not None)
         key = mask_key(request.seed, group_name=entry.name, direction=request.direction)
         inputs, _ = entry.columns(request.direction)
-        return expand(key, first_row=request.first_row, rows=request.rows, width=inputs)
+        keystream = Keystream(key, width=inputs)
+        return torch.from_numpy(keystream.expanded(request.first_row, request.rows, self.operands.memory))

@@ -13,6 +13,7 @@ once.
 """
 
 import secrets
+from collections.abc import Callable
 from typing import NewType, NoReturn
 
 import numpy as np
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from symbiosis_priv.errors import RangeError
+from symbiosis_priv.native import for_each_slice
 
 Seed = NewType("Seed", bytes)  # 32 secret bytes. Tenant and helper derive the keys of their keystreams from it.
 StreamKey = NewType("StreamKey", bytes)
@@ -51,6 +53,15 @@ def random_key() -> StreamKey:
     return StreamKey(secrets.token_bytes(SEED_BYTES))
 
 
+Memory = Callable[[int], NDArray[np.int32]]
+"""Makes uninitialised memory for a number of entries."""
+
+
+def ordinary_memory(entries: int) -> NDArray[np.int32]:
+    """Uninitialised memory of the C library."""
+    return np.empty(entries, dtype=np.int32)
+
+
 def expand(key: StreamKey, *, first_row: int, rows: int, width: int) -> Tensor:
     """Expand rows `first_row .. first_row + rows` of a keystream, uniform over the ring: int32 `[rows, width]`,
     contiguous, on the CPU. A key is used for one width only (`derive` binds layer group and direction). `rows` may
@@ -72,7 +83,23 @@ class Keystream:
 
     def expand(self, first_row: int, rows: int) -> Tensor:
         """Return `rows` rows from `first_row` on; see the function `expand`."""
-        return torch.from_numpy(self._expanded(first_row, rows))
+        return torch.from_numpy(self.expanded(first_row, rows))
+
+    def expanded(self, first_row: int, rows: int, memory: Memory = ordinary_memory) -> NDArray[np.int32]:
+        """`expand` as an array, in memory from `memory` unless a row leaves part of a block. AES runs without the GIL,
+        in as many threads as torch has."""
+        self._check(first_row, rows)
+        padded = self._padded
+        space = memory(rows * padded + _SLACK)
+
+        def fill(begin: int, end: int) -> None:
+            cipher = self._cipher(first_row + begin)
+            _encrypt(cipher, space[begin * padded : end * padded + _SLACK])  # the slack belongs to the next slice
+            self._idle.append(cipher)
+
+        for_each_slice(fill, total=rows, least=max(1, _PIECE // (4 * padded)))
+        stream = space[:-_SLACK].reshape(rows, padded)
+        return stream if padded == self._width else np.ascontiguousarray(stream[:, : self._width])
 
     def make_ahead(self, first_row: int, rows: int) -> None:
         """Expand a few rows ahead of time, for `add_to`. A single row is expanded with rows that follow it, because
@@ -80,7 +107,7 @@ class Keystream:
         most = _AHEAD // (4 * self._padded)
         if self._made_ahead(first_row, rows) is None and rows <= most and first_row + rows <= MAX_ROW:
             rows = max(rows, min(_TOGETHER, most, MAX_ROW - first_row))
-            self._ahead = first_row, self._expanded(first_row, rows)
+            self._ahead = first_row, self.expanded(first_row, rows)
 
     def add_to(self, matrix: Tensor, *, first_row: int) -> None:
         """Add rows to a matrix, int32 `[rows, d]` on the CPU, modulo 2^32 and in place: block by block, without
@@ -91,7 +118,8 @@ class Keystream:
         if (ahead := self._made_ahead(first_row, rows)) is not None:
             np.add(entries, ahead, out=entries)
             return
-        cipher, step = self._cipher(first_row, rows), max(1, _PIECE // (4 * self._padded))
+        self._check(first_row, rows)
+        cipher, step = self._cipher(first_row), max(1, _PIECE // (4 * self._padded))
         space = np.empty(min(step, rows) * self._padded + _SLACK, dtype=np.int32)
         for start in range(0, rows, step):
             piece = entries[start : start + step]
@@ -103,24 +131,18 @@ class Keystream:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a keystream holds a key: it is neither copied nor stored")
 
-    def _expanded(self, first_row: int, rows: int) -> NDArray[np.int32]:
-        cipher = self._cipher(first_row, rows)
-        space = np.empty(rows * self._padded + _SLACK, dtype=np.int32)
-        _encrypt(cipher, space)
-        self._idle.append(cipher)
-        stream = space[:-_SLACK].reshape(rows, self._padded)
-        return stream if self._padded == self._width else np.ascontiguousarray(stream[:, : self._width])
-
     def _made_ahead(self, first_row: int, rows: int) -> NDArray[np.int32] | None:
         """Return rows that `make_ahead` has expanded, or None if it has not."""
         first, ahead = self._ahead
         skipped = first_row - first
         return ahead[skipped : skipped + rows] if 0 <= skipped <= len(ahead) - rows else None
 
-    def _cipher(self, first_row: int, rows: int) -> CipherContext:
-        """Return a cipher context at the beginning of a row. The caller owns it until it is put back."""
+    def _check(self, first_row: int, rows: int) -> None:
         if not (first_row >= 0 and rows >= 0 and first_row + rows <= MAX_ROW and 4 * rows * self._padded <= MAX_BYTES):
             raise RangeError(f"no keystream: rows {first_row}..{first_row + rows}, width {self._width}")
+
+    def _cipher(self, first_row: int) -> CipherContext:
+        """Return a cipher context at the beginning of a row. The caller owns it until it is put back."""
         counter = (first_row * 4 * self._padded // _BLOCK).to_bytes(_BLOCK, "big")
         try:
             cipher = self._idle.pop()
@@ -132,7 +154,7 @@ class Keystream:
 
 def _encrypt(cipher: CipherContext, space: NDArray[np.int32]) -> None:
     """Fill contiguous words with the next words of a keystream, little-endian. The last `_SLACK` words are room that
-    the cipher requires."""
+    the cipher requires and does not write to."""
     data = space.view(np.uint8).data
     size = len(data) - _BLOCK
     for start in range(0, size, _PIECE):

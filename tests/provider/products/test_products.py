@@ -12,10 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from hypothesis.strategies import DataObject
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -254,6 +256,27 @@ def test_a_small_answer_does_not_keep_a_large_product(store: WeightStore) -> Non
     del large
     assert products[0].expired()
     assert torch.equal(rows_in(small, 1), expected)
+
+
+def test_a_helpers_rows_are_multiplied_where_they_were_expanded(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, this memory is page-locked."""
+    model, multiplied = ServedModel(store), list[int]()
+    memory, product, taken = model.operands.memory, model.operands.product, list[NDArray[np.int32]]()
+
+    def counted(entries: int) -> NDArray[np.int32]:
+        taken.append(memory(entries))
+        return taken[-1]
+
+    def noted(rows: Tensor, **what: Any) -> Tensor:
+        multiplied.append(rows.data_ptr())
+        return product(rows, **what)
+
+    monkeypatch.setattr(model.operands, "memory", counted)
+    monkeypatch.setattr(model.operands, "product", noted)
+    answers_of(model, [(effect(0, 5, seed=Seed(bytes(32))), torch.empty(0, dtype=torch.int32))])
+    assert multiplied == [array.ctypes.data for array in taken] != []
 
 
 @given(data=st.data(), direction=testing.directions(), chunk=st.integers(1, 9))

@@ -171,6 +171,20 @@ def test_no_order_of_the_device_changes_a_product(data: DataObject, chunk: int, 
             assert torch.equal(result, expected(rows, 5))
 
 
+def test_page_locked_rows_go_to_the_device_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(lambda choices: choices[0])
+    transfers, matrix = transfers_on(device, monkeypatch, chunk=2), Matrix(device, 3, 5)
+    for slot in transfers._slots:
+        slot.host_rows.fill_(77)
+    rows = torch.from_numpy(transfers.memory(15)).view(5, 3).copy_(torch.arange(15).view(5, 3))
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: tensor.untyped_storage().data_ptr() == rows.data_ptr())
+    with Deferred(device):
+        assert torch.equal(transfers.product(matrix, rows, FORWARD), expected(rows, 5))
+    assert all((slot.host_rows == 77).all() for slot in transfers._slots)
+    with Deferred(device):
+        assert torch.equal(transfers.product(matrix, rows.clone(), FORWARD), expected(rows, 5))
+
+
 @pytest.mark.parametrize("failing", range(4))
 def test_nothing_is_in_flight_after_a_product_that_fails(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For example, the device has no memory for a kernel's own buffers. Copies would disturb the next product."""

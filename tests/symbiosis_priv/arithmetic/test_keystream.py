@@ -5,10 +5,12 @@ import hmac
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, strategies as st
+from numpy.typing import NDArray
 
 from symbiosis_priv.arithmetic.keystream import (
     MAX_ROW,
@@ -134,6 +136,26 @@ def test_pieces_are_one_stream(width: int) -> None:
     added = torch.ones(rows, width, dtype=torch.int32)
     Keystream(KEY, width=width).add_to(added, first_row=5)
     assert torch.equal(added, got + 1)
+
+
+@pytest.mark.parametrize("width", [4096, 1 << 17])
+def test_threads_fill_the_memory_that_is_given(width: int) -> None:
+    """Each writes no further than its own rows, also where a cipher asks for room after them."""
+    rows, taken, before = (1 << 20) // width, list[NDArray[np.int32]](), torch.get_num_threads()
+
+    def memory(entries: int) -> NDArray[np.int32]:
+        taken.append(np.full(entries, 77, dtype=np.int32))
+        return taken[0]
+
+    torch.set_num_threads(4)
+    try:
+        got = Keystream(KEY, width=width).expanded(5, rows, memory)
+    finally:
+        torch.set_num_threads(before)
+    assert got.ctypes.data == taken[0].ctypes.data
+    assert set(taken[0][rows * width :]) == {77}
+    for row in range(rows):
+        assert (got[row] == expand(KEY, first_row=5 + row, rows=1, width=width)[0].numpy()).all()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The quantised base model: a store that returns one layer group at a time.
 
-Groups are cached on disk under their digest in two forms: packed for products, mapped into memory (`packed`), and as
-plain integers, which are checked against the digest when they are read.
+Groups are cached on disk under their digest, packed for products and mapped into memory (`packed`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, Stack, centred, compose, quantise
@@ -31,7 +29,7 @@ from symbiosis_priv.checkpoints.manifest import MANIFEST_VERSION, GroupEntry, Ma
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.kernels import Choice, Packed, RingMatrix, choose, kernel_of
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, GroupIndex
-from symbiosis_priv.system.files import PrivateFolder, default_cache, read_limited, replace_atomically, write_atomically
+from symbiosis_priv.system.files import PrivateFolder, default_cache, read_limited, write_atomically
 
 if TYPE_CHECKING:  # importing transformers takes longer than the rest of a provider's start
     from symbiosis_priv.checkpoints.discovery.skeleton import Skeleton, Source
@@ -189,19 +187,8 @@ class WeightStore:
             return all(weight in stored or weight in self.skeleton.tied for weight in weights)
 
     def group(self, index: int) -> QuantisedGroup:
-        """One quantised group, from the cache or from the checkpoint. Raises `CheckpointError`: the checkpoint changed
-        since its manifest was made."""
-        entry = self.manifest().groups[index]
-        cached = self._read(entry.digest)
-        if cached is not None:
-            return cached
-        group = self.quantised(entry)
-        tensors = {"weight": group.weight, "channel_scale": group.channel_scale}
-        if group.bias is not None:
-            tensors["bias"] = group.bias
-        path = self.cache / f"{entry.digest}.safetensors"
-        self._write_to_cache(lambda: replace_atomically(path, lambda file: save_file(tensors, file)))
-        return group
+        """One group, quantised from the checkpoint. Raises `CheckpointError`: it changed since its manifest was made."""
+        return self.quantised(self.manifest().groups[index])
 
     def matrix(self, index: int) -> RingMatrix:
         """One group ready for products: packed weights mapped from the cache, or packed now. Raises `ConfigError`: no
@@ -210,8 +197,7 @@ class WeightStore:
         entry = self.manifest().groups[index]
         if (matrix := self._mapped(entry)) is not None:
             return matrix
-        group = self._read(entry.digest) or self.quantised(entry)
-        return self._pack(entry, group.weight)
+        return self._pack(entry, self.quantised(entry).weight)
 
     def packed(self, index: int) -> tuple[Packed, Choice]:
         """One group's packed weights, mapped and not checked: `matrix` writes and checks the file. A stack whose entry
@@ -362,17 +348,6 @@ class WeightStore:
             return entry
 
         return self.assemble(self.each_group(pack, progress=progress))  # one at a time: tiles are being timed
-
-    def _read(self, digest: str) -> QuantisedGroup | None:
-        path = self.cache / f"{digest}.safetensors"
-        if not path.is_file():
-            return None
-        try:
-            tensors = load_file(path)
-            group = QuantisedGroup(tensors["weight"], tensors["channel_scale"], tensors.get("bias"))
-        except (OSError, SafetensorError, KeyError):
-            return None
-        return group if group.digest() == digest else None
 
     def _write_to_cache(self, write: Callable[[], None]) -> None:
         """Write to the cache. On a full or read-only disk nothing is cached, and the next start computes everything

@@ -33,6 +33,7 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.network.addresses import listen
 from symbiosis_priv.network.hybrid import require_hybrid
 from symbiosis_priv.system.files import write_atomically
+from symbiosis_priv.system.interrupts import set_on_signals
 from symbiosis_priv.system.processes import when_stdin_closes
 
 if TYPE_CHECKING:  # set in `start`
@@ -259,15 +260,7 @@ def serve(
     _share_arenas()
     stop, started, wake = threading.Event(), threading.Event(), threading.Event()
     provider = Provider(config, source=source, progress=progress, on_move=wake.set, adapt=adapt, burst_s=burst_s)
-
-    def on_signal(*_: object) -> None:
-        stop.set()
-        wake.set()
-        if not started.is_set():  # quantising may take minutes, and no tenant is served yet
-            raise KeyboardInterrupt
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    on_signal = set_on_signals(stop, wake, starting=lambda: not started.is_set())
     signal.signal(signal.SIGHUP, lambda *_: provider.reload())
     try:
         provider.start()

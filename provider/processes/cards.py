@@ -36,6 +36,7 @@ from symbiosis_priv.errors import ConfigError, SymbiosisError
 from symbiosis_priv.kernels.chip import chip_of
 from symbiosis_priv.network.addresses import parse_address, shown
 from symbiosis_priv.system.files import write_atomically
+from symbiosis_priv.system.interrupts import set_on_signals
 from symbiosis_priv.system.pacing import Backoff
 from symbiosis_priv.system.processes import command, end_now, when_stdin_closes
 
@@ -218,14 +219,7 @@ def serve(
     JSON when it is ready, and the ready file has all addresses. Raises `ConfigError`: a process did not start."""
     logs.setup(config.log_level)
     stop, started = threading.Event(), threading.Event()
-
-    def on_signal(*_: object) -> None:
-        stop.set()
-        if not started.is_set():
-            raise KeyboardInterrupt
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    on_signal = set_on_signals(stop, starting=lambda: not started.is_set())
     processes: list[_Process] = []
 
     def tell(number: int) -> None:

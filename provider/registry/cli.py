@@ -1,6 +1,5 @@
 """`symbiosis-priv registry`: serve, show."""
 
-import signal
 import threading
 import time
 from datetime import UTC, datetime
@@ -40,6 +39,7 @@ def serve(
     from provider import logs
     from provider.registry.server import RegistryServer
     from symbiosis_priv.system.files import write_atomically
+    from symbiosis_priv.system.interrupts import set_on_signals
     from symbiosis_priv.system.processes import when_stdin_closes
 
     config = RegistryConfig(
@@ -47,8 +47,7 @@ def serve(
     )
     logs.setup("info")
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    set_on_signals(stop)
     with RegistryServer(config) as server:
         if ready_file is not None:
             write_atomically(ready_file, server.address.encode())

@@ -187,7 +187,7 @@ class WeightStore:
             return all(weight in stored or weight in self.skeleton.tied for weight in weights)
 
     def group(self, index: int) -> QuantisedGroup:
-        """One group, quantised from the checkpoint. Raises `CheckpointError`: it changed since its manifest was made."""
+        """One group, quantised from the checkpoint. Raises `CheckpointError`: it is not that of its manifest."""
         return self.quantised(self.manifest().groups[index])
 
     def matrix(self, index: int) -> RingMatrix:

@@ -10,7 +10,7 @@ itself. `importing()` raises the exception again.
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn, Self
@@ -75,6 +75,21 @@ class Interrupts:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+def set_on_signals(*events: threading.Event, starting: Callable[[], bool] = lambda: False) -> Callable[..., None]:
+    """Let SIGINT and SIGTERM set events, and also raise KeyboardInterrupt while a server is `starting`, which may take
+    minutes. Returns the handler."""
+
+    def arrived(*_: object) -> None:
+        for event in events:
+            event.set()
+        if starting():
+            raise KeyboardInterrupt
+
+    for number in _SIGNALS:
+        signal.signal(number, arrived)
+    return arrived
 
 
 @contextmanager

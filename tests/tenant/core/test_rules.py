@@ -1,5 +1,5 @@
-"""The thirteen rules of the design that must never be broken. Each rule has a checker. The code passes the checker, and
-the same code with a planted breach fails it, which proves that the checker works.
+"""The thirteen rules of the design that must never be broken. `tests/mutations.toml` breaks most of them in one line,
+and names the test here that must notice; the others have a planted breach here, which proves that their checker works.
 
     1  masks come from a CSPRG keystream                  7  replies are bound to requests and compared exactly
     2  a fresh secret per process; nothing is resumed     8  executor and helper are never the same operator
@@ -10,7 +10,6 @@ the same code with a planted breach fails it, which proves that the checker work
    13  P and hints of `lwe` come from the tenant, and nothing of c or e outlives its row
 """
 
-import contextlib
 import copy
 import ctypes
 import functools
@@ -33,35 +32,26 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
-from transformers.quantizers.base import HfQuantizer
 
 from symbiosis_priv import errors
-from symbiosis_priv.arithmetic import keystream, modular, passes
-from symbiosis_priv.arithmetic.modular import PRIME, Column
+from symbiosis_priv.arithmetic import passes
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, quantise_rows
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Federation, load_federation
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.dial import ClientConnection
 from tenant import RemoteConfig, backend_of
-from tenant.core.masked import UNMASKED_BY_CHOICE
-from tenant.core.pads import Pad, SessionSecret
-from tenant.core.parts import Rows, UncheckedProduct
-from tenant.core.verifier import VerificationKeys
+from tenant.core.pads import SessionSecret
 from tenant.masking.backend import RingBackend
 from tenant.masking.lwe import LweRows
-from tenant.model.hf import RemoteQuantizer
-from tenant.model.remote_linear import LayerGroup, _Pending
-from tenant.preparation.hints import Hints, make_hints
+from tenant.model.remote_linear import LayerGroup
+from tenant.preparation.hints import make_hints
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
-from tenant.routing.routes import Routes
 from tenant.session.session import Session
 from tenant.session.supply import Supply
 from tests.tenant.conftest import NewSession, Scripted, Tape
@@ -124,46 +114,27 @@ def train_a_step(model: Any, ids: Tensor = IDS) -> float:
 # Rule 1. Masks come from a CSPRG keystream.
 
 
-def masks_repeat_with_the_seed(new_session: NewSession, executor: ScriptedProvider) -> bool:
-    """Returns True if two sessions get the same masks after torch and numpy were seeded alike."""
-    for _ in range(2):
-        torch.manual_seed(0)
-        np.random.seed(0)
-        session = new_session("local")
-        session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
-    return repeats(masks_of(executor.executed, xq)) > 0
-
-
-def test_rule_1_a_training_seed_says_nothing_about_masks(scripted: Scripted, monkeypatch: Patch) -> None:
+def test_rule_1_a_training_seed_says_nothing_about_masks(scripted: Scripted) -> None:
     state = torch.get_rng_state()
     np_state = np.random.get_state(legacy=False)
     session = scripted.new_session("local")
     session.product(QKV, FORWARD, ring_rows(session.preparation))
     assert torch.equal(torch.get_rng_state(), state)
     assert repr(np.random.get_state(legacy=False)) == repr(np_state)
-    assert not masks_repeat_with_the_seed(scripted.new_session, scripted.executor)
+    scripted.executor.heard.clear()
+    for _ in range(2):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        session = scripted.new_session("local")
+        session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
+    assert repeats(masks_of(scripted.executor.executed, xq)) == 0
 
-    def torchs_generator(cipher: Any, words: NDArray[np.int32]) -> None:
-        generator = torch.Generator().manual_seed(torch.initial_seed())
-        torch.from_numpy(words).random_(-(2**31), 2**31, generator=generator)
 
-    monkeypatch.setattr(keystream, "_encrypt", torchs_generator)
-    assert masks_repeat_with_the_seed(scripted.new_session, scripted.executor)
-
-
-def test_rule_1_frames_are_uniform(new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch) -> None:
+def test_rule_1_frames_are_uniform(new_session: NewSession, executor: ScriptedProvider) -> None:
     """Frames are uniform even if every row is zero. Masks that were rounded floats would fail."""
     session = new_session("local")
     session.product(QKV, FORWARD, torch.zeros(60, 64, dtype=torch.int32))
     assert is_uniform(executor.executed[-1].rows)
-
-    def gaussian(cipher: Any, words: NDArray[np.int32]) -> None:
-        normal = torch.randn(words.shape, generator=torch.Generator().manual_seed(0))
-        torch.from_numpy(words).copy_(normal * 2.0**28)
-
-    monkeypatch.setattr(keystream, "_encrypt", gaussian)
-    new_session("local").product(QKV, FORWARD, torch.zeros(60, 64, dtype=torch.int32))
-    assert not is_uniform(executor.executed[-1].rows)
 
 
 # Rule 2. A fresh secret per process, also after a fork; counters are never stored or resumed.
@@ -190,16 +161,6 @@ def in_a_fork(work: Callable[[], bytes], *, fork: Callable[[], int] = os.fork, w
     return answer
 
 
-def a_fork_takes_the_same_rows(secret: SessionSecret) -> bool:
-    def burn() -> bytes:
-        try:
-            return str(secret.burn(group_name="g", direction=FORWARD, rows=4)).encode()
-        except errors.BurntRowError:
-            return b"refused"
-
-    return in_a_fork(burn) == burn()
-
-
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.usefixtures("sockets")
 def test_rule_2_a_forked_session_continues_with_its_own_secret(scripted: Scripted, session: Session) -> None:
@@ -215,68 +176,34 @@ def test_rule_2_a_forked_session_continues_with_its_own_secret(scripted: Scripte
     assert len({h.request.seed for h in scripted.helper.effects if isinstance(h.request, wire.Effect)}) == 2
 
 
-def sessions_repeat_a_mask(new_session: NewSession, executor: ScriptedProvider) -> bool:
-    """Returns True if a restarted program uses a mask row of its earlier run."""
+def test_rule_2_nothing_is_resumed(new_session: NewSession, executor: ScriptedProvider) -> None:
+    """A restarted program uses no mask row of its earlier runs."""
     for _ in range(3):
         session = new_session("local")
         session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
         session.close()
-    return repeats(masks_of(executor.executed, xq)) > 0
+    assert repeats(masks_of(executor.executed, xq)) == 0
 
 
-def test_rule_2_nothing_is_resumed(new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch) -> None:
-    assert not sessions_repeat_a_mask(new_session, executor)
-    monkeypatch.setattr("tenant.core.pads.secrets.token_bytes", lambda size: bytes(size))
-    assert sessions_repeat_a_mask(new_session, executor)
-
-
-def counters_can_be_stored(secret: SessionSecret) -> bool:
-    ways: list[Callable[[], object]] = [
-        lambda: copy.copy(secret),
-        lambda: copy.deepcopy(secret),
-        lambda: pickle.dumps(secret),
-    ]
-    for way in ways:
-        try:
-            way()
-        except errors.BurntRowError:
-            continue
-        except TypeError:  # copying fails only because of the lock in it, not by design
-            continue
-        return True
-    return False
-
-
-def test_rule_2_counters_cannot_be_stored(monkeypatch: Patch) -> None:
-    assert not counters_can_be_stored(SessionSecret())
-    monkeypatch.delattr(SessionSecret, "__reduce__")
-    assert counters_can_be_stored(SessionSecret())
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_rule_2_counters_cannot_be_stored(way: Callable[[object], object]) -> None:
+    with pytest.raises(errors.BurntRowError):
+        way(SessionSecret())
 
 
 # Rule 3. A row is burnt before its bytes leave; retries resend identical bytes; a recomputation takes new rows.
 
 
-def masks_repeat(session: Session, executor: ScriptedProvider) -> bool:
-    """Returns True if a mask row is used twice, over requests of many sizes with an empty and a full pool."""
+def test_rule_3_a_row_is_used_once(executor: ScriptedProvider, session: Session) -> None:
+    """Over requests of many sizes, with an empty and a full pool."""
     xq = ring_rows(session.preparation, count=4096)
-    executor.heard.clear()
     for count in (3, 80, 1, 64, 65, 2, 80, 513, 1, 4096, 3, 4096, 2, 600, 600):
         session.product(QKV, FORWARD, xq[:count])
-    return repeats(masks_of(executor.executed, xq)) > 0
+    assert repeats(masks_of(executor.executed, xq)) == 0
 
 
-def burns_nothing(self: SessionSecret, *, group_name: str, direction: str, rows: int) -> int:
-    return 0
-
-
-def test_rule_3_a_row_is_used_once(executor: ScriptedProvider, monkeypatch: Patch, session: Session) -> None:
-    assert not masks_repeat(session, executor)
-    monkeypatch.setattr(SessionSecret, "burn", burns_nothing)
-    assert masks_repeat(session, executor)
-
-
-def a_row_survives_a_crash(new_session: NewSession, executor: ScriptedProvider) -> bool:
-    """Returns True if mask rows of a request that failed while it was sent are used again."""
+def test_rule_3_rows_are_burnt_before_they_leave(new_session: NewSession, executor: ScriptedProvider) -> None:
+    """Mask rows of a request that failed while it was sent are not used again."""
 
     class Crash:
         rows: Tensor | None = None
@@ -296,43 +223,20 @@ def a_row_survives_a_crash(new_session: NewSession, executor: ScriptedProvider) 
     session.product(QKV, FORWARD, xq)
     assert crash.rows is not None
     lost = [row.numpy().tobytes() for row in crash.rows - xq]
-    return repeats(lost + masks_of(executor.executed, xq)) > 0
+    assert repeats(lost + masks_of(executor.executed, xq)) == 0
 
 
-def test_rule_3_rows_are_burnt_before_they_leave(scripted: Scripted, monkeypatch: Patch) -> None:
-    assert not a_row_survives_a_crash(scripted.new_session, scripted.executor)
-    scripted.executor.heard.clear()
-    monkeypatch.setattr(SessionSecret, "burn", burns_nothing)
-    assert a_row_survives_a_crash(scripted.new_session, scripted.executor)
-
-
-def a_retry_differs(new_session: NewSession, executor: ScriptedProvider) -> bool:
-    """Returns True if an interrupted request is sent again with other bytes."""
-    executor.heard.clear()
+def test_rule_3_a_retry_resends_identical_bytes(new_session: NewSession, executor: ScriptedProvider) -> None:
+    """An interrupted request is sent again."""
 
     def leave_twice(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
         return frame(reply, answer) if len(executor.heard) > 2 else None
 
     executor.behaviour = leave_twice
     session = new_session("local")
-    with contextlib.suppress(errors.VerificationError):  # the answer is for other rows
-        session.product(QKV, FORWARD, ring_rows(session.preparation))
+    session.product(QKV, FORWARD, ring_rows(session.preparation))
     assert len(executor.heard) == 3
-    return len({heard.header + heard.payload for heard in executor.heard}) > 1
-
-
-def test_rule_3_a_retry_resends_identical_bytes(scripted: Scripted, monkeypatch: Patch) -> None:
-    assert not a_retry_differs(scripted.new_session, scripted.executor)
-    send = ClientConnection.send
-
-    def send_with_another_mask(
-        self: ClientConnection, message: Any, payload: Tensor | None = None, *, deadline: float
-    ) -> None:
-        other = None if payload is None else payload + torch.randint(9, payload.shape).int()
-        send(self, message, other, deadline=deadline)
-
-    monkeypatch.setattr(ClientConnection, "send", send_with_another_mask)
-    assert a_retry_differs(scripted.new_session, scripted.executor)
+    assert len({heard.header + heard.payload for heard in executor.heard}) == 1
 
 
 def test_rule_3_a_recomputation_takes_new_rows(split: Any, executor: ScriptedProvider) -> None:
@@ -364,36 +268,18 @@ def test_rule_3_other_pads_leave_under_other_headers(scripted: Scripted) -> None
 # Rule 4. Siblings share one mask; different inputs never do; backward is masked as forward is.
 
 
-def frames_per_group(executor: ScriptedProvider) -> set[int]:
-    """How often each (layer group, direction) was requested in a step; the first layer needs no gradient of its
-    input."""
-    return set(Counter((h.request.group, h.request.direction) for h in executor.executed).values())
-
-
-def test_rule_4_siblings_are_masked_once(split: Any, executor: ScriptedProvider, monkeypatch: Patch) -> None:
+def test_rule_4_siblings_are_masked_once(split: Any, executor: ScriptedProvider) -> None:
+    """Each (layer group, direction) is requested once in a step. The first layer needs no gradient of its input."""
     train_a_step(split)
-    assert frames_per_group(executor) == {1}
-    executor.heard.clear()
-    monkeypatch.setattr(_Pending, "is_for", lambda self, x: False)
-    train_a_step(split)
-    assert frames_per_group(executor) != {1}
+    assert set(Counter((h.request.group, h.request.direction) for h in executor.executed).values()) == {1}
 
 
-def test_rule_4_backward_is_masked_as_forward_is(split: Any, executor: ScriptedProvider, monkeypatch: Patch) -> None:
+def test_rule_4_backward_is_masked_as_forward_is(split: Any, executor: ScriptedProvider) -> None:
     train_a_step(split)
     for direction in (FORWARD, BACKWARD):
         heard = [h for h in executor.executed if h.request.direction == direction]
         assert len(heard) >= 8
         assert all(is_uniform(h.rows) for h in heard)
-    executor.heard.clear()
-    take = Supply.take
-
-    def take_forward_only(self: Supply, index: GroupIndex, direction: Any, rows: int, *, counts: Any) -> Sequence[Pad]:
-        return UNMASKED_BY_CHOICE if direction == BACKWARD else take(self, index, direction, rows, counts=counts)
-
-    monkeypatch.setattr(Supply, "take", take_forward_only)
-    train_a_step(split)
-    assert not any(is_uniform(h.rows) for h in executor.executed if h.request.direction == BACKWARD)
 
 
 def test_rule_4_layers_and_directions_share_no_mask(new_session: NewSession, executor: ScriptedProvider) -> None:
@@ -480,15 +366,11 @@ def test_rule_5_breach_a_scale_in_a_nonce(split: Any, scripted: Scripted, monkey
     assert leaks([scripted.executor, scripted.helper], {"scale": [struct.pack("<d", s) for s in scales]}) == {"scale"}
 
 
-def test_rule_5_breach_unmasked_rows(split: Any, scripted: Scripted, monkeypatch: Patch) -> None:
+def test_rule_5_rows_without_a_pad_stay_here(split: Any, scripted: Scripted, monkeypatch: Patch) -> None:
     monkeypatch.setattr(Supply, "take", lambda self, *what, **named: [])
     with torch.no_grad(), pytest.raises(errors.BurntRowError):
         split(input_ids=IDS)
     assert scripted.executor.executed == []
-    monkeypatch.setattr(Supply, "take", lambda self, *what, **named: UNMASKED_BY_CHOICE)
-    with torch.no_grad():
-        split(input_ids=IDS)
-    assert leaks([scripted.executor, scripted.helper], {}) == {"format"}
 
 
 # Rule 6. Verify before unmasking is used for anything; an abort carries no detail to the provider.
@@ -499,28 +381,20 @@ def spoil_the_last_row(heard: Heard, reply: wire.Result, answer: Tensor) -> tupl
     return reply, answer
 
 
-def believes(session: Session) -> bool:
-    session.routes.quarantined.parties.clear()
-    try:
-        session.product(QKV, FORWARD, ring_rows(session.preparation))
-    except (errors.ProtocolError, errors.VerificationError):
-        return False
-    return True
+REFUSED = errors.ProtocolError, errors.VerificationError
 
 
 @pytest.mark.parametrize("liar", ["executor", "helper"])
-def test_rule_6_no_lie_is_used(scripted: Scripted, monkeypatch: Patch, liar: str) -> None:
+def test_rule_6_no_lie_is_used(scripted: Scripted, liar: str) -> None:
     {"executor": scripted.executor, "helper": scripted.helper}[liar].behaviour = spoil
     session = scripted.new_session("pad", pool_memory=0)
-    assert not believes(session)
-    nods = Column(torch.zeros(128, dtype=torch.int64)), Column(torch.zeros(64, dtype=torch.int64))
-    monkeypatch.setattr(VerificationKeys, "__getitem__", lambda *place: nods, raising=False)
-    assert believes(scripted.new_session("pad", pool_memory=0))
+    with pytest.raises(REFUSED):
+        session.product(QKV, FORWARD, ring_rows(session.preparation))
 
 
 @pytest.mark.parametrize("liar", ["executor", "helper"])
 def test_rule_6_no_row_is_returned_before_all_rows_have_passed(
-    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch, liar: str
+    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, liar: str
 ) -> None:
     """The last row is wrong: the caller gets no row of the product."""
     {"executor": executor, "helper": helper}[liar].behaviour = spoil_the_last_row
@@ -530,10 +404,6 @@ def test_rule_6_no_row_is_returned_before_all_rows_have_passed(
     with pytest.raises(errors.VerificationError):
         group.output(x, 0)
     assert group._thread_state.pending is None
-    decode = passes.decode
-    monkeypatch.setattr(passes, "decode", lambda *args, **kwargs: [decode(*args, **kwargs), []][1])
-    session.routes.quarantined.parties.clear()
-    assert group.output(x, 0).shape == (4, 64)
 
 
 @pytest.mark.parametrize("masking", ["none", "local", "pad"])
@@ -555,28 +425,22 @@ def test_rule_6_rows_of_zeros_of_a_bucket_are_checked(scripted: Scripted, maskin
         assert [heard.request.rows for heard in liar.executed] == [8]
 
 
-def heard_after_an_abort(session: Session, provider: ScriptedProvider) -> int:
-    """Number of requests that a provider gets after its lie, whatever the tenant does next."""
+@pytest.mark.parametrize("error", [1, -(1 << 31)])
+def test_rule_6_an_abort_tells_the_provider_nothing(
+    new_session: NewSession, executor: ScriptedProvider, error: int
+) -> None:
+    """After a small error or one of half the ring, the provider gets no further request, whatever the tenant does."""
+    executor.behaviour = lambda heard, reply, answer: frame(reply, answer ^ error)
+    session = new_session("local")
     xq = ring_rows(session.preparation)
     with pytest.raises(errors.VerificationError):
         session.product(QKV, FORWARD, xq)
-    before = len(provider.heard)
+    before = len(executor.heard)
     for index in (QKV, OUT):
         with pytest.raises(errors.SymbiosisError):
             session.product(index, FORWARD, xq)
     session.close()
-    return len(provider.heard) - before + len(provider.hellos) - 1
-
-
-@pytest.mark.parametrize("error", [1, -(1 << 31)])
-def test_rule_6_an_abort_tells_the_provider_nothing(scripted: Scripted, monkeypatch: Patch, error: int) -> None:
-    """After a small error or one of half the ring, the provider gets no further request."""
-    scripted.executor.behaviour = lambda heard, reply, answer: frame(reply, answer ^ error)
-    assert heard_after_an_abort(scripted.new_session("local"), scripted.executor) == 0
-    scripted.executor.heard.clear()
-    scripted.executor.hellos.clear()
-    monkeypatch.setattr(Routes, "quarantine", lambda self, *suspects: None)
-    assert heard_after_an_abort(scripted.new_session("local"), scripted.executor) > 0
+    assert (len(executor.heard), len(executor.hellos)) == (before, 1)
 
 
 # Rule 7. Replies are bound to their requests; the comparison is exact.
@@ -597,41 +461,24 @@ def stranger(**fields: Any) -> Callable[..., bytes]:
     [{"nonce": bytes(16)}, {"group": 5}, {"direction": BACKWARD}, {"rows": 9}, {"arithmetic": "float"}],
     ids=str,
 )
-def test_rule_7_a_reply_answers_one_request(
-    scripted: Scripted, monkeypatch: Patch, fields: dict[str, Any], masking: str
-) -> None:
+def test_rule_7_a_reply_answers_one_request(scripted: Scripted, fields: dict[str, Any], masking: str) -> None:
     """An executor's reply, and (with pads) a helper's."""
     liar = scripted.executor if masking == "local" else scripted.helper
     liar.behaviour = stranger(**fields)
     session = scripted.new_session(masking, pool_memory=0)
-    assert not believes(session)
-    monkeypatch.setattr(wire.Result, "answers", lambda self, request: True)
-    assert believes(session)
+    with pytest.raises(REFUSED):
+        session.product(QKV, FORWARD, ring_rows(session.preparation))
 
 
-def test_rule_7_comparison_is_exact(new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch) -> None:
+def test_rule_7_comparison_is_exact(new_session: NewSession, executor: ScriptedProvider) -> None:
+    """One entry is off by one."""
     executor.behaviour = spoil
     session = new_session("none")
-    assert not believes(session)
-
-    def tolerant(rows: Tensor, column: Column, expected: Tensor) -> list[int]:
-        """A tolerant check, which accepts an error of one in one entry."""
-        off = (modular.dot(rows, column) - expected).remainder(PRIME)
-        small = torch.cat([torch.zeros(1, dtype=torch.int64), column.values, PRIME - column.values])
-        wrong: list[int] = torch.isin(off, small, invert=True).nonzero()[:, 0].tolist()
-        return wrong
-
-    monkeypatch.setattr(passes, "refused", tolerant)
-    assert believes(session)
+    with pytest.raises(REFUSED):
+        session.product(QKV, FORWARD, ring_rows(session.preparation))
 
 
 # Rule 8. Executor and helper are never the same operator, also after a failover.
-
-
-def someone_knows_both(providers: Sequence[tuple[str, ScriptedProvider]]) -> bool:
-    """Returns True if one operator received a seed and a row masked with it."""
-    seeds = {operator for operator, p in providers if p.effects}
-    return any(operator in seeds for operator, p in providers if p.executed)
 
 
 @pytest.mark.parametrize("shared", ["operator", "certificate", "address"])
@@ -653,7 +500,7 @@ def test_rule_8_one_party_in_both_roles_is_refused(
 
 
 @pytest.mark.parametrize("failover", [False, True])
-def test_rule_8_no_party_gets_seed_and_row(scripted: Scripted, monkeypatch: Patch, failover: bool) -> None:
+def test_rule_8_no_party_gets_seed_and_row(scripted: Scripted, failover: bool) -> None:
     """The second executor, which is asked after the first one lied, has the same operator as the helper."""
     first, second, helper = scripted.new_provider(), scripted.new_provider(), scripted.new_provider()
     if failover:
@@ -664,63 +511,29 @@ def test_rule_8_no_party_gets_seed_and_row(scripted: Scripted, monkeypatch: Patc
     if failover:
         executors.append(second.peer("executor", operator="Beta"))
     helpers = [helper.peer("helper", operator="Beta")]
-    parties = [("Alpha" if failover else "Beta", first), ("Beta", second), ("Beta", helper)]
-
-    def use() -> None:
-        session = scripted.new_session("pad", executors, helpers)
-        session.product(QKV, FORWARD, ring_rows(session.preparation))
-
+    session = scripted.new_session("pad", executors, helpers)
     with pytest.raises(errors.RoleConflictError, match="same operator"):
-        use()
-    assert not any(provider.hellos for _, provider in parties)
-    monkeypatch.setattr("tenant.core.masked.check_parties", lambda peers, **_: None)
-    monkeypatch.setattr(Federation, "admissible", lambda self, executor, holders: True)
-    use()
-    assert someone_knows_both(parties)
+        session.product(QKV, FORWARD, ring_rows(session.preparation))
+    assert not any(provider.hellos for provider in (first, second, helper))
 
 
 # Rule 9. What stays visible is what the documentation names: layer, direction, row count, order.
 
 
-def visible(tape: Tape) -> list[tuple[str, int, str, int]]:
-    """Everything that a frame to an executor shows except uniform words."""
-    return [(type(m).__name__, m.group, m.direction, m.rows) for m, _ in tape.executed()]
-
-
-def data_shows(llama: Path, federation: Path, tapes: Sequence[Tape]) -> bool:
-    """Returns True if two inputs of one shape differ in counts, sizes or order of frames."""
-    inputs = (IDS, IDS.masked_fill(IDS % 2 == 0, 3))
-    for ids, tape in zip(inputs, tapes, strict=True):
-        config = RemoteConfig(federation=federation, wiretap=tape)
+def test_rule_9_only_shapes_are_visible(llama: Path, federation: Path, tape: Tape) -> None:
+    """Two inputs of one shape do not differ in counts, sizes or order of frames."""
+    seen = []
+    for ids in (IDS, IDS.masked_fill(IDS % 2 == 0, 95)):
+        config = RemoteConfig(federation=federation, wiretap=(tape := type(tape)()))
         base: Any = AutoModelForCausalLM.from_pretrained(llama, quantization_config=config)
-        with torch.no_grad():  # rows of zeros: a faulty tenant would skip them
-            base.model.embed_tokens.weight[3] = 0
+        with torch.no_grad():  # rows of zeros: a faulty tenant would skip or repeat them
+            base.model.embed_tokens.weight[95] = 0
         model: Any = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
         train_a_step(model, ids)
         model.generate(input_ids=ids[:, :4], max_new_tokens=3, min_new_tokens=3, do_sample=False)
         backend_of(model).close()
-    return visible(tapes[0]) != visible(tapes[1])
-
-
-def test_rule_9_only_shapes_are_visible(llama: Path, federation: Path, tape: Tape, monkeypatch: Patch) -> None:
-    tapes = [type(tape)() for _ in range(4)]
-    assert not data_shows(llama, federation, tapes[:2])
-    multiply = Session.multiply
-
-    def skip_zeros(self: Session, index: GroupIndex, direction: Any, rows: Rows) -> None:
-        facts = self.preparation.facts[index]
-        xq = torch.empty((rows.count, facts.inputs(direction)), dtype=torch.int32)
-        rows.encode(xq)
-        some = xq.any(dim=1)
-        if bool(some.all()) or not bool(some.any()):
-            multiply(self, index, direction, rows)
-        else:
-            answer = torch.zeros((rows.count, facts.outputs(direction)), dtype=torch.int32)
-            answer[some] = self.product(index, direction, xq[some])
-            rows.decode(UncheckedProduct(0, answer))
-
-    monkeypatch.setattr(Session, "multiply", skip_zeros)
-    assert data_shows(llama, federation, tapes[2:])
+        seen.append([(type(m).__name__, m.group, m.direction, m.rows) for m, _ in tape.executed()])
+    assert seen[0] == seen[1]
 
 
 def test_rule_9_a_bucket_hides_exact_row_counts(scripted: Scripted, store: WeightStore) -> None:
@@ -736,24 +549,9 @@ def test_rule_9_a_bucket_hides_exact_row_counts(scripted: Scripted, store: Weigh
 # Rule 10. What the tenant asked for is final: a checkpoint folder decides nothing.
 
 
-def masked_rows_reach(executor: ScriptedProvider, folder: Path, remote: RemoteConfig) -> bool:
-    """Returns True if the executor's rows of the first layer group are masked after the folder was loaded."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, quantization_config=remote)
-    with torch.no_grad():
-        model(input_ids=torch.arange(95).expand(24, -1))
-    backend_of(model).close()
-    rows = executor.executed[0].rows
-    assert rows is not None
-    return is_uniform(rows)
-
-
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")  # transformers' own warnings
 def test_rule_10_a_folder_does_not_turn_masking_off(
-    llama: Path, executor: ScriptedProvider, federation: Path, tmp_path: Path, monkeypatch: Patch
+    llama: Path, executor: ScriptedProvider, federation: Path, tmp_path: Path
 ) -> None:
-    remote = RemoteConfig(federation=federation)
-    assert masked_rows_reach(executor, llama, remote)
-    executor.heard.clear()
     folder = tmp_path / "hostile"
     shutil.copytree(llama, folder)
     config = json.loads((folder / "config.json").read_bytes())
@@ -765,17 +563,8 @@ def test_rule_10_a_folder_does_not_turn_masking_off(
     }
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": unmasked}))
     with pytest.raises(errors.CheckpointError, match="does not decide"):
-        masked_rows_reach(executor, folder, remote)
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=RemoteConfig(federation=federation))
     assert executor.heard == []
-    # as transformers would set it
-    monkeypatch.setattr(RemoteConfig, "from_dict", classmethod(lambda cls, values: cls(**values)))
-    monkeypatch.setattr(RemoteQuantizer, "__init__", HfQuantizer.__init__)
-    monkeypatch.setattr("tenant.model.hf.vet", lambda folder: {})
-    monkeypatch.setattr("symbiosis_priv.checkpoints.checkpoint.vet", lambda folder: {})
-    monkeypatch.setattr("symbiosis_priv.checkpoints.discovery.skeleton.vet", lambda folder: {})
-    monkeypatch.setattr("symbiosis_priv.checkpoints.checkpoint.form_of", lambda path, config: None)
-    monkeypatch.setattr("symbiosis_priv.checkpoints.discovery.skeleton.form_of", lambda path, config: None)
-    assert not masked_rows_reach(executor, folder, remote)
 
 
 # Rule 11. Parties are pairwise distinct, and a seed is bound to its holder's entry and key.
@@ -801,9 +590,6 @@ def test_rule_11_two_helpers_never_expand_one_stream(scripted: Scripted, monkeyp
     assert scripted.executor.heard == scripted.helper.heard == []
     monkeypatch.setattr("tenant.core.masked.check_parties", lambda peers, **_: None)
     assert not masks_are_even(scripted.new_session("pad", helpers=twins), scripted.executor)
-    seed_for = SessionSecret.seed_for
-    monkeypatch.setattr(SessionSecret, "seed_for", lambda secret, name, key: seed_for(secret, key))
-    assert masks_are_even(scripted.new_session("pad", helpers=twins), scripted.executor)
 
 
 def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(scripted: Scripted, monkeypatch: Patch) -> None:
@@ -819,8 +605,6 @@ def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(scripted
     assert asked() == 0
     monkeypatch.setattr("tenant.core.masked.check_parties", lambda peers, **_: None)
     assert asked() == 1
-    monkeypatch.setattr("tenant.core.masked.traits", lambda peer: {"name": frozenset({peer.name})})
-    assert asked() == 1 + 2
 
 
 # Rule 12. A secret lives in one process: forks are noticed by Python's fork hook and by another process id.
@@ -875,13 +659,6 @@ def test_rule_12_a_fork_by_c_code_is_detected(scripted: Scripted) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_rule_12_breach_undetected_forks(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("os.getpid", functools.partial(int, os.getpid()))
-    monkeypatch.setattr("tenant.core.pads.generation", os.getpid)
-    assert a_fork_takes_the_same_rows(SessionSecret())
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.usefixtures("sockets")
 def test_rule_12_a_child_does_not_touch_its_parents_connections(scripted: Scripted) -> None:
     session = scripted.new_session("local")
@@ -905,10 +682,10 @@ def hinted(store: WeightStore, tmp_path: Path) -> tuple[Preparation, Preparation
     return made[0], made[1]
 
 
-def rows_under_anothers_hint(
+def test_rule_13_hints_are_the_tenants_own(
     hinted: tuple[Preparation, Preparation], new_session: Callable[..., Session], executor: ScriptedProvider
-) -> int:
-    """The rows that an executor sees of a tenant whose hint was replaced by that of another tenant, for another P."""
+) -> None:
+    """No row leaves of a tenant whose hint was replaced by that of another tenant, for another P."""
     own, other = hinted
     assert own.folder is not None
     assert other.folder is not None
@@ -916,23 +693,7 @@ def rows_under_anothers_hint(
     session = new_session("lwe", prepared=own)
     with pytest.raises(errors.SymbiosisError):
         session.product(QKV, FORWARD, ring_rows(own) // 2)
-    return sum(len(heard.rows) for heard in executor.executed)
-
-
-def test_rule_13_hints_are_the_tenants_own(
-    hinted: tuple[Preparation, Preparation], new_session: Callable[..., Session], executor: ScriptedProvider
-) -> None:
-    assert rows_under_anothers_hint(hinted, new_session, executor) == 0
-
-
-def test_rule_13_breach_a_seal_that_is_not_checked(
-    hinted: tuple[Preparation, Preparation],
-    new_session: Callable[..., Session],
-    executor: ScriptedProvider,
-    monkeypatch: Patch,
-) -> None:
-    monkeypatch.setattr(Hints, "_is_sealed", lambda *_: True)
-    assert rows_under_anothers_hint(hinted, new_session, executor) > 0
+    assert executor.executed == []
 
 
 def test_rule_13_nothing_of_c_or_e_outlives_its_row(

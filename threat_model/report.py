@@ -23,7 +23,7 @@ from threat_model.attacks import Attack, Outcome
 from threat_model.evidence.schemes import AttackedScheme
 from threat_model.evidence.statistics import CONFIDENCE, FALSE_ALARM
 from threat_model.evidence.views import PARTIES, Party
-from threat_model.suite import ATTACK_SEED, LIES_SEED, SCALE, Cell, Suite, Verdict
+from threat_model.suite import ATTACK_SEED, LIES_SEED, QUICK_SCALE, SCALE, Cell, Suite, Verdict
 
 NOT_HIDDEN = [
     (one["what"], one["shown_by"])
@@ -136,7 +136,7 @@ def last_sections(suite: Suite) -> list[Section]:
         outcome, interval = one.outcome, one.outcome.interval
         rates = f"{outcome.success:.0%}", f"{outcome.chance:.0%}", f"{interval.low:.0%} to {interval.high:.0%}"
         promise = "hidden" if one.promised else "coarser" if one.options else "nothing"
-        sees = f"counts and times, lengths / {SCALE}" if one.computed else "counts"
+        sees = f"counts and times, lengths / {QUICK_SCALE if suite.quick else SCALE}" if one.computed else "counts"
         about = one.options or "none", sees, one.guessed
         topics.append((*about, *rates, f"{outcome.trials}", promise, _yes(one.expected)))
     machine = [

@@ -66,7 +66,7 @@ def attack_routes(tokens: int) -> tuple[RouteCell, ...]:
     return tuple(cells)
 
 
-SCALE = 8
+SCALE, QUICK_SCALE = 8, 16
 """Lengths of chats and buckets are divided by this number where rows are computed, so that it takes minutes."""
 
 _BUCKET, _AHEAD, _PACE_S = 32, 4, 0.05
@@ -100,8 +100,9 @@ def attack_topics(lab: Lab, *, quick: bool) -> tuple[tuple[TopicCell, ...], Plan
     every = chats()
     order = torch.randperm(len(every), generator=torch.Generator().manual_seed(ATTACK_SEED)).tolist()
     every = [every[i] for i in order]
-    short = [chat._replace(prompt=-(-chat.prompt // SCALE), answer=-(-chat.answer // SCALE)) for chat in every]
-    short, bucket = short[: 32 if quick else 96], _BUCKET // SCALE
+    scale = QUICK_SCALE if quick else SCALE
+    short = [chat._replace(prompt=-(-chat.prompt // scale), answer=-(-chat.answer // scale)) for chat in every]
+    short, bucket = short[: 32 if quick else 96], _BUCKET // scale
     named = f"--answer-bucket {_BUCKET}"
     cells = []
 
@@ -118,7 +119,7 @@ def attack_topics(lab: Lab, *, quick: bool) -> tuple[tuple[TopicCell, ...], Plan
             cells.append(TopicCell(options, said.get("computes", True), guessed, promised, outcome, wrong))
 
     attack("", every, computes=False)
-    attack(named, every, bucket=_BUCKET, computes=False)
+    attack(named, every[:96] if quick else every, bucket=_BUCKET, computes=False)
     attack("", short)
     attack(f"{named} --draft", short, bucket=bucket, drafter=PromptLookup(ahead=_AHEAD), rows=1 + _AHEAD)
     attack(f"{named} --pace", short, bucket=bucket, pace_s=_PACE_S, rows=bucket, promised=True)

@@ -1,4 +1,5 @@
-"""Compiles the programs of the kernels for GPUs that are absent: every tile that a chip may get, in both directions.
+"""Compiles the programs of the kernels for GPUs that are absent: every tile that a chip may get, in both directions; the
+largest one only, if another chip has the same tiles and matrix instructions.
 
 The compiled code uses the chip's matrix instructions, spills at most 16 bytes of registers, and needs no more shared
 memory than the choice of tiles assumes (`Tile.memory`).
@@ -104,6 +105,8 @@ def builds(chip: Chip) -> list[tuple[Tile, bool, int, int]]:
     kernel = chosen(chip)
     candidates = (tile for most in kernel.tiles for tile in kernel.candidates(chip, most, weight_bits=BITS))
     tiles = list(dict.fromkeys(candidates))
+    if chip.architecture in ("sm_89", "sm_100", "sm_120"):  # instructions and tiles of sm_80 or sm_103
+        tiles = tiles[-1:]  # the largest: it needs the most registers and shared memory
     found = [(tile, forward, BITS, 4) for tile in tiles for forward in (True, False)]
     if chip.architecture in ("sm_90", "sm_103"):  # other weights, and the ring of 24 bits
         found += [(tiles[-1], False, 8, 3), (tiles[-1], True, 12, 4)]

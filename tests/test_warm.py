@@ -58,7 +58,7 @@ def test_a_fork_starts_providers_as_forks_and_all_else_as_processes() -> None:
         "import sys, subprocess; words = [sys.executable, '-m', {!r}, '--help']; "
         "print(type(subprocess.Popen(words, stdout=subprocess.DEVNULL)).__module__)"
     )
-    for module, kind in (("symbiosis_priv.cli", "__main__"), ("tests.sizes", "subprocess")):
+    for module, kind in (("symbiosis_priv.cli", "__main__"), ("json.tool", "subprocess")):
         words = [sys.executable, "-c", start.format(module)]
         assert kind in run(words, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
 

@@ -7,7 +7,8 @@ two to five seconds.
 The first use starts the parent of the forks; the workers of pytest-xdist share it. It imports `LIBRARIES` and a
 provider's modules, starts no thread, and imports no module of a tenant, so that no fork has a copy of a tenant's object
 (rule 12). A client opens a connection for each process: it sends the command and its files, and receives the process
-id, and later the exit status. Providers that a fork starts are forks, too; its other processes are ordinary ones.
+id, and later the exit status. Providers that a fork starts are forks, too, and the ranks that it starts as torchrun are
+forks of itself, because a rank knows its parent; its other processes are ordinary ones.
 
 Tests of how a process starts or ends (`--help` without torch, rule 12, a script that closes nothing) start new
 processes.
@@ -76,6 +77,7 @@ _NUMBER = struct.Struct("=i")
 _REQUEST_BYTES = 1 << 20
 _HIGH = 900  # no file of a new fork has this number or a larger one
 _START_S = 120.0
+_TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 _NewProcess = subprocess.Popen
 
 
@@ -209,6 +211,19 @@ class _PopenInFork(_NewProcess[Any]):
         return (Popen if forked else _NewProcess)(args, *given, **options)
 
 
+class _Rank(_NewProcess[Any]):
+    """Replaces `subprocess.Popen` in a fork that runs torchrun."""
+
+    def _execute_child(self, args: Any, *given: Any) -> None:  # type: ignore[override]
+        self._child_created, self.pid = True, os.fork()
+        if self.pid:
+            return
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        os.closerange(3, _HIGH)
+        os._exit(_run(words=list(args[1:]), environment=given[5], folder=str(Path.cwd()), session=True))
+
+
 _address: str | None = os.environ.get(ADDRESS)
 _starting = threading.Lock()
 
@@ -303,6 +318,7 @@ def _tell(client: socket.socket, number: int) -> None:
 def _become(*, words: list[str], environment: dict[str, str], folder: str, session: bool) -> None:
     """Run a command line like `python WORDS`."""
     subprocess.Popen = _PopenInFork  # type: ignore[misc]
+    sys.modules[_TORCHRUN].Popen = _Rank  # type: ignore[attr-defined]
     if session:
         os.setsid()
     os.environ.clear()
@@ -333,20 +349,8 @@ def _become(*, words: list[str], environment: dict[str, str], folder: str, sessi
         runpy.run_path(words[0], run_name="__main__")
 
 
-def main() -> None:
-    """Run the parent of the forks; and each fork, until it ends."""
-    global _address
-    gc.disable()
-    for name in LIBRARIES:
-        importlib.import_module(name)
-    # compiles a thousand regular expressions, which every process that loads a model needs
-    sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("llama")
-    assert threading.active_count() == 1
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-    _address = sys.argv[2]
-    request = _forked_with(socket.socket(fileno=int(sys.argv[1])))
+def _run(**request: Any) -> int:
+    """Run a command line like a process of its own, up to its end. Returns its exit status."""
     status: Any = 0
     try:
         _become(**request)
@@ -362,7 +366,23 @@ def main() -> None:
     atexit._run_exitfuncs()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
-    os._exit(status & 0xFF)
+    return status & 0xFF
+
+
+def main() -> None:
+    """Run the parent of the forks; and each fork, until it ends."""
+    global _address
+    gc.disable()
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    # compiles a thousand regular expressions, which every process that loads a model needs
+    sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("llama")
+    assert threading.active_count() == 1
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    _address = sys.argv[2]
+    os._exit(_run(**_forked_with(socket.socket(fileno=int(sys.argv[1])))))
 
 
 if __name__ == "__main__":

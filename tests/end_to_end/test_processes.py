@@ -45,12 +45,9 @@ with backend_of(model):
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in a fork, or with `-m` as a user does, because torchrun needs new processes."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     words = [sys.executable, "-W", "ignore", *command]
-    if command[0] != "-m":
-        return warm.run(words, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
-    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return warm.run(words, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
 def result(done: subprocess.CompletedProcess[str]) -> Any:

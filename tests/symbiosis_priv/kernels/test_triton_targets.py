@@ -1,5 +1,5 @@
-"""Compiles the programs of the kernels for GPUs that are absent: every tile that a chip may get, in both directions; the
-largest one only, if another chip has the same tiles and matrix instructions.
+"""Compiles the programs of the kernels for GPUs that are absent: every tile that a chip may get, in both directions. If
+another chip has the same tiles and matrix instructions, only the largest one is compiled.
 
 The compiled code uses the chip's matrix instructions, spills at most 16 bytes of registers, and needs no more shared
 memory than the choice of tiles assumes (`Tile.memory`).

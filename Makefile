@@ -61,7 +61,7 @@ quick: venv
 test: check
 	@$(BIN)/python -m tests.sizes
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 check: venv
 	@echo "==> ruff"

@@ -214,7 +214,7 @@ class _PopenInFork(_NewProcess[Any]):
 class _Rank(_NewProcess[Any]):
     """Replaces `subprocess.Popen` in a fork that runs torchrun."""
 
-    def _execute_child(self, args: Any, *given: Any) -> None:  # type: ignore[override]
+    def _execute_child(self, args: Any, *given: Any) -> None:
         self._child_created, self.pid = True, os.fork()
         if self.pid:
             return
@@ -366,7 +366,7 @@ def _run(**request: Any) -> int:
     atexit._run_exitfuncs()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
-    return status & 0xFF
+    return int(status) & 0xFF
 
 
 def main() -> None:

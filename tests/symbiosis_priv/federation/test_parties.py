@@ -10,24 +10,11 @@ from hypothesis import given, strategies as st
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.federation.parties import plain
+from tests.cases import cases
 from tests.symbiosis_priv.federation.conftest import Write
 
 
-@pytest.mark.parametrize(
-    ("same", "shared"),
-    [
-        ({"name": "ALPHA"}, "name"),
-        ({"name": "\uff41lpha\u200b"}, "name"),  # a full-width letter, and an invisible character
-        ({"certificate": "keys/alpha.pem"}, "certificate, public key"),
-        ({"next_certificate": "keys/alpha.pem"}, "certificate, public key"),
-        ({"certificate": "keys/alpha-next.pem"}, "public key"),
-        ({"next_certificate": "keys/alpha-next.pem"}, "public key"),
-        ({"address": "A:1"}, "address"),
-        ({"address": "a.:01"}, "address"),
-        ({"address": ["b:1", "A:1"]}, "address"),
-    ],
-    ids=str,
-)
+@cases(__file__, "one-party-twice")
 @pytest.mark.parametrize(
     ("one", "other", "error"),
     [
@@ -60,15 +47,7 @@ def test_rule_8_an_operator_may_run_two_executors_but_no_helper_with_them(write:
 BLANKS = "\u3164\uffa0\u2800\U0001d159\U00016fe4\u3000\u00a0\u200b\u2060\ufe0f\u115f\u17b4\U000e0100\ue000\U0003fffd "
 
 
-@pytest.mark.parametrize(
-    ("latin", "other"),
-    [
-        ("ACE", "\u0410\u0421\u0415"),
-        ("cap", "\u0441\u0430\u0440"),
-        ("KPMT", "\u039a\u03a1\u039c\u03a4"),
-        ("Ag", "A\u0261"),
-    ],
-)
+@cases(__file__, "names-that-look-the-same")
 def test_rule_8_a_name_in_other_letters_that_look_the_same_is_the_same(write: Write, latin: str, other: str) -> None:
     """Each name has one script, so that only its letters' shapes show that the two are one."""
     with pytest.raises(RoleConflictError, match="have the same operator"):
@@ -81,9 +60,7 @@ def test_rule_8_blanks_of_any_kind_do_not_count(blanks: list[str]) -> None:
     assert plain("".join(itertools.chain(*zip(blanks, name, strict=True)))) == plain(name) == "alphaag"
 
 
-@pytest.mark.parametrize(
-    "name", ["\u0410lpha", "Alph\u03b1", "\u13aalpha", "Alpha\u1732", "alpha\u05b4", "\u2800", " ", "\U0001d159"]
-)
+@cases(__file__, "no-names")
 @pytest.mark.parametrize("field", ["name", "operator"])
 def test_rule_8_a_name_of_mixed_scripts_or_without_a_letter_is_refused(write: Write, field: str, name: str) -> None:
     with pytest.raises(ConfigError, match=r"mixes letters|no visible characters"):
@@ -92,39 +69,13 @@ def test_rule_8_a_name_of_mixed_scripts_or_without_a_letter_is_refused(write: Wr
         load_federation(write(companies=[{"name": "H", "members": ["alpha", "beta"], "operators": [name]}]))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "\u0410\u043b\u044c\u0444\u0430",
-        "\u682a\u5f0f\u4f1a\u793e Alpha \u30a2",
-        "Sm\u00f8rrebr\u00f8d 3",
-        "\u041e\u041e\u041e 7",
-    ],
-)
+@cases(__file__, "names-of-one-script")
 def test_names_of_one_script_are_names(write: Write, name: str) -> None:
     load_federation(write(beta={"operator": name}))
 
 
-@pytest.mark.parametrize(
-    "spellings",
-    [
-        (
-            "127.0.0.1",
-            "localhost",
-            "LOCALHOST.",
-            "a.localhost",
-            "[::1]",
-            "127.1",
-            "[::ffff:127.0.0.1]",
-            "0.0.0.0",
-            "[::]",
-        ),
-        ("[2001:db8::1]", "[2001:DB8:0:0::1]", "[2001:0db8::0001]"),
-        ("b\u00fccher.example", "xn--bcher-kva.example", "B\u00dcCHER.example."),
-    ],
-    ids=lambda spellings: str(spellings[0]),
-)
-def test_rule_11_one_address_in_many_spellings(write: Write, spellings: tuple[str, ...]) -> None:
+@cases(__file__, "spellings-of-one-address")
+def test_rule_11_one_address_in_many_spellings(write: Write, spellings: list[str]) -> None:
     for one, other in itertools.combinations(spellings, 2):
         with pytest.raises(ConfigError, match="have the same address"):
             load_federation(write(alpha={"address": f"{one}:7401"}, beta={"address": f"{other}:7401"}))
@@ -153,22 +104,10 @@ def test_a_rotation_pins_both_certificates_of_one_party(write: Write, keys: Path
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
 
 
-JOINED = [
-    pytest.param([{"name": "Holding SE", "members": ["alpha", "beta"]}], {}, id="listed together"),
-    pytest.param([{"name": "Holding SE", "members": ["\uff21lpha\u200b", " BETA "]}], {}, id="spelled otherwise"),
-    pytest.param([{"name": " b", "members": ["alpha", "gamma"]}], {}, id="the company is the other's operator"),
-    pytest.param([{"name": "H", "members": ["alpha"], "operators": ["b\u200b"]}], {}, id="an operator of the company"),
-    pytest.param(
-        [{"name": "H", "members": ["alpha", "gamma"]}, {"name": "I", "members": ["gamma", "beta"]}], {}, id="two steps"
-    ),
-    pytest.param([{"name": "H", "members": ["alpha", "gamma"]}], {"operator": "\uff22"}, id="company and operator"),
-]
-
-
-@pytest.mark.parametrize(("companies", "gamma"), JOINED)
-def test_rule_8_a_company_is_one_party(write: Write, companies: list[Any], gamma: dict[str, str]) -> None:
+@cases(__file__, "one-company")
+def test_rule_8_a_company_is_one_party(write: Write, companies: list[Any], gamma: dict[str, str] | None) -> None:
     """Refused if all helpers share every pad, and if the helper is needed; accepted if there is another helper."""
-    parties = {"gamma": {"role": "executor", **gamma}, "companies": companies}
+    parties = {"gamma": {"role": "executor", **(gamma or {})}, "companies": companies}
     with pytest.raises(RoleConflictError, match="'alpha' and helper 'beta' have the same company: together they could"):
         load_federation(write(**parties))
     with pytest.raises(RoleConflictError, match="executor 'alpha' has helpers of 0 companies other than its own"):

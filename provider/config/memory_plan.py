@@ -24,7 +24,7 @@ _CPU = "cpu"
 _CONNECTION = 640 << 10  # of TLS, and of the kinds of requests that a connection has learned (`gateway.repeated`)
 _PROCESS = 400 * MIB  # Python, torch and their libraries, in each process
 _WORKING = 64 * MIB  # slices of keystream, rows and products of one batch
-_CONTEXT = 640 * MIB  # of CUDA, with the programs of torch, Triton and NCCL, on each GPU
+_CONTEXT = 768 * MIB  # of CUDA, with the programs of torch, Triton and NCCL, and graphs, on each GPU
 _LIMBS = 8  # bytes: an entry of a row as four float16
 
 CHUNK: Final = 256

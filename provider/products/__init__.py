@@ -1,1 +1,1 @@
-"""The served base model and its products: `model`."""
+"""The served base model and its products: `model`; on GPUs, `graphs`."""

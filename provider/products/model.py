@@ -2,7 +2,8 @@
 
 Ring products use weights of this process (`LocalOperands`) or of a group of ranks (`shards`). On a GPU, rows are copied
 in chunks, through page-locked memory: while one chunk is multiplied, the next one is copied to the GPU and the previous
-result is copied back, each on its own stream. A single chunk cannot overlap with anything, so it uses one stream.
+result is copied back, each on its own stream. A single chunk cannot overlap with anything, so it uses one stream. A
+repeated product of a few rows is one CUDA graph (`graphs`).
 Weights are never copied. On a CPU, the same code runs in order and with ordinary memory, for the tests.
 
 The float path has unquantised weights in float32, with or without the bias. Only `masking = "paper-pool"` needs it, and
@@ -10,6 +11,8 @@ it is off unless the operator enables it. float32 weights are several times larg
 groups in memory are limited, and the least recently used group is dropped first.
 """
 
+import ctypes
+import functools
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
@@ -25,6 +28,7 @@ from torch.nn.functional import linear
 
 from provider.config.memory_plan import CHUNK, SLOTS, slot_entries, widest
 from provider.config.schema import MIB, ExecutorConfig, ProviderConfig
+from provider.products.graphs import Graph
 from symbiosis_priv.arithmetic.keystream import Keystream, mask_key, ordinary_memory
 from symbiosis_priv.arithmetic.passes import large_tensor
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
@@ -37,6 +41,9 @@ from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.kernels.kernel import PayloadProduct
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from symbiosis_priv.network.wire import Arithmetic, Effect, Execute
+
+_FEW_ROWS = 16  # most rows of a graph
+_MOST_GRAPHS = 2048  # of some 50 KiB on the device (`memory_plan`)
 
 
 class Operands(ABC):
@@ -86,6 +93,8 @@ class Operands(ABC):
 class LocalOperands(Operands):
     """Weights of this process. A layer group is loaded at its first product."""
 
+    any_thread = True
+
     def __init__(self, store: WeightStore) -> None:
         self._store = store
         self._matrices: dict[int, RingMatrix] = {}
@@ -96,7 +105,7 @@ class LocalOperands(Operands):
                 device, widest=widest([store.manifest().groups[index] for index in store.served])
             )
             self._matrix(store.served[0])  # compiles the kernel's programs before the executor says that it is ready
-        self.any_thread = self._transfers is None  # `Transfers` and its current device belong to one thread
+        self._few: dict[tuple[int, Direction, int, RingBits], PayloadProduct | None] = {}  # on a GPU
 
     @property
     def loaded(self) -> Collection[int]:
@@ -117,7 +126,12 @@ class LocalOperands(Operands):
         return matrix.product(rows, direction, counts=counts, ring_bits=ring_bits)
 
     def few(self, *, index: int, direction: Direction, count: int, ring_bits: RingBits) -> PayloadProduct | None:
-        return self._matrix(index).few(direction, count, ring_bits)
+        if self._transfers is None:
+            return self._matrix(index).few(direction, count, ring_bits)
+        key = index, direction, count, ring_bits
+        if key not in self._few and len(self._few) < _MOST_GRAPHS:
+            self._few[key] = self._transfers.few(self._matrix(index), direction, count, ring_bits)
+        return self._few.get(key)
 
     def memory(self, entries: int) -> NDArray[np.int32]:
         return self._transfers.memory(entries) if self._transfers else super().memory(entries)
@@ -128,6 +142,7 @@ class LocalOperands(Operands):
             yield
 
     def close(self) -> None:
+        self._few.clear()
         self._matrices.clear()
 
     def _matrix(self, index: int) -> RingMatrix:
@@ -167,6 +182,7 @@ class Transfers:
         stream = torch.cuda.Stream if device.type == "cuda" else self._module.Stream
         self._up, self._down = stream(device), stream(device)
         self._slots = [_Slot(self._entries, device, self._module.Event()) for _ in range(SLOTS)]
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def product(
         self,
@@ -210,6 +226,54 @@ class Transfers:
             self._module.synchronize(self._device)  # what is in flight would overwrite the next product
             raise
         return result
+
+    def few(
+        self, matrix: RingMatrix, direction: Direction, count: int, ring_bits: RingBits
+    ) -> "functools.partial[None] | None":
+        """The product of `count` rows from payload to payload; None if these are too many. It is called by one thread
+        at a time, and not while `product` is. With a ring of 24 bits, three bytes of an entry are copied to the device
+        and back."""
+        slot, spare = self._slots[:2]
+        width, columns = matrix.columns(direction)
+        if count > _FEW_ROWS or count * max(width, columns) > self._entries:
+            return None
+        size, inputs, outputs = ring_bits // 8, count * width, count * columns
+        rows, product = slot.rows[:inputs].view(count, width), slot.product[:outputs].view(count, columns)
+        sent, returned = (
+            host.view(torch.uint8)[: size * count_of]
+            for host, count_of in ((slot.host_rows, inputs), (slot.host_product, outputs))
+        )
+        entries, result = (part.view(-1).view(torch.uint8) for part in (rows, product))
+        narrow = size < 4
+        # the same bytes on the device; 24 bits are not where the entries are
+        near, near_returned = (
+            memory.view(torch.uint8)[: len(host)] if narrow else whole
+            for memory, host, whole in ((spare.rows, sent, entries), (spare.product, returned, result))
+        )
+
+        def start() -> None:
+            near.copy_(sent, non_blocking=True)
+            if narrow:
+                entries.view(-1, 4)[:, :size].copy_(near.view(-1, size), non_blocking=True)
+            matrix.product(rows, direction, ring_bits=ring_bits, out=product)
+            if narrow:
+                near_returned.view(-1, size).copy_(result.view(-1, 4)[:, :size], non_blocking=True)
+            returned.copy_(near_returned, non_blocking=True)
+
+        graph = Graph(start, self._device, stream=self._up, pool=self._pool)
+        return functools.partial(self._repeat, graph, slot, sent, returned)
+
+    def _repeat(self, graph: Graph, slot: _Slot, sent: Tensor, returned: Tensor, payload: int, answer: int) -> None:
+        use(self._device)
+        ctypes.memmove(sent.data_ptr(), payload, len(sent))
+        try:
+            graph()
+            slot.done.record()
+            slot.done.synchronize()
+        except BaseException:
+            self._module.synchronize(self._device)  # what is in flight would overwrite the next product
+            raise
+        ctypes.memmove(answer, returned.data_ptr(), len(returned))
 
     def memory(self, entries: int) -> NDArray[np.int32]:
         """Page-locked memory for rows, which `product` does not copy on the CPU. For any thread. CUDA's allocator takes

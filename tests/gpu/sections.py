@@ -169,12 +169,14 @@ def _chosen_kernel(device: Any) -> Iterator[Row]:
 
 
 def transfers(options: Options) -> Iterator[Row]:
-    """Products of rows in host memory: with the copies, and the product alone."""
+    """Products of rows in host memory: with the copies, and the product alone; few rows also as one CUDA graph."""
+    import numpy as np
     import torch
 
     from provider.products.model import Transfers
     from symbiosis_priv.arithmetic.ring import FORWARD
     from symbiosis_priv.kernels import RingMatrix, probe_rows
+    from symbiosis_priv.network import wire
 
     device, size = torch.device(options.device), 64 if options.cpu else 4096
     weight = torch.randint(-511, 512, (size, size), dtype=torch.int16, generator=torch.Generator().manual_seed(0))
@@ -191,8 +193,17 @@ def transfers(options: Options) -> Iterator[Row]:
             "host_to_host_us": 1e6 * whole,
             "product_us": 1e6 * alone,
             "copies_us": 1e6 * (whole - alone),
-            "equal": torch.equal(moved.product(there, rows, FORWARD), here.product(rows)),
+            "equal": torch.equal(moved.product(there, rows, FORWARD), expected := here.product(rows)),
         }
+        for ring_bits in (32, 24) if count <= 16 else ():
+            few, encoding = moved.few(there, FORWARD, count, ring_bits), wire.encoding_of("ring", ring_bits)
+            sent, space = (np.frombuffer(bytearray(encoding.pack(part)), np.uint8) for part in (rows, expected))
+            assert few is not None
+            answer = bytes(space)
+            space[:] = 0
+            few_us = 1e6 * _median_s(partial(few, sent.ctypes.data, space.ctypes.data), options.device, repeat=20)
+            shape = {"size": size, "rows": count, "ring_bits": ring_bits}
+            yield {**shape, "host_to_host_us": few_us, "graph": few.args[0].captured, "equal": bytes(space) == answer}
 
 
 def provider(options: Options) -> Iterator[Row]:

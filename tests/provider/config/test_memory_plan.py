@@ -106,5 +106,5 @@ def test_a_model_that_does_not_fit_on_a_gpu_is_refused(
         chips, "chip_of", lambda device: (chip := chip_of(device)) and dataclasses.replace(chip, memory=600 * MIB)
     )
     for executor in (ExecutorConfig(device="cuda:1"), ExecutorConfig(device="cuda", ranks=2)):
-        with pytest.raises(ConfigError, match=r"on cuda:[01], of 600 MiB available .*CUDA 640 MiB"):
+        with pytest.raises(ConfigError, match=r"on cuda:[01], of 600 MiB available .*CUDA 768 MiB"):
             check_plan(memory_plan(configure(executor=executor), store.manifest(), store.served))

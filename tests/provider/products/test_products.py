@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from provider.config.memory_plan import widest
 from provider.config.schema import MIB, ExecutorConfig, SchedulerConfig
 from provider.executor.executor import Executor
 from provider.executor.queues import ExecutorAnswer, LocalInbox, ProductRequest
@@ -33,6 +34,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, ProviderError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.kernels import RingMatrix
+from symbiosis_priv.limits import RingBits
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from tests import drawn
@@ -340,6 +342,35 @@ def test_each_rank_has_the_device_with_its_number(configure: Configure, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr("torch.distributed.is_initialized", lambda: True)
             assert open_store(config).device == ranks
+
+
+@given(
+    direction=testing.directions(),
+    count=st.integers(1, 16),
+    ring_bits=st.sampled_from([24, 32]),
+    seed=st.integers(0, 9),
+)
+def test_few_rows_on_a_device_have_the_bits_of_the_compiled_product(
+    store: WeightStore, direction: Direction, count: int, ring_bits: RingBits, seed: int
+) -> None:
+    operands = LocalOperands(store)
+    model = ServedModel(store, operands=operands)
+    operands._transfers = Transfers(CPU, widest=widest(store.manifest().groups))
+    width, columns = store.manifest().groups[1].columns(direction)
+    encoding = wire.encoding_of("ring", ring_bits)
+    sent = np.frombuffer(encoding.pack(ring_rows(count, width, seed=seed)), dtype=np.uint8)
+    request = msgspec.structs.replace(execute(1, count, direction=direction), ring_bits=ring_bits)
+    space = np.zeros(encoding.size(count, columns), dtype=np.uint8)
+    for _ in range(3):
+        product = model.few(request)
+        assert product is not None
+        product(sent.ctypes.data, space.ctypes.data)
+        expected = oracle(store, 1, direction, ring_rows(count, width, seed=seed))
+        assert space.data == encoding.pack(expected)
+        space[:] = 0
+    assert operands.any_thread
+    assert len(operands._few) == 1
+    assert model.few(execute(1, 17, direction=direction)) is None
 
 
 @pytest.mark.gpu

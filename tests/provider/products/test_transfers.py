@@ -7,8 +7,9 @@ their waits for each other permit, at the latest when the host waits for them. H
 import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -16,9 +17,12 @@ from hypothesis.strategies import DataObject
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from provider.products.graphs import Graph
 from provider.products.model import Transfers
 from symbiosis_priv.arithmetic.ring import FORWARD, Widths
 from symbiosis_priv.kernels import RingMatrix
+from symbiosis_priv.limits import RingBits
+from symbiosis_priv.network import wire
 
 CPU = torch.device("cpu")
 
@@ -183,6 +187,87 @@ def test_page_locked_rows_go_to_the_device_without_a_copy(monkeypatch: pytest.Mo
     assert all((slot.host_rows == 77).all() for slot in transfers._slots)
     with Deferred(device):
         assert torch.equal(transfers.product(matrix, rows.clone(), FORWARD), expected(rows, 5))
+
+
+@given(data=st.data(), shapes=st.lists(st.tuples(st.integers(1, 3), st.sampled_from([24, 32])), min_size=1, max_size=8))
+def test_no_order_of_the_device_changes_a_product_of_few_rows(
+    data: DataObject, shapes: list[tuple[int, RingBits]]
+) -> None:
+    """From payload to payload; products of other sizes use the same memory."""
+    device = Device(lambda ready: data.draw(st.sampled_from(ready)))
+    with pytest.MonkeyPatch.context() as patch:
+        transfers, matrix = transfers_on(device, patch, chunk=4), Matrix(device, 3, 5)
+        products = {shape: transfers.few(matrix, FORWARD, *shape) for shape in shapes}
+        for place, (count, ring_bits) in enumerate(shapes):
+            encoding, whole = wire.encoding_of("ring", ring_bits), torch.arange(12, dtype=torch.int32).view(4, 3)
+            rows = torch.full((count, 3), place - 4, dtype=torch.int32) + torch.arange(3, dtype=torch.int32)
+            sent, space = np.frombuffer(encoding.pack(rows), np.uint8), np.empty(encoding.size(count, 5), np.uint8)
+            with Deferred(device):
+                product = products[count, ring_bits]
+                assert product is not None
+                product(sent.ctypes.data, space.ctypes.data)
+                assert torch.equal(transfers.product(matrix, whole, FORWARD), expected(whole, 5))
+            assert space.data == encoding.pack(expected(rows, 5))
+
+
+def test_nothing_is_in_flight_after_few_rows_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(lambda choices: choices[0])
+    transfers, matrix = transfers_on(device, monkeypatch, chunk=2), Matrix(device, 3, 5)
+
+    def fail(*_: Any, **__: Any) -> Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(matrix, "product", fail)
+    space = np.zeros(20, dtype=np.int32)
+    product = transfers.few(matrix, FORWARD, 1, 32)
+    assert product is not None
+    assert transfers.few(matrix, FORWARD, 3, 32) is None  # more than a slot holds
+    with Deferred(device), pytest.raises(torch.OutOfMemoryError):
+        product(space.ctypes.data, space.ctypes.data)
+    assert device.synchronized == 1
+    assert not any(stream.waiting for stream in device.streams)
+
+
+class FakeGraph:
+    """A CUDA graph that records what is started during its capture."""
+
+    failing: ClassVar[bool] = False
+    begun: ClassVar[list[dict[str, Any]]] = []
+
+    def capture_begin(self, **options: Any) -> None:
+        FakeGraph.begun.append(options)
+        started.clear()
+        if FakeGraph.failing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def capture_end(self) -> None:
+        self.work = list(started)
+
+    def replay(self) -> None:
+        replayed.append(list(self.work))
+
+
+started, replayed = list[str](), list[list[str]]()
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_the_second_product_of_a_shape_is_captured(failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(FakeGraph, "failing", failing)
+    for calls in (FakeGraph.begun, started, replayed):
+        calls.clear()
+    graph = Graph(lambda: started.append("product"), torch.device("cuda:1"), stream=None, pool=7)
+    graph()
+    assert (started, FakeGraph.begun) == (["product"], [])
+    graph()
+    graph()
+    assert graph.captured is not failing
+    assert [options["pool"] for options in FakeGraph.begun] == [7]
+    if failing:
+        assert (started, replayed) == (["product"] * 2, [])
+    else:
+        assert (started, replayed) == (["product"], [["product"]] * 2)
 
 
 @pytest.mark.parametrize("failing", range(4))

@@ -5,6 +5,7 @@ from typing import Any
 from provider.registry import RegistryConfig
 from provider.registry.server import RegistryServer
 from provider.registry.store import Store
+from symbiosis_priv.registry.descriptor import Trust, VerifiedDescriptor
 from tests.vouching import Vouching
 
 
@@ -20,6 +21,13 @@ def registry_config(vouching: Vouching, *, name: str = "registry", **changes: An
         "announcements_per_h": 1e6,
     }
     return RegistryConfig(**(values | changes))
+
+
+class CredulousRegistry(RegistryServer):
+    """A registry that does not connect back to executors, which need not run."""
+
+    def _connect_back(self, new: VerifiedDescriptor, trust: Trust, peer: str) -> None:
+        pass
 
 
 class _Script(Store):

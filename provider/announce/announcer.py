@@ -13,8 +13,9 @@ from provider.config.schema import AnnounceConfig, ProviderConfig
 from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.checkpoints.layers import LayerRange, whole_layers
 from symbiosis_priv.checkpoints.manifest import Manifest
-from symbiosis_priv.errors import ConfigError, DescriptorError, SymbiosisError
-from symbiosis_priv.network.addresses import parse_address
+from symbiosis_priv.errors import ConfigError, DescriptorError, ProviderError, SymbiosisError
+from symbiosis_priv.network.addresses import parse_address, shown
+from symbiosis_priv.network.wire import ErrorCode
 from symbiosis_priv.registry.descriptor import MS, Trust, describe, verify
 from symbiosis_priv.registry.protocol import RegistryClient
 from symbiosis_priv.system.pacing import Periodic
@@ -93,7 +94,10 @@ class Announcer:
                 registry.announce(self._describe())
         except SymbiosisError as error:
             # The registry's error text is untrusted: the log names the registry and the kind of error only.
-            log.often("not_announced", registry=address, error=type(error).__name__)
+            reason = None
+            if isinstance(error, ProviderError) and error.code == ErrorCode.UNREACHABLE:
+                reason = f"it cannot connect to {shown(*self._address)}: open the port, or set address under [registry]"
+            log.often("not_announced", registry=address, error=type(error).__name__, reason=reason)
             return False
         log.info("announced", registry=address, layers=str(self._layers))
         return True

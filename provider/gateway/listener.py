@@ -61,7 +61,7 @@ class UnauthenticatedConnection:
 
     def __init__(self, connection: socket.socket, host: str, *, deadline: float, known: bool = False) -> None:
         self.socket = connection
-        self.network = network_of(host)
+        self.host, self.network = host, network_of(host)
         self.deadline = deadline
         self.known = known
         self.silent = True  # it has not sent its first bytes

@@ -2,8 +2,12 @@
 
 Clients do not authenticate, so connections and requests are limited by network (`provider.gateway.listener`):
 many clients in one network do not block the clients of other networks. A descriptor is stored only if it passes
-`descriptor.verify` and is newer than the stored one. The announcements of each key are limited, and so is the number of
-executors.
+`descriptor.verify`, is newer than the stored one, and the executor shows its certificate at the address that it
+announces. The announcements of each key are limited, and so is the number of executors.
+
+Nobody can use the registry to look into networks: it connects once for each new and correctly signed descriptor within
+the rate of its key, to a host that the authority has certified, in the kind of network that the announcement came from
+(`ways_back`). It sends no frame, and its refusal does not tell what it has found.
 """
 
 import contextlib
@@ -13,7 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from datetime import UTC, datetime
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import msgspec
 
@@ -27,13 +31,16 @@ from provider.registry.store import Store
 from symbiosis_priv.certificates.reading import load_certificates
 from symbiosis_priv.errors import CertificateError, DescriptorError, ProtocolError, StorageError, TransportError
 from symbiosis_priv.network import wire
+from symbiosis_priv.network.addresses import ways_back
+from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.network.stream import FrameStream
-from symbiosis_priv.network.tls import registry_server_context
+from symbiosis_priv.network.tls import registry_client_context, registry_server_context
 from symbiosis_priv.registry import protocol
-from symbiosis_priv.registry.descriptor import MAX_BYTES, Trust, verify
+from symbiosis_priv.registry.descriptor import MAX_BYTES, Trust, VerifiedDescriptor, verify
 
 log = logs.EventLog(__name__)
 
+_CONNECT_S: Final = 3.0  # the announcer waits ten seconds for its reply
 _TOO_MANY: Final[protocol.Reply] = wire.Failure(code=wire.ErrorCode.BUSY, detail="too many requests from this network")
 
 
@@ -121,19 +128,24 @@ class RegistryServer:
                 stream.receive(memoryview(payload), deadline=deadline)
                 reply, body = _TOO_MANY, b""
                 if allowed := self._requests.take(client.network, now=time.monotonic()):
-                    reply, body = self._reply(protocol.decode_request(header), bytes(payload))
+                    reply, body = self._reply(protocol.decode_request(header), bytes(payload), client.host)
                 stream.send_frame(wire.encode(reply, payload_bytes=len(body)), memoryview(body), deadline=deadline)
 
-    def _reply(self, request: protocol.Request, payload: bytes) -> tuple[protocol.Reply, bytes]:
+    def _reply(self, request: protocol.Request, payload: bytes, peer: str) -> tuple[protocol.Reply, bytes]:
         if isinstance(request, protocol.Announce):
-            return self._take(payload), b""
+            return self._take(payload, peer), b""
         return protocol.Listed(), msgspec.msgpack.encode(self.store.listed(request.model_digest, now=time.time()))
 
-    def _take(self, data: bytes) -> protocol.Reply:
+    def _take(self, data: bytes, peer: str) -> protocol.Reply:
         now, trust = time.time(), self._trust
         try:
             new = verify(data, trust, now=now)
-            self.store.put(new, now=now, admit=functools.partial(self._admit, new.key, trust))
+            if not self.store.holds(new):  # anybody can repeat what is listed
+                if not self._announcements.take(new.key, now=time.monotonic()):
+                    raise Refusal(wire.ErrorCode.BUSY, "this executor announces itself too often")
+                if not new.descriptor.draining:
+                    self._connect_back(new, trust, peer)
+                self.store.put(new, now=now, admit=functools.partial(self._admit, trust))
         except (DescriptorError, Refusal) as error:
             log.often("announcement_refused", reason=str(error))
             code = error.code if isinstance(error, Refusal) else wire.ErrorCode.REFUSED
@@ -144,11 +156,23 @@ class RegistryServer:
         log.often("announced", provider=new.name, layers=str(new.descriptor.layers))
         return protocol.Accepted()
 
-    def _admit(self, key: str, trust: Trust) -> None:
+    def _admit(self, trust: Trust) -> None:
         if trust is not self._trust:  # a descriptor that a reload has just dropped must not be stored again
             raise DescriptorError("the registry has read its files again: announce it again")
-        if not self._announcements.take(key, now=time.monotonic()):
-            raise Refusal(wire.ErrorCode.BUSY, "this executor announces itself too often")
+
+    def _connect_back(self, new: VerifiedDescriptor, trust: Trust, peer: str) -> None:
+        """Raises `Refusal` unless an executor shows the descriptor's certificate at its address."""
+        at, context = new.descriptor, registry_client_context(trust.authorities)
+        how: dict[str, Any] = {
+            "pins": (new.certificate,),
+            "context": context,
+            "choose": functools.partial(ways_back, peer=peer),
+        }
+        try:
+            with ClientConnection(new.name, host=at.host, port=at.port, **how) as connection:
+                connection.open(time.monotonic() + _CONNECT_S)
+        except (CertificateError, TransportError) as error:
+            raise Refusal(wire.ErrorCode.UNREACHABLE, "the registry does not find it at its address") from error
 
 
 def _load(config: RegistryConfig, *, revoked: frozenset[str] = frozenset()) -> tuple[ssl.SSLContext, Trust]:

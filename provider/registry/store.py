@@ -66,11 +66,8 @@ class Store:
         body, operator = new.descriptor, plain(new.operator)
         with self._transaction():
             self._execute("DELETE FROM newest WHERE issued < ?", round(MS * (now - MEMORY_S)))
-            known = self._execute("SELECT issued, digest FROM newest WHERE key = ?", new.key).fetchone()
-            if known == new.age:
+            if (known := self._known(new)) == new.age:
                 return
-            if known is not None and known > new.age:
-                raise DescriptorError("a newer descriptor of the same key is known")
             admit()
             if known is None:
                 counts = dict(
@@ -86,6 +83,20 @@ class Store:
                 "INSERT OR REPLACE INTO newest VALUES (?, ?, ?, ?, ?, ?, ?)",
                 *(new.key, operator, body.model_digest, body.issued, new.digest, body.expires, new.data),
             )
+
+    def holds(self, new: VerifiedDescriptor) -> bool:
+        """Returns True if the descriptor is stored. Raises `DescriptorError`: a newer one of its key is;
+        `StorageError`."""
+        with self._transaction("BEGIN"):
+            return self._known(new) == new.age
+
+    def _known(self, new: VerifiedDescriptor) -> tuple[int, bytes] | None:
+        """The age of the stored descriptor of the same key."""
+        known: tuple[int, bytes] | None
+        known = self._execute("SELECT issued, digest FROM newest WHERE key = ?", new.key).fetchone()
+        if known is not None and known > new.age:
+            raise DescriptorError("a newer descriptor of the same key is known")
+        return known
 
     def listed(self, model: str | None, *, now: float) -> list[bytes]:
         """The descriptors that have not expired, of one model or of all models, in order of issue."""

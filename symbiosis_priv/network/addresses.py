@@ -11,6 +11,8 @@ from typing import Any, Final
 from symbiosis_priv.errors import ConfigError
 
 Address = tuple[str, int]  # host and port
+Found = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]
+"""An address as `getaddrinfo` returns it."""
 _PORT_DIGITS: Final = 5
 _METADATA: Final = frozenset(
     map(
@@ -59,14 +61,20 @@ def is_internal(address: str) -> bool:
     """Returns True for a loopback address, an address of the link or of a cloud's metadata service, and for an address
     that is not unicast. False for every other address, private networks included, and for a name."""
     try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
+        ip = _unmapped(address)
     except ValueError:
         return False
-    if isinstance(ip, ipaddress.IPv6Address):
-        ip = ip.ipv4_mapped or ip.sixtofour or (ipaddress.IPv4Address(ip.packed[-4:]) if ip in _NAT64 else ip)
     return (
         ip.is_loopback or ip.is_link_local or ip.is_unspecified or ip.is_multicast or ip.is_reserved or ip in _METADATA
     )
+
+
+def _unmapped(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The IP address, or the IPv4 address to which an IPv6 address leads. Raises ValueError for a name."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        return ip.ipv4_mapped or ip.sixtofour or (ipaddress.IPv4Address(ip.packed[-4:]) if ip in _NAT64 else ip)
+    return ip
 
 
 def is_own(family: socket.AddressFamily, address: tuple[Any, ...]) -> bool:
@@ -76,6 +84,22 @@ def is_own(family: socket.AddressFamily, address: tuple[Any, ...]) -> bool:
         probe.connect(address)
         return bool(probe.getsockname()[0] == address[0])
     return False
+
+
+def ways_back(found: Sequence[Found], *, peer: str) -> list[Found]:
+    """The addresses of a host that a client at `peer` has announced, to which a registry may connect: one of a family.
+    A client with a public address gets public ones of other machines, a client without one also private ones and this
+    machine's, and a client of this machine also loopback. Nobody gets addresses of the link or of a metadata service.
+    """
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    local, public = _unmapped(peer).is_loopback or is_own(family, (peer, 9)), _unmapped(peer).is_global
+    ways: dict[socket.AddressFamily, Found] = {}
+    for one in found:
+        family, address, ip = one[0], one[4], _unmapped(one[4][0])
+        far = not is_internal(address[0]) and (not public or (ip.is_global and not is_own(family, address)))
+        if far or (local and (ip.is_loopback or not is_internal(address[0]))):
+            ways.setdefault(family, one)
+    return list(ways.values())
 
 
 def listen(address: str, *, backlog: int | None = None) -> socket.socket:

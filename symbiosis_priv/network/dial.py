@@ -39,16 +39,13 @@ from symbiosis_priv.errors import (
     SymbiosisError,
 )
 from symbiosis_priv.network import hybrid, tls, wire
-from symbiosis_priv.network.addresses import is_internal, is_own
+from symbiosis_priv.network.addresses import Found, is_internal, is_own
 from symbiosis_priv.network.stream import NOTHING, SLICE_S, FrameStream, Waiting, shut
 
 T = TypeVar("T")
 R = TypeVar("R", bound=msgspec.Struct)
 _BUSY_S = 0.05  # seconds before a request to a busy provider is repeated
 _KEEP_ALIVE_S = 30  # a NAT or firewall forgets connections that are idle for some minutes, and tells nobody
-
-# an address as `getaddrinfo` returns it
-_Found = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]
 
 
 @dataclass
@@ -75,6 +72,7 @@ class ClientConnection:
     context: ssl.SSLContext  # `tls.client_context` for the same pins
     provider: str = ""  # its name in a `ProviderError`
     remote_only: bool = False
+    choose: Callable[[Sequence[Found]], Sequence[Found]] = lambda found: found  # those to which it may connect
     traffic: Traffic = field(default_factory=Traffic)
     waiting: Waiting | None = None  # called after every slice of a wait
     stream: FrameStream | None = field(default=None, init=False)  # of the open connection
@@ -252,8 +250,8 @@ class ClientConnection:
 
     def _dial(self, deadline: float) -> socket.socket:
         """Like `socket.create_connection`, but `shut` can reach a socket that is still connecting."""
-        refusal: OSError | None = None
-        for family, kind, protocol, _, address in self._addresses(deadline):
+        refusal = OSError("it has no address that may be dialled")
+        for family, kind, protocol, _, address in self.choose(self._addresses(deadline)):
             if self.remote_only and (is_internal(address[0]) or is_own(family, address)):
                 refusal = OSError(f"{address[0]} is not an address that a registry may lead to")
                 continue
@@ -276,13 +274,12 @@ class ClientConnection:
             except OSError as error:
                 refusal = error
                 candidate.close()
-        assert refusal is not None  # getaddrinfo raises if it finds no address
         raise refusal
 
-    def _addresses(self, deadline: float) -> Sequence[_Found]:
+    def _addresses(self, deadline: float) -> Sequence[Found]:
         """Resolve the host name, in a separate thread: `getaddrinfo` has no deadline, and the owner of the name may run
         its DNS servers."""
-        found: Future[Sequence[_Found]] = Future()
+        found: Future[Sequence[Found]] = Future()
 
         def look_up() -> None:
             try:

@@ -218,6 +218,7 @@ class ErrorCode(StrEnum):
     BUSY = "busy"
     STOPPING = "stopping"
     INTERNAL = "internal"
+    UNREACHABLE = "unreachable"  # a registry's: it cannot connect to the executor
 
 
 RETRYABLE = frozenset({ErrorCode.BUSY, ErrorCode.STOPPING})

@@ -30,6 +30,7 @@ from provider.announce.placement import (
     unplaced,
 )
 from provider.config.schema import AnnounceConfig, ProviderConfig, TlsConfig
+from provider.logs import JsonLines
 from provider.products.model import open_store
 from provider.registry.server import RegistryServer
 from provider.serve import Provider
@@ -123,6 +124,17 @@ def test_registries_that_are_away_or_refuse_do_not_disturb_the_provider(
             assert client.product(execute(0, 1), torch.ones(1, WIDTH, dtype=torch.int32)).shape[0] == 1
             began = time.monotonic()
         assert time.monotonic() - began < 10  # it stops without them
+
+
+def test_an_executor_that_the_registry_cannot_reach_is_not_listed_and_logs_why(
+    announcing: Announcing, vouching: Vouching, registry: RegistryServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with Provider(announcing("zeta", address="localhost:1")) as provider:
+        until(lambda: "not_announced" in caplog.messages)
+        assert "zeta" not in listed(vouching, registry, provider.model_digest)
+    (reason,) = {JsonLines().format(record) for record in caplog.records if record.getMessage() == "not_announced"}
+    assert "cannot connect to localhost:1" in reason
 
 
 def test_a_descriptor_that_tenants_would_refuse_is_an_error_at_the_start(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from provider.registry.server import RegistryServer
-from tests.registries import registry_config
+from tests.registries import CredulousRegistry, registry_config
 from tests.vouching import Vouching
 
 Serve = Callable[..., RegistryServer]
@@ -16,11 +16,11 @@ Serve = Callable[..., RegistryServer]
 
 @pytest.fixture
 def serve(vouching: Vouching, tmp_path: Path) -> Iterator[Serve]:
-    """`serve(name=..., database=..., <limits>)`: a running registry."""
+    """`serve(name=..., database=..., connects_back=..., <limits>)`: a running registry."""
     with ExitStack() as servers:
 
-        def serve(*, name: str = "registry", **changes: Any) -> RegistryServer:
+        def serve(*, name: str = "registry", connects_back: bool = False, **changes: Any) -> RegistryServer:
             config = registry_config(vouching, name=name, **({"database": tmp_path / f"{name}.sqlite"} | changes))
-            return servers.enter_context(RegistryServer(config))
+            return servers.enter_context((RegistryServer if connects_back else CredulousRegistry)(config))
 
         yield serve

@@ -90,11 +90,10 @@ def test_a_revoked_executor_is_no_longer_listed(serve: Serve, vouching: Vouching
         assert registry.list(DIGEST) == []
 
 
-def test_a_descriptor_that_a_reload_drops_is_not_stored_again(serve: Serve, vouching: Vouching) -> None:
+def test_a_descriptor_that_a_reload_drops_is_not_stored_again(serve: Serve) -> None:
     """A descriptor that is verified before a reload, and stored after it, is dropped."""
-    server, said = serve(), vouching.said("gamma")
     with pytest.raises(errors.DescriptorError, match="again"):
-        server._admit(said.key, Trust(()))
+        serve()._admit(Trust(()))
 
 
 def test_show_prints_listed_and_refused_executors(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
@@ -114,18 +113,39 @@ def test_show_prints_listed_and_refused_executors(serve: Serve, vouching: Vouchi
     assert "1 of 2 descriptors are refused" in result.output
 
 
-def test_announcements_of_one_executor_are_limited(serve: Serve, vouching: Vouching) -> None:
+def test_announcements_of_one_executor_are_limited(
+    serve: Serve, vouching: Vouching, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = serve(announcements_per_h=12.0)  # three at once
     with vouching.client(server.address) as registry:
         for step in range(3):
             registry.announce(vouching.says("gamma", after_ms=step))
+        registry.announce(vouching.says("delta", after_ms=9))
+        monkeypatch.setattr(server, "_connect_back", None)
         with pytest.raises(errors.ProviderError, match="too often") as caught:
             registry.announce(vouching.says("gamma", after_ms=3))
         assert caught.value.code == wire.ErrorCode.BUSY
         for _ in range(4):  # repeating a known descriptor does not count against its executor
             registry.announce(registry.list(DIGEST)[0])
-        registry.announce(vouching.says("delta", after_ms=9))
         assert len(registry.list(DIGEST)) == 2
+
+
+def test_an_executor_is_listed_if_it_shows_its_certificate_at_its_address(
+    serve: Serve, vouching: Vouching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason is the same whatever is found there. What is listed already, and an end, cause no connection."""
+    monkeypatch.setattr("provider.registry.server._CONNECT_S", 0.5)
+    there = parse_address(serve(name="gamma").address)[1]  # a registry with gamma's certificate in place of an executor
+    server = serve(connects_back=True)
+    with socket.create_server(("127.0.0.1", 0)) as silent, vouching.client(server.address) as registry:
+        for step, (name, port) in enumerate((("gamma", silent.getsockname()[1]), ("gamma", 1), ("delta", there))):
+            with pytest.raises(errors.ProviderError, match="answered unreachable: the registry does not find it at"):
+                registry.announce(vouching.says(name, address=("localhost", port), after_ms=step))
+        registry.announce(good := vouching.says("gamma", address=("localhost", there), after_ms=3))
+        monkeypatch.setattr(server, "_connect_back", None)
+        registry.announce(good)
+        registry.announce(leaving := vouching.says("gamma", address=("localhost", 1), after_ms=4, draining=True))
+        assert registry.list(DIGEST) == [leaving]
 
 
 def test_requests_of_one_network_are_limited(serve: Serve, vouching: Vouching) -> None:
@@ -215,7 +235,7 @@ class Talker(RegistryServer):
 
     answer: tuple[protocol.Reply, bytes] = protocol.Listed(), b""
 
-    def _reply(self, request: protocol.Request, payload: bytes) -> tuple[protocol.Reply, bytes]:
+    def _reply(self, request: protocol.Request, payload: bytes, peer: str) -> tuple[protocol.Reply, bytes]:
         return self.answer
 
 
@@ -314,7 +334,8 @@ def test_an_address_in_use_is_an_error(serve: Serve) -> None:
 
 
 def test_accepted_descriptors_survive_sigkill(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
-    identity, data = vouching.identity("registry"), vouching.says("gamma")
+    there = parse_address(serve(name="gamma").address)[1]
+    identity, data = vouching.identity("registry"), vouching.says("gamma", address=("localhost", there))
     program = "from provider.registry.cli import app; app()"
     database = tmp_path / "registry.sqlite"
     options = {

@@ -22,10 +22,9 @@ from rich.table import Table
 from provider.announce.announcer import LIFETIME_S
 from provider.announce.placement import Placed, better, coverage, most_needed
 from provider.config.schema import SchedulerConfig
-from provider.registry.server import RegistryServer
 from provider.scheduler.scheduler import Scheduler
 from tests.provider.scheduler.rehearsal import GROUPS, ONE_CORE, Executor, Hardware, Tenant, play
-from tests.registries import registry_config
+from tests.registries import CredulousRegistry, registry_config
 from tests.vouching import DIGEST, Vouching
 
 LAYERS, SERVED = 32, 8
@@ -134,7 +133,7 @@ def registry_load(executors: int, folder: Path, *, sessions: int = 100) -> tuple
     does, over a real registry; and the bytes of the list."""
     vouching = Vouching.in_folder(folder)
     says = [vouching.says(f"e{number:03}") for number in range(executors)]
-    with RegistryServer(registry_config(vouching, database=folder / "registry.sqlite")) as server:
+    with CredulousRegistry(registry_config(vouching, database=folder / "registry.sqlite")) as server:
         began = time.process_time()
         for said in says:
             with vouching.client(server.address) as client:

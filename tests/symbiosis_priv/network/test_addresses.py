@@ -3,13 +3,21 @@
 import socket
 import ssl
 import time
-from ipaddress import IPv4Address, IPv6Address
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from random import Random
 
 import pytest
 from hypothesis import example, given, strategies as st
 
 from symbiosis_priv.errors import ConfigError, ConnectionLostError
-from symbiosis_priv.network.addresses import is_internal, local_address, names_host, parse_address, shown
+from symbiosis_priv.network.addresses import (
+    is_internal,
+    local_address,
+    names_host,
+    parse_address,
+    shown,
+    ways_back,
+)
 from symbiosis_priv.network.dial import ClientConnection
 
 METADATA = ["fd00:ec2::254", "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fd00:42::42"]
@@ -82,6 +90,26 @@ def test_internal_addresses_are_recognised_in_every_form(address: IPv4Address) -
 @pytest.mark.parametrize("address", ["::1", "::", "fe80::1", "fe80::1%lo", "ff02::1", *METADATA])
 def test_internal_addresses_of_ipv6(address: str) -> None:
     assert is_internal(address)
+
+
+PRIVATE = st.ip_addresses(network="10.0.0.0/8").map(str) | st.sampled_from(["fd12::1", "64:ff9b::a00:1"])
+PUBLIC = st.ip_addresses(network="93.184.216.0/24").map(str) | st.just("2606:4700::1111")
+HIDDEN = st.ip_addresses(network="127.0.0.0/8").map(str) | st.sampled_from(["169.254.169.254", "fe80::1", *METADATA])
+
+
+@given(peer=PRIVATE | PUBLIC | st.just("127.0.0.1"), names=st.tuples(PRIVATE, PUBLIC, HIDDEN), order=st.randoms())
+def test_a_registry_connects_back_only_to_the_network_of_who_announces(
+    peer: str, names: tuple[str, str, str], order: Random
+) -> None:
+    """Once for each family, and to its own machine only for a client of this machine."""
+    families = {name: socket.AF_INET6 if ":" in name else socket.AF_INET for name in names}
+    ways = ways_back(
+        [(families[name], socket.SOCK_STREAM, 6, "", (name, 1)) for name in order.sample(names, 3)], peer=peer
+    )
+    chosen, (private, _, hidden) = [one[4][0] for one in ways], names
+    assert 1 <= len({families[name] for name in chosen}) == len(chosen)
+    assert hidden not in chosen or (peer, hidden[:4]) == ("127.0.0.1", "127.")
+    assert private not in chosen or not ip_address(peer).is_global or peer == "64:ff9b::a00:1"
 
 
 def test_a_host_header_is_a_host_and_a_port_and_nothing_else() -> None:

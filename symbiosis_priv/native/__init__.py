@@ -350,12 +350,12 @@ def can_multiply(rows: Tensor, weight: Tensor) -> bool:
 def linear(rows: Tensor, weight: Tensor) -> Tensor:
     """Compute `rows @ weight.T` with sums in float32: `[..., d]` and `[o, d]` to `[..., o]`, all of one dtype. The bits
     of a row do not depend on the other rows."""
-    lib = library()
-    assert lib is not None  # `can_multiply` has returned True
-    isa, (outputs, inputs) = best(lib), weight.shape
-    x = rows.detach().reshape(-1, inputs).float().contiguous()
-    count = len(x)
-    result = torch.empty((count, outputs), dtype=torch.float32, device="cpu")
+    (outputs, inputs), count = weight.shape, rows.numel() // weight.shape[1]
+    found = compiled(brief=outputs * inputs * count <= _SHARE)
+    assert found is not None  # `can_multiply` has returned True
+    lib, isa = found
+    x = rows if rows.dtype is torch.float32 and rows.is_contiguous() else rows.detach().float().contiguous()
+    result = torch.empty((*rows.shape[:-1], outputs), dtype=torch.float32, device="cpu")
     operands = x.data_ptr(), count, inputs, weight.data_ptr(), FORMATS[weight.dtype], result.data_ptr(), outputs
 
     def columns(begin: int, end: int) -> None:
@@ -363,4 +363,4 @@ def linear(rows: Tensor, weight: Tensor) -> Tensor:
 
     row_bytes = inputs * weight.element_size() * max(1, count // 8)
     for_each_slice(columns, total=outputs, least=max(1, _LINEAR_BYTES // max(1, row_bytes)))
-    return result.to(rows.dtype).view(*rows.shape[:-1], outputs)
+    return result if rows.dtype is torch.float32 else result.to(rows.dtype)

@@ -60,14 +60,17 @@ class Composition:
                 keys = {} if adapter.trainable or adapter.training else adapter.keys
                 if name not in keys:
                     keys[name] = operator_key(layer)
-                groups[keys[name], len(rows) if self._block is None else None].append(task)
-        members = tuple(map(tuple, groups.values()))
+                in_blocks = self._block is not None and not keys[name][0].is_independent(layer)
+                groups[keys[name], None if in_blocks else len(rows)].append(task)
+        members = tuple((tuple(tasks), count is None) for (_, count), tasks in groups.items())
         places = self._places.get((members, device))
         if places is None:
             places = self._places[members, device] = self._placed(members, rest, device)
         sections = []
-        for ((kind, _), _), tasks, section in zip(groups, members, places.sections, strict=True):
-            blocks = [1 if self._block is None else -(-len(self._rows[task]) // self._block) for task in tasks]
+        for ((kind, _), count), (tasks, _), section in zip(groups, members, places.sections, strict=True):
+            blocks = [
+                -(-len(self._rows[task]) // self._block) if count is None and self._block else 1 for task in tasks
+            ]
             layers = [
                 self._adapters[task].layers[name] for task, n in zip(tasks, blocks, strict=True) for _ in range(n)
             ]
@@ -109,14 +112,16 @@ class Composition:
             self._needed[key] = rows, dict(zip(siblings, flat.split(counts), strict=True))
         return self._needed[key]
 
-    def _placed(self, groups: Sequence[Sequence[str]], rest: Sequence[str], device: torch.device) -> _Places:
+    def _placed(
+        self, groups: Sequence[tuple[Sequence[str], bool]], rest: Sequence[str], device: torch.device
+    ) -> _Places:
         def tensor(numbers: Sequence[int]) -> Tensor:
             return torch.tensor(numbers, dtype=torch.long, device=device)
 
         in_order = list(range(self.count))
         sections: list[tuple[Tensor | None, Tensor | None, Tensor | None]] = []
         order, start = [0] * self.count, 0
-        for tasks in groups:
+        for tasks, in_blocks in groups:
             rows: list[int] = []
             own: list[int] = []
             places: list[int] = []
@@ -124,7 +129,7 @@ class Composition:
                 of_task = self._rows[task]
                 own += of_task
                 places += range(len(rows), len(rows) + len(of_task))
-                missing = 0 if self._block is None else -len(of_task) % self._block
+                missing = -len(of_task) % self._block if in_blocks and self._block else 0
                 rows += of_task + [of_task[-1]] * missing  # repeat the last row: any row fills a block
             for row, place in zip(own, places, strict=True):
                 order[row] = start + place

@@ -5,15 +5,19 @@ tasks with the same method and the same sizes are computed together, with batche
 methods run PEFT's own code, one task after the other (`ByPeft`). Either way the base layer runs once for all tasks.
 
 Rows are sorted by task, and each task has the same number of rows, so a tensor of `tasks * rows` sequences can be
-viewed as `[tasks, rows * tokens, width]`. In a batch of blocks, operators treat each block as a task (a task may have
-several blocks), and every product has the shape of one block. BLAS chooses the order of sums by the shape, so a row's
-result does not depend on the other blocks. With some shapes it also depends on the row's place (MKL: 5 inputs and at
-most 8 outputs; oneDNN: bfloat16 with three threads). LoRA, VeRA and bottleneck adapters test their shapes, and compute
-such products one row at a time (`linear_in_block`); OFT and PEFT's own code do not.
+viewed as `[tasks, rows * tokens, width]`. Where a row's bits must not depend on the other rows, the compiled library
+multiplies (`native.linear`): rows of LoRA, IA3 and BitFit then need nothing else (`is_independent`).
+
+Without the library, and for other methods, rows are divided into blocks: operators treat each block as a task (a task
+may have several blocks), and every product has the shape of one block. BLAS chooses the order of sums by the shape, so
+a row's result does not depend on the other blocks. With some shapes it also depends on the row's place (MKL with AVX2:
+nearly all shapes; oneDNN: bfloat16 with three threads). LoRA, VeRA and bottleneck adapters test their shapes, and
+compute such products one row at a time (`linear_in_block`); OFT and PEFT's own code do not.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from functools import cache, cached_property
 from typing import Any
 
@@ -23,16 +27,22 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from symbiosis_priv.native import can_multiply, linear
 from tenant.tasks.adapter import NAME, base_layer
 from tenant.tasks.methods.outputs import BitFitLayer, BottleneckLayer
 
 
 class Operator(ABC):
     """The adapters of some tasks at one layer of the model. `layers`: one layer per task, or per block. `in_blocks`:
-    True if every product must have the shape of one block."""
+    True if a row's bits must not depend on the other rows."""
 
     def __init__(self, layers: Sequence[Any], *, in_blocks: bool) -> None:
         self.layers, self.in_blocks = layers, in_blocks
+
+    @classmethod
+    def is_independent(cls, layer: Any) -> bool:
+        """True if a row's bits depend on no other row, so that the layer's rows fill no blocks."""
+        return False
 
     @property
     def changes_input(self) -> bool:
@@ -98,12 +108,17 @@ class Lora(_Grouped):
         a = layer.lora_A[NAME].weight
         return a.shape, a.dtype, layer.scaling[NAME], _dropout(layer.lora_dropout[NAME])
 
+    @classmethod
+    def is_independent(cls, layer: Any) -> bool:
+        return all(can_multiply(part[NAME].weight, part[NAME].weight) for part in (layer.lora_A, layer.lora_B))
+
     def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
         first, (a, b) = self.layers[0], self._weights
-        dropped = first.lora_dropout[NAME](first._cast_input_dtype(x, a[0].dtype))
-        delta = self.linears(self.by_task(dropped), a, b) * first.scaling[NAME]
-        out: Tensor = (y + delta.view_as(y)).to(y.dtype)
-        return out
+        with torch._C.DisableTorchFunction() if self.in_blocks else nullcontext():  # as in `linears`
+            dropped = first.lora_dropout[NAME](first._cast_input_dtype(x, a[0].dtype))
+            delta = self.linears(self.by_task(dropped), a, b) * first.scaling[NAME]
+            out: Tensor = (y + delta.view_as(y)).to(y.dtype)
+            return out
 
     @cached_property
     def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -117,6 +132,10 @@ class IA3(_Grouped):
     @classmethod
     def key(cls, layer: Any) -> Hashable | None:
         return None if NAME not in layer.ia3_l else (layer.is_feedforward, layer.ia3_l[NAME].dtype)
+
+    @classmethod
+    def is_independent(cls, layer: Any) -> bool:
+        return True
 
     @property
     def changes_input(self) -> bool:
@@ -239,6 +258,10 @@ class BitFit(_Grouped):
     def key(cls, layer: Any) -> Hashable | None:
         return layer.bitfit_bias[NAME].dtype if NAME in layer.bitfit_bias else None
 
+    @classmethod
+    def is_independent(cls, layer: Any) -> bool:
+        return True
+
     def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
         return y + self.per_row(self.stack(lambda layer: layer.bitfit_bias[NAME]), y).to(y.dtype)
 
@@ -321,6 +344,8 @@ def operator_key(layer: nn.Module) -> tuple[type[Operator], Hashable]:
 def linear_in_block(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `F.linear` of a block of rows `[rows, d]`: a row's bits do not depend on the other rows, nor on its
     place."""
+    if can_multiply(rows, weight):  # with the same bits on every processor
+        return linear(rows, weight) if bias is None else linear(rows, weight) + bias
     if _place_matters(len(rows), weight.shape, rows.dtype, rows.device, torch.get_num_threads(), bias is not None):
         return torch.cat([F.linear(row.clone(), weight, bias) for row in rows.split(1)])
     # BLAS may choose the order of sums by the alignment, too, and a new tensor's is always the same

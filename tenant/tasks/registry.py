@@ -222,9 +222,9 @@ class Tasks:
         Args:
             names: the task of each row; "__base__" for a row without an adapter. Without `block`, one name serves any
                 number of rows.
-            block: compute each task's rows in blocks of this number of rows. Every product of an adapter then has the
-                shape of one block, and what adapters add to a row does not depend, bit for bit, on the other rows and
-                tasks of the batch. None computes all rows of several tasks together.
+            block: compute each task's rows in blocks of this number of rows, where products depend on their shape: then
+                what adapters add to a row does not depend, bit for bit, on the other rows and tasks of the batch. None
+                computes all rows of several tasks together.
 
         Raises:
             TaskError: a task is unknown, or the tasks exceed the memory limit; or, at the end of the block, a later

@@ -151,7 +151,9 @@ class Attention:
     ) -> Tensor:
         """`attend` of queries on the CPU."""
         rows, heads, width = queries.shape
-        library, value_width = self._compiled, self._shape.value_width
+        value_width = self._shape.value_width
+        work = self._pairs * heads * (width + value_width)
+        library = self._compiled if work > _SHARE else native.brief_library()
         assert library is not None
         given = queries.float().contiguous()
         sinks = None if sinks is None else sinks.detach().cpu().float().contiguous()
@@ -164,7 +166,6 @@ class Attention:
             library.local_attend(*arguments, begin, end)
 
         total = len(self._new) * self._shape.heads
-        work = self._pairs * heads * (width + value_width)
         for_each_slice(compute, total=total, least=max(1, total * _SHARE // work))
         return result.to(queries.dtype)
 

@@ -15,13 +15,16 @@ from torch import Tensor, nn
 from transformers import LlamaForSequenceClassification
 
 from symbiosis_priv.errors import TaskError, UnsupportedMethodError, UnsupportedModelError
+from symbiosis_priv.native import linear
 from tenant import MaskBertConfig, RemoteConfig, backend_of
 from tenant.model.loading import load_model
+from tenant.tasks import operators
 from tenant.tasks.adapter import NAME
 from tenant.tasks.batch import BASE
 from tenant.tasks.operators import operator_key
 from tenant.tasks.registry import Tasks
 from tests.adapters import METHODS, write_adapter
+from tests.builds import BUILDS, TORCH, build as using
 from tests.compatibility.families import build
 
 TOKENS = 7
@@ -209,10 +212,13 @@ def test_batches_in_blocks_give_the_results_of_each_task_alone(exact: Tasks, alo
     blocks=st.integers(1, 9),
     place=st.integers(0, 71),
     threads=st.integers(1, 4),
+    compiled=st.sampled_from([TORCH, BUILDS[-1]]),
 )
-@example(inputs=24, outputs=8, rank=5, dtype=torch.float32, blocks=1, place=1, threads=1)  # MKL's order depends on it
+@example(  # MKL's order depends on the place
+    inputs=24, outputs=8, rank=5, dtype=torch.float32, blocks=1, place=1, threads=1, compiled=TORCH
+)
 def test_a_block_of_lora_has_the_same_bits_whatever_the_number_of_blocks(
-    inputs: int, outputs: int, rank: int, dtype: torch.dtype, blocks: int, place: int, threads: int
+    inputs: int, outputs: int, rank: int, dtype: torch.dtype, blocks: int, place: int, threads: int, compiled: str
 ) -> None:
     torch.set_num_threads(threads)
     torch.manual_seed(inputs)
@@ -228,10 +234,24 @@ def test_a_block_of_lora_has_the_same_bits_whatever_the_number_of_blocks(
     first, own_y = x[place].expand(8, -1).clone(), y[place].expand(8, -1).clone()
     of_blocks = [layers[number % 3] for number in range(blocks)]
     mine = [of_blocks[place // 8]]
-    with torch.inference_mode():
+    with torch.inference_mode(), using(compiled):
         mixed = key[0](of_blocks, in_blocks=True).after(x, y, no_base)[place]
         alone = key[0](mine, in_blocks=True).after(first, own_y, no_base)[0]
     assert torch.equal(mixed, alone)
+
+
+@pytest.mark.skipif(BUILDS == (TORCH,), reason="needs the compiled library")
+def test_rows_of_lora_fill_no_blocks_and_have_the_same_bits_on_every_processor(split: Tasks) -> None:
+    """With AVX2, MKL's sums depend on a row's place in a block: such rows were filled up and multiplied one by one."""
+    projection = split.model.model.layers[0].self_attn.q_proj
+    names, x = ["lora", BASE, "lora-r8", "lora"], torch.randn(4, 1, projection.in_features)
+    results, blas = [], mock.patch.object(operators, "_place_matters", side_effect=AssertionError)
+    for compiled in BUILDS[1:]:
+        own = mock.patch.object(operators, "linear", wraps=linear)
+        with using(compiled), torch.no_grad(), blas, own as own_linear, split.batch(names, block=8):
+            results.append(projection(x))
+        assert sorted(len(call.args[0]) for call in own_linear.call_args_list) == [1, 1, 2, 2]
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 def no_base(*_: Any) -> Tensor:

@@ -24,6 +24,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Sequence
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -139,18 +140,25 @@ def _in_fork(root: Path, tests: Sequence[str], first: bool, said: int) -> None:
     os._exit(pytest.main(["-q", "--tb=no", "-rfE", *["-x"] * first, *tests]))
 
 
+def rewrite(path: Path, content: bytes) -> None:
+    """Write a file, and delete its bytecode: Python would take that of another content for this one's, if both have one
+    size and were written in one second."""
+    path.write_bytes(content)
+    Path(cache_from_source(path)).unlink(missing_ok=True)
+
+
 def tried(mutation: Mutation, root: Path) -> Outcome:
     """Apply a mutation to the copy, run its tests, and undo it."""
     path, text = mutated(mutation, root)
     before, library = path.read_bytes(), root / "symbiosis_priv" / "native" / "libring.so"
     compiled = library.read_bytes() if path.suffix != ".py" and library.exists() else None
     try:
-        path.write_text(text, encoding="utf-8")
+        rewrite(path, text.encode())
         if path.suffix != ".py":
             subprocess.run([sys.executable, "hatch_build.py"], cwd=root, check=True, capture_output=True)
         return run_tests(root, mutation.noticed_by)
     finally:
-        path.write_bytes(before)
+        rewrite(path, before)
         if compiled is not None:
             library.write_bytes(compiled)
 

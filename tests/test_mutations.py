@@ -1,13 +1,14 @@
 """Every entry of `mutations.toml` still fits one line, and names tests that exist. `tests.mutations` runs them."""
 
 import ast
+import py_compile
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.mutations import ROOT, Mutation, mutated, mutations, pattern, verdict
+from tests.mutations import ROOT, Mutation, mutated, mutations, pattern, rewrite, verdict
 from tests.test_documentation import TESTS
 from tests.warm import run
 
@@ -58,6 +59,16 @@ def test_a_line_that_is_gone_or_there_twice_is_named(tmp_path: Path) -> None:
         (tmp_path / "code.py").write_text(text)
         with pytest.raises(LookupError, match=f"mutation 'a name' fits {times} of code.py: x = 1"):
             mutated(mutation, tmp_path)
+
+
+def test_no_mutation_runs_with_the_bytecode_of_another(tmp_path: Path) -> None:
+    """Two of one line had one length, were written in one second, and the second was not noticed."""
+    (tmp_path / "code.py").write_text("x = 1")
+    stored = py_compile.compile(str(tmp_path / "code.py"))
+    assert stored is not None
+    rewrite(tmp_path / "code.py", b"x = 2")
+    assert not Path(stored).exists()
+    assert (tmp_path / "code.py").read_text() == "x = 2"
 
 
 @pytest.mark.parametrize(

@@ -198,11 +198,12 @@ def render(reports: Sequence[ResultFile]) -> str:
         page += "\n" if heading in page else f"{heading}\n"
         machine, table = report.machine, Table.of(report.rows)
         versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
-        page += (
-            f"`{report.command}`\n\n{report.date[:10]}, {machine.cpu}, {machine.cores} cores "
-            f"({', '.join(machine.instructions) or 'no extensions'}), {machine.memory_gib:g} GiB, "
-            f"{machine.gpu or 'no GPU'}, {versions}.\n\n"
+        where_run = (
+            f"{machine.cpu}, {machine.cores} cores ({', '.join(machine.instructions) or 'no extensions'}), "
+            f"{machine.memory_gib:g} GiB, {machine.gpu or 'no GPU'}, {versions}"
         )
+        shown = f"{machine.cpu} as above" if where_run in page else where_run
+        page += f"`{report.command}`\n\n{report.date[:10]}, {shown}.\n\n"
         if table.shared:
             page += f"In every row: {'; '.join(f'{name} {value}' for name, value in table.shared.items())}.\n\n"
         page += _table(table.headings, table.rows)

@@ -9,13 +9,12 @@ from threat_model.attacks.base import Attack, Outcome
 from threat_model.attacks.collusion import Coalition, Collusion, HelperAlone, PartialCollusion
 from threat_model.attacks.exchanges import RelayedAnswers
 from threat_model.attacks.recorded_links import Harvest
-from threat_model.attacks.reused_noise import BlindClustering, CandidateSubtraction, Differencing, RepeatedRows
+from threat_model.attacks.reused_noise import CandidateSubtraction, Differencing, RepeatedRows
 from threat_model.attacks.side_channels import ExecutorShapes, MixedBatches, NeighbourCounts, NetworkShapes
 from threat_model.attacks.statistics_of_masks import Distinguisher, SamplerGrid, SeedRecovery, Uniformity
 
 ATTACKS: tuple[Attack[Any, Any], ...] = (
     *(CandidateSubtraction(direction) for direction in DIRECTIONS),
-    BlindClustering(),
     *(RepeatedRows(direction) for direction in DIRECTIONS),
     *(Differencing(direction) for direction in DIRECTIONS),
     *(RelayedAnswers(direction) for direction in DIRECTIONS),

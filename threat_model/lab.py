@@ -87,14 +87,12 @@ class Recording:
 
 
 class Lab:
-    """A context manager that runs providers, and records what each party sees.
-
-    `folder` is an empty folder for the checkpoint, keys and caches. `tied` and `experts` are those of `Pretraining`. 1
-    to 3 `helpers` are started; each scheme states how many it needs. `relayed` is a federation file with relay and one
-    helper; `one_company` is one whose only helper belongs to the executor's company: no tenant may use it.
-    With `round_trips` 2, providers have composed groups: tenants use them in every pass without gradients, and the
-    distinguishing game is played at the first of them.
-    """
+    """A context manager that runs providers, and records what each party sees. `folder` is an empty folder for the
+    checkpoint, keys and caches. `tied` and `experts` are those of `Pretraining`. 1 to 3 `helpers` are started; each
+    scheme states how many it needs. `relayed` is a federation file with relay and one helper; `one_company` is one
+    whose only helper belongs to the executor's company: no tenant may use it. With `round_trips` 2, providers have
+    composed groups: tenants use them in every pass without gradients, and the distinguishing game is played at the
+    first of them."""
 
     def __init__(
         self, folder: Path, *, tied: bool = False, experts: int = 0, helpers: int = 3, round_trips: RoundTrips = 4

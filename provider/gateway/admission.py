@@ -102,13 +102,12 @@ class _Claim:
 
 
 class ByteBudget:
-    """Limits the bytes of payloads in memory, in total and per tenant. Thread-safe.
-
-    A request takes its bytes before the gateway allocates the memory, and holds them until the memory is free, so the
-    limit holds for any number of connections. A quarter of the memory is reserved for small requests, with room for one
-    per connection: small requests never wait. Large requests share the rest. Tenants take turns, and a request whose
-    tenant is next is not overtaken. A tenant that holds bytes gets no more than `pool / (tenants + 1)`, so that one
-    more tenant finds room."""
+    """Limits the bytes of payloads in memory, in total and per tenant. Thread-safe. A request takes its bytes before
+    the gateway allocates the memory, and holds them until the memory is free, so the limit holds for any number of
+    connections. A quarter of the memory is reserved for small requests, with room for one per connection: small
+    requests never wait. Large requests share the rest. Tenants take turns, and a request whose tenant is next is not
+    overtaken. A tenant that holds bytes gets no more than `pool / (tenants + 1)`, so that one more tenant finds room.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._pool = limits.max_inflight_mib * MIB * 3 // 4

@@ -402,13 +402,11 @@ class Connection(FrameLoop[wire.Request]):
 
 class DepositConnection(FrameLoop[wire.Deposit]):
     """Serves one helper's connection, in its own thread: it carries blocks of relayed effects to the executor, and
-    nothing else.
-
-    The checks of a block come in this order: the header is a `Deposit`; the tenant's permit names the helper; group,
-    rows and the announced payload fit the model and the limits; the tenant's quota allows the block; the tenant's share
-    of the memory has room. Only then is memory allocated and the payload read. The block is kept if the helper's key
-    has signed it, with the `key` of its certificate. `executor` is the `fingerprint` of the certificate that this
-    provider has shown on the connection."""
+    nothing else. The checks of a block come in this order: the header is a `Deposit`; the tenant's permit names the
+    helper; group, rows and the announced payload fit the model and the limits; the tenant's quota allows the block; the
+    tenant's share of the memory has room. Only then is memory allocated and the payload read. The block is kept if the
+    helper's key has signed it, with the `key` of its certificate. `executor` is the `fingerprint` of the certificate
+    that this provider has shown on the connection."""
 
     def __init__(
         self,

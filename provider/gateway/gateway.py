@@ -71,9 +71,8 @@ class Gateway:
         return len(self._peers)
 
     def renew(self, config: ProviderConfig, credentials: Credentials) -> None:
-        """Apply new quotas, certificates, revocations and relays. Closes the connections of
-        clients that are not accepted any more. Raises `CertificateError`: a certificate of a relay cannot be used;
-        nothing has changed."""
+        """Apply new quotas, certificates, revocations and relays. Closes the connections of clients that are not
+        accepted any more. Raises `CertificateError`: a certificate of a relay cannot be used; nothing has changed."""
         self.state.links.renew(config)
         self.state.permits.renew(credentials.helpers)
         self.state.quotas.renew(config.quota_of)

@@ -67,8 +67,7 @@ def library() -> ctypes.CDLL | None:
 
 def brief_library() -> ctypes.PyDLL:
     """The library, called without releasing the GIL, for brief work (docs/adr/9-lane.md). Call it only if `library()`
-    is not None.
-    """
+    is not None."""
     return _load_with_gil()
 
 
@@ -227,9 +226,7 @@ _SHARE = 1 << 18  # entries: fewer are not worth another thread
 
 def layout(matrices: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
     """The C struct `parts` of passes.h for float matrices `[r, w_k]`: column blocks on the CPU, one dtype of `FORMATS`.
-
-    Each row of a matrix must be contiguous. The caller keeps the matrices alive.
-    """
+    Each row of a matrix must be contiguous. The caller keeps the matrices alive."""
     fields = [FORMATS[matrices[0].dtype], len(matrices)]
     for matrix in matrices:
         fields += matrix.data_ptr(), matrix.stride(0), matrix.shape[1]

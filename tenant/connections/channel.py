@@ -43,10 +43,8 @@ _BLOCK_BYTES = 64 << 20  # largest payload that is read if a helper has sent a b
 
 
 class Wiretap(Protocol):
-    """Observes every frame before encryption and after decryption, for reviewers, attacks and tests.
-
-    `payload` is the frame's matrix. A wiretap may change a received payload in place, as a dishonest provider would.
-    """
+    """Observes every frame before encryption and after decryption, for reviewers, attacks and tests. `payload` is the
+    frame's matrix. A wiretap may change a received payload in place, as a dishonest provider would."""
 
     def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
         """Called before a request is sent."""
@@ -71,15 +69,8 @@ class Reply(NamedTuple):
 
 
 class KnownFrames:
-    """The frames of a request and of its usual answer, but for the nonce and the payloads.
-
-    Args:
-        like: a request that was answered.
-        inputs, outputs: columns of the request's matrix and of the answer's.
-
-    Attributes:
-        request, answer: prefix and header, before and after the nonce.
-    """
+    """The frames of a request and of its usual answer, but for the nonce and the payloads. `like`: a request that was
+    answered. `request`, `answer`: prefix and header, before and after the nonce."""
 
     def __init__(self, like: wire.Execute, *, inputs: int, outputs: int) -> None:
         self.like, self.outputs, self.encoding = like, outputs, like.encoding
@@ -215,16 +206,10 @@ class Channel:
         since: float | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Reply:
-        """Send a request once, without retrying, on the current connection.
-
-        Args:
-            deadline: time on the clock of `time.monotonic`.
-            meanwhile: called while the answer is awaited.
-
-        Raises:
-            TransportError: the provider is away, busy or too slow. The same bytes may be sent to any provider.
-            ProviderError, ProtocolError: as for `request`.
-        """
+        """Send a request once, without retrying, on the current connection. `deadline`: time on the clock of
+        `time.monotonic`. `meanwhile`: called while the answer is awaited. Raises `TransportError`: the provider is
+        away, busy or too slow. The same bytes may be sent to any provider; `ProviderError`, `ProtocolError`: as for
+        `request`."""
         ask = partial(self._round_trip, message, payload, outputs, meanwhile=meanwhile)
         return self._once(ask, deadline, since=since)
 

@@ -37,7 +37,6 @@ class RelayInstruction:
     """The executor to which the helpers of a pad send their effects.
 
     Args:
-        welcome: the executor's limits.
         order: the order that each helper receives.
         max_bytes: bytes of blocks that the executor keeps for the tenant.
         until: the blocks are not used after this time, by `time.monotonic`.

@@ -48,19 +48,10 @@ NO_STACKS: Final[Stacks] = {}
 
 
 class BlameKeys:
-    """R and V modulo 2^32 for every (layer group, direction), with m columns. Secret, like `VerificationKeys`.
-
-    The V of a stack of experts are not stored, because m columns for each of thousands of experts would be half of the
-    preparation. They are computed from the checkpoint when a row was refused.
-
-    Args:
-        secret: 32 bytes, from which R is expanded.
-        read: reads V, int32 `[w, m]` for rows of width w, when it is needed; by default from `products`.
-        stacks: the model's stacks of experts.
-
-    Attributes:
-        products: the V that `add` has made.
-    """
+    """R and V modulo 2^32 for every (layer group, direction), with m columns. Secret, like `VerificationKeys`. The V of
+    a stack of experts are not stored, because m columns for each of thousands of experts would be half of the
+    preparation. They are computed from the checkpoint when a row was refused. `secret`: 32 bytes, from which R is
+    expanded. `read`: reads V, int32 `[w, m]` for rows of width w, when it is needed; by default from `products`."""
 
     def __init__(
         self,
@@ -105,16 +96,9 @@ class BlameKeys:
         counts: Counts | None = None,
         ring_bits: RingBits = DEFAULT_RING_BITS,
     ) -> bool:
-        """Returns True if `answer` is the product of `rows` modulo 2^ring_bits.
-
-        Args:
-            rows: int32 `[r, d]`, as sent to the executor or as expanded from a seed.
-            answer: int32 `[r, o]`, as received.
-            counts: rows of every expert, if rows belong to experts of a stack.
-
-        Raises:
-            CheckpointError: the stack cannot be read from the checkpoint.
-        """
+        """Returns True if `answer` is the product of `rows` modulo 2^ring_bits. `rows`: int32 `[r, d]`, as sent to the
+        executor or as expanded from a seed. `answer`: int32 `[r, o]`, as received. Raises `CheckpointError`: the stack
+        cannot be read from the checkpoint."""
         stack = self._stacks[index]() if index in self._stacks else None
         if stack is None:
             stored = self._read((index, direction)).t().contiguous()
@@ -142,19 +126,10 @@ class BlameKeys:
 
 
 def attribute(blame: BlameKeys, executor: Peer, part: Part, answer: Tensor) -> tuple[list[Peer], bool]:
-    """Check the answer and every effect of a refused product.
-
-    For a relayed answer, pass the product that `tenant.session.refused` restores.
-
-    Args:
-        executor: the provider of the answer.
-        part: the part that was sent to the executor; its effects have arrived.
-        answer: int32 `[r, o]`, refused.
-
-    Returns:
-        The providers whose result is not the product in the ring, and True if an effect that the tenant computed
-        itself is not. No provider if the keys detect no error, or cannot be read (a stack without its checkpoint).
-    """
+    """Check the answer and every effect of a refused product. For a relayed answer, pass the product that
+    `tenant.session.refused` restores. `answer`: int32 `[r, o]`, refused. Returns the providers whose result is not the
+    product in the ring, and True if an effect that the tenant computed itself is not. No provider if the keys detect no
+    error, or cannot be read (a stack without its checkpoint)."""
 
     def is_product(first: int, rows: Tensor, result: Tensor) -> bool:
         counts, bits = part.counts_of(first, rows.shape[0]), part.rows.ring_bits

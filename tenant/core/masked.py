@@ -126,15 +126,9 @@ def mask(rows: Tensor, pads: Sequence[Pad], *, added: bool = False) -> MaskedRow
 
 
 def remask(masked: MaskedRows, fresh: Mapping[int, Pad]) -> MaskedRows:
-    """Replace pads. The masked rows change, and no replaced pad is used again (rule 3).
-
-    Args:
-        masked: rows under pads; unchanged.
-        fresh: new pads by the index of the pad that each replaces, with the same number of rows.
-
-    Raises:
-        BurntRowError: a pad was used before, or has another number of rows.
-    """
+    """Replace pads. The masked rows change, and no replaced pad is used again (rule 3). `masked`: rows under pads;
+    unchanged. `fresh`: new pads by the index of the pad that each replaces, with the same number of rows. Raises
+    `BurntRowError`: a pad was used before, or has another number of rows."""
     masked_words, pads = masked.masked_words.clone(), list(masked.pads)
     for number, (first, old) in enumerate(with_first_rows(masked.pads)):
         if (new := fresh.get(number)) is None:
@@ -173,19 +167,10 @@ class Quarantine:
 
 
 class Gate:
-    """Lets requests of one process pass, or raises an error. Thread-safe.
-
-    Args:
-        federation: decides which providers are one company.
-        helpers: the helpers of the federation that are used.
-
-    Attributes:
-        attributing: a lock that is held while a fault is attributed. No request is sent while it is held.
-
-    Raises:
-        RoleConflictError: a company has both roles, and would know a pad and see a row under it.
-        ConfigError: two parties are not distinct (rule 11).
-    """
+    """Lets requests of one process pass, or raises an error. Thread-safe. `federation`: decides which providers are one
+    company. `attributing`: a lock that is held while a fault is attributed. No request is sent while it is held. Raises
+    `RoleConflictError`: a company has both roles, and would know a pad and see a row under it; `ConfigError`: two
+    parties are not distinct (rule 11)."""
 
     def __init__(self, federation: Federation, helpers: Iterable[Peer], quarantined: Quarantine) -> None:
         check_parties(
@@ -199,15 +184,9 @@ class Gate:
         self._passed: tuple[Peer, tuple[Peer, ...]] | None = None  # the latest; hashing peers takes longer
 
     def check(self, peer: Peer, rows: MaskedRows | None) -> None:
-        """Check a request before its first byte is sent.
-
-        Args:
-            rows: the rows of the request; None for a request to a helper.
-
-        Raises:
-            QuarantinedError: the provider is quarantined.
-            RoleConflictError: the provider's company knows a seed of these rows' pads (rule 8).
-        """
+        """Check a request before its first byte is sent. `rows`: the rows of the request; None for a request to a
+        helper. Raises `QuarantinedError`: the provider is quarantined; `RoleConflictError`: the provider's company
+        knows a seed of these rows' pads (rule 8)."""
         with self.attributing:
             if self._quarantined.parties and peer in self._quarantined:
                 raise QuarantinedError(f"{peer.role} {peer.name!r} is quarantined; nothing more is sent")

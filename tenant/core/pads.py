@@ -53,11 +53,9 @@ _in_child: list[Callable[[], None]] = []
 
 
 def generation() -> int:
-    """Number of forks between this process and the one that first imported this module.
-
-    If an object was made in another generation, it was copied by a fork. Compare the generation before every use of a
-    secret, because only this function detects a fork by C code.
-    """
+    """Number of forks between this process and the one that first imported this module. If an object was made in
+    another generation, it was copied by a fork. Compare the generation before every use of a secret, because only this
+    function detects a fork by C code."""
     if os.getpid() != _pid:
         _forked()
     return _forks
@@ -80,11 +78,9 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class SessionSecret:
-    """A fresh 256-bit secret, in memory that is not swapped, and its row counters. They are never stored or copied.
-
-    In a forked child every method raises `BurntRowError`, because parent and child would use the same rows (rule 2).
-    The child opens its own session.
-    """
+    """A fresh 256-bit secret, in memory that is not swapped, and its row counters. They are never stored or copied. In
+    a forked child every method raises `BurntRowError`, because parent and child would use the same rows (rule 2). The
+    child opens its own session."""
 
     def __init__(self) -> None:
         self._secret = LockedSecret(secrets.token_bytes(SEED_BYTES))
@@ -190,17 +186,9 @@ class Share(NamedTuple):
 
 
 class Pad:
-    """Mask rows and the promises of their effects. A pad masks rows once.
-
-    The mask is the sum of the shares' keystreams. It is computed while it is added, so a pad takes no memory for it.
-
-    Args:
-        rows: number of rows of each share.
-        shares: the shares of the pad, at least one.
-
-    Raises:
-        BurntRowError: no shares; such a pad would hide nothing.
-    """
+    """Mask rows and the promises of their effects. A pad masks rows once. The mask is the sum of the shares'
+    keystreams. It is computed while it is added, so a pad takes no memory for it. `rows`: number of rows of each share.
+    `shares`: the shares of the pad, at least one. Raises `BurntRowError`: no shares; such a pad would hide nothing."""
 
     __slots__ = ("_unused", "rows", "shares")
 
@@ -226,12 +214,10 @@ class Pad:
         rows.neg_()
 
     def open(self, answer: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the matrices from which the check of the product starts.
-
-        A scheme that opens answers in its own way derives from `Pad` and overrides this method: it may subtract the
-        effects and round off a small error. `answer`: int32 `[r, o]` from the executor, for this pad's rows; not
-        changed. Returns int32 `[r, o]`, and the int32 matrices `[r, o]` that must still be subtracted from it.
-        """
+        """Return the matrices from which the check of the product starts. A scheme that opens answers in its own way
+        derives from `Pad` and overrides this method: it may subtract the effects and round off a small error. `answer`:
+        int32 `[r, o]` from the executor, for this pad's rows; not changed. Returns int32 `[r, o]`, and the int32
+        matrices `[r, o]` that must still be subtracted from it."""
         return answer, self.effects()
 
     def correction(self) -> Tensor | None:

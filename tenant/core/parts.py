@@ -43,7 +43,6 @@ class UncheckedProduct(NamedTuple):
     """The product of some rows before unmasking and checking.
 
     Args:
-        start: index of the first of these rows.
         answer: int32 `[r, o]`; not changed.
         effects: int32 `[r, o]` each, to be subtracted from the answer.
         column: R, or None for no check.
@@ -106,15 +105,9 @@ class Rows(ABC):
 
     @abstractmethod
     def selected(self, numbers: Sequence[int], *, halved: bool = False) -> Self:
-        """Return a copy of some rows, with its own memory for results.
-
-        Args:
-            numbers: the rows, ascending.
-            halved: encode them at half their scale, so that fewer entries of their products wrap around.
-
-        Raises:
-            RangeError: there is no smaller scale.
-        """
+        """Return a copy of some rows, with its own memory for results. `numbers`: the rows, ascending. `halved`: encode
+        them at half their scale, so that fewer entries of their products wrap around. Raises `RangeError`: there is no
+        smaller scale."""
 
     @abstractmethod
     def put(self, numbers: Sequence[int], source: Self, places: Sequence[int]) -> None:
@@ -122,16 +115,9 @@ class Rows(ABC):
 
 
 class FloatRows(Rows):
-    """Float rows of one layer group: activations or gradients.
-
-    Args:
-        inputs: float matrices `[r, w_k]` on the CPU, one dtype: the column blocks of the rows.
-        outputs: float matrices for the column blocks of the results; overwritten.
-        counts: as in `Rows`.
-
-    Raises:
-        RangeError: the counts are not those of these rows, or the group is not a stack.
-    """
+    """Float rows of one layer group: activations or gradients. `inputs`: float matrices `[r, w_k]` on the CPU, one
+    dtype: the column blocks of the rows. `outputs`: float matrices for the column blocks of the results; overwritten.
+    Raises `RangeError`: the counts are not those of these rows, or the group is not a stack."""
 
     def __init__(
         self,
@@ -300,15 +286,9 @@ class Part:
         self.requests.clear()
 
     def open(self, answer: Tensor, *, relayed: bool = False) -> list[int]:
-        """Subtract the effects from an answer, check it, and write the results.
-
-        Args:
-            answer: int32 `[r, o]`, an executor's answer. Changed only if it is relayed.
-            relayed: True if the executor has subtracted blocks from the answer.
-
-        Returns:
-            The numbers of the rows that failed the check. Their results must be dropped.
-        """
+        """Subtract the effects from an answer, check it, and write the results. `answer`: int32 `[r, o]`, an executor's
+        answer. Changed only if it is relayed. `relayed`: True if the executor has subtracted blocks from the answer.
+        Returns the numbers of the rows that failed the check. Their results must be dropped."""
         self.relayed = relayed
         if relayed:
             for first, pad in with_first_rows(self.pads):
@@ -386,11 +366,10 @@ class PreparedPads(NamedTuple):
 class FewRows:
     """A few rows in two compiled calls, whose arguments are prepared once: `like.count` rows of the layer group and
     direction of `like`. For a few rows, Python's way through `Part` takes longer than the arithmetic. `space` and
-    `prepared` prepare the rest, which does not depend on the rows, while another answer is awaited.
-
-    The steps and their order are those of `Part`, and a pad is burnt before its rows become `MaskedRows`. Whenever
-    anything is unusual, `part` makes the `Part` with which the usual way goes on: the same integers, pads, masked rows.
-    `like` is a part of float rows for one matrix, with all rows of its product."""
+    `prepared` prepare the rest, which does not depend on the rows, while another answer is awaited. The steps and their
+    order are those of `Part`, and a pad is burnt before its rows become `MaskedRows`. Whenever anything is unusual,
+    `part` makes the `Part` with which the usual way goes on: the same integers, pads, masked rows. `like` is a part of
+    float rows for one matrix, with all rows of its product."""
 
     def __init__(self, like: Part) -> None:
         plan, rows, compiled = like.plan, like.rows, native.compiled(brief=like.count * like.widest <= passes.BRIEF)

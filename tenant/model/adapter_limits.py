@@ -97,12 +97,10 @@ def bounded_config(config: PeftConfig, model: nn.Module, *, folder: Path) -> Pef
 
 class MemoryLimit(TorchDispatchMode):
     """Context manager that limits the memory of tensors made from stated sizes, such as `torch.empty(rows, columns)`.
-
     The limit follows from the size of the adapter's file and of the model's largest layer. Operations that take tensors
     are not counted, because the size of their result follows from tensors that exist. `model`: the base model. Some
     methods index all weights of a layer (FourierFT), so its largest layer counts. Raises `CheckpointError`: an
-    operation would exceed the limit; its memory was not allocated.
-    """
+    operation would exceed the limit; its memory was not allocated."""
 
     def __init__(self, model: nn.Module, file: Path) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

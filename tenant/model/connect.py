@@ -79,13 +79,11 @@ def open_backend(options: Options, model: str | Path) -> Backend:
 
 
 class BaseWeights:
-    """Reads base weights of offloaded layers from the public checkpoint on the tenant's disk.
-
-    Most methods need no base weight. Some need it once, at their start (PiSSA factorises it): they get the checkpoint's
-    weight, as PEFT does with the whole model. DoRA and MaskBert compute with it beside the providers' products: they
-    get the rounded weight, which the providers multiply by. A weight is used only if it quantises to the integers that
-    the federation's manifest pins.
-    """
+    """Reads base weights of offloaded layers from the public checkpoint on the tenant's disk. Most methods need no base
+    weight. Some need it once, at their start (PiSSA factorises it): they get the checkpoint's weight, as PEFT does with
+    the whole model. DoRA and MaskBert compute with it beside the providers' products: they get the rounded weight,
+    which the providers multiply by. A weight is used only if it quantises to the integers that the federation's
+    manifest pins."""
 
     def __init__(self, options: Options, model: Path) -> None:
         self._options, self._model = options, model

@@ -117,10 +117,8 @@ class RemoteQuantizer(WidenedQuantizer):
         super().__init__(quantization_config, **kwargs)
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Refuse kernels that config.json names, and sizes that take too long to build.
-
-        transformers calls this method before it fetches kernels and builds the model.
-        """
+        """Refuse kernels that config.json names, and sizes that take too long to build. transformers calls this method
+        before it fetches kernels and builds the model."""
         parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
         for part in parts:
             for kind in ("_attn_implementation", "_experts_implementation"):
@@ -236,15 +234,9 @@ def _identity(folder: Path) -> str:
 
 def _vetted(files: list[str] | None, config: PreTrainedConfig) -> Path:
     """Check the files that transformers loads. Returns their folder: that of the revision and subfolder being loaded.
-
-    Args:
-        files: the files that transformers reads tensors from.
-        config: the model's configuration, with the name that the caller gave to `from_pretrained`.
-
-    Raises:
-        CheckpointError: transformers would load other files than the verification keys are made from, or files outside
-            the folder that the caller named.
-    """
+    `files`: the files that transformers reads tensors from. `config`: the model's configuration, with the name that the
+    caller gave to `from_pretrained`. Raises `CheckpointError`: transformers would load other files than the
+    verification keys are made from, or files outside the folder that the caller named."""
     if not files:
         raise CheckpointError("a split model is loaded from a folder or a hub name, not from a state_dict")
     folder = Path(files[0]).parent
@@ -262,10 +254,8 @@ def _vetted(files: list[str] | None, config: PreTrainedConfig) -> Path:
 
 def _check_not_redirected(folder: Path, config: PreTrainedConfig) -> None:
     """Raise `CheckpointError` if an index or config.json of another folder points to the tensors in `folder`.
-
     transformers would read config.json, adapter and tokenizer from that folder, and only `folder` is checked. The
-    caller's `subfolder=` is not refused, because transformers then reads all files from there.
-    """
+    caller's `subfolder=` is not refused, because transformers then reads all files from there."""
     if getattr(config, "transformers_weights", None):
         raise CheckpointError(
             f"the config.json of {config.name_or_path} points to other files (transformers_weights); delete that entry"

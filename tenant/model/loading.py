@@ -391,11 +391,9 @@ def _undone_on_error(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _unchanged(model: nn.Module, folder: Path, *, biases: bool) -> Iterator[None]:
     """Context manager: refuse tensors that PEFT would load into the base model, because they would outlive the adapter.
-
     The check runs before anything is loaded, on the names that PEFT derives from those in the file. Copies of the base
     model's own tensors are allowed (PEFT saves embeddings beside an adapter on them). `biases`: True if the adapter's
-    configuration says that it trains the base model's biases. Raises `CheckpointError`: there is such a tensor.
-    """
+    configuration says that it trains the base model's biases. Raises `CheckpointError`: there is such a tensor."""
     # an offloaded layer loads no weight
     absent = {id(module.weight) for module in model.modules() if isinstance(module, RemoteLayer)}
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())} - absent

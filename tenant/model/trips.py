@@ -254,7 +254,6 @@ class _State(local):
     Attributes:
         residual: the last norm, and its input.
         sent: the last round trip, until the norm after it is called.
-        adding: the linear whose adapter is being computed alone.
         beside: the last output that `Beside` has kept.
     """
 

@@ -29,7 +29,6 @@ class Preparation:
         blame: keys that attribute faults after a product was refused.
         own_digest: digest of the checkpoint's other tensors and config.json (`own_tensors`).
         tokenizer: SHA-256 of the checkpoint's tokenizer files and chat templates, by name; empty if it has none.
-        checkpoint: the checkpoint that was prepared; for messages.
         forget_keys: deletes the cached verification keys, so that the next session draws new ones.
         folder: the private folder that holds all of this; None if it could not be written.
     """

@@ -139,11 +139,9 @@ class ProviderHealth:
         return expected
 
     def patience_s(self, size: int, *, others_s: float | None) -> float:
-        """Return the seconds to wait for an exchange of `size` bytes while another provider can be asked.
-
-        `others_s`: expected seconds of other providers that are up, which limit the wait. None if no other provider is
-        up; the limit then grows with every failure in a row, so that a slow provider can finish.
-        """
+        """Return the seconds to wait for an exchange of `size` bytes while another provider can be asked. `others_s`:
+        expected seconds of other providers that are up, which limit the wait. None if no other provider is up; the
+        limit then grows with every failure in a row, so that a slow provider can finish."""
         expected, times = self.expected_s(size), 2 ** min(self._backoff.failures, 32)
         if others_s is not None:
             expected, times = min(expected, others_s), 1

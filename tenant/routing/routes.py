@@ -84,11 +84,9 @@ class Routes:
     # Executors
 
     def update(self, joined: Sequence[Peer]) -> None:
-        """Replace the discovered executors. An executor that is not in `joined` receives no more requests.
-
-        An executor that shares a name, key or address with a party of the federation is refused (rule 11). Rule 8
-        applies to discovered executors as to all others.
-        """
+        """Replace the discovered executors. An executor that is not in `joined` receives no more requests. An executor
+        that shares a name, key or address with a party of the federation is refused (rule 11). Rule 8 applies to
+        discovered executors as to all others."""
         with self._lock:
             known = {provider.peer: provider for provider in self.executors}
             parties = [traits(peer) for peer in self._federation.peers]

@@ -330,15 +330,9 @@ class Attempts:
 
     def refused(self, provider: KnownProvider, answer: Answer, *, may_wrap: bool = False) -> bool:
         """Handle a product that failed the check: the executor's answer or an effect of its pads is wrong; or, if
-        `may_wrap` is True, the product has left a narrow ring.
-
-        Returns:
-            False if the keys find no error, and the product may have left the ring. No provider is suspected then.
-
-        Raises:
-            VerificationError: the remaining providers cannot compute the product.
-            CheckpointError: the tenant's own packed weights are damaged.
-        """
+        `may_wrap` is True, the product has left a narrow ring. Returns False if the keys find no error, and the product
+        may have left the ring. No provider is suspected then. Raises `VerificationError`: the remaining providers
+        cannot compute the product; `CheckpointError`: the tenant's own packed weights are damaged."""
         runtime, part = self._runtime, self._part
         with runtime.gate.attributing:
             involved = [executor := provider.peer, *part.sent.holders]

@@ -56,13 +56,8 @@ class Unfinished(NamedTuple):
 
 
 class Lane:
-    """Products like one that the usual way has computed.
-
-    Args:
-        part: its only part.
-        client: the executor that has answered.
-        memory: of finished products, which lanes use again.
-    """
+    """Products like one that the usual way has computed. `part`: its only part. `memory`: of finished products, which
+    lanes use again."""
 
     def __init__(
         self,

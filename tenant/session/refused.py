@@ -56,16 +56,9 @@ class ProductRefused(Protocol):
 def correct_or_blame(
     part: Part, answer: Tensor, refused: Sequence[int], product_refused: ProductRefused
 ) -> Sequence[int] | None:
-    """Handle rows that failed the check.
-
-    Args:
-        answer: int32 `[r, o]`, the answer that was opened.
-        refused: the numbers of the rows, at least one.
-
-    Returns:
-        The rows that left a narrow ring too often to be corrected; None if a provider was at fault and the part has to
-        be sent again.
-    """
+    """Handle rows that failed the check. `answer`: int32 `[r, o]`, the answer that was opened. `refused`: the numbers
+    of the rows, at least one. Returns the rows that left a narrow ring too often to be corrected; None if a provider
+    was at fault and the part has to be sent again."""
     # rows of zeros cannot leave a narrow ring
     may_wrap = part.rows.most_wraps > 0 and part.start + max(refused) < part.rows.count
     # an outlier channel may wrap in all rows, but few rows wrap at two entries, and to look for them takes long
@@ -78,17 +71,10 @@ def correct_or_blame(
 
 
 def correct(part: Part, rows: Sequence[int], answer: Tensor, *, entries: int = wraps.MOST_ENTRIES) -> Sequence[int]:
-    """Correct the wraps of rows that failed the check, and write their results.
-
-    A search for one wrapped entry takes microseconds a row, a search for two entries tens of milliseconds.
-
-    Args:
-        answer: int32 `[r, o]`, the answer that was opened.
-        entries: the maximum number of wrapped entries to look for in a row.
-
-    Returns:
-        The numbers of the rows that cannot be corrected.
-    """
+    """Correct the wraps of rows that failed the check, and write their results. A search for one wrapped entry takes
+    microseconds a row, a search for two entries tens of milliseconds. `answer`: int32 `[r, o]`, the answer that was
+    opened. `entries`: the maximum number of wrapped entries to look for in a row. Returns the numbers of the rows that
+    cannot be corrected."""
     if not rows:
         return []
     bits, left = part.rows.ring_bits, list[int]()
@@ -148,19 +134,11 @@ Signer = Callable[[str], tuple[Peer, PublicKeyTypes] | None]
 
 
 def restore_product(part: Part, answer: Tensor, fetch: Fetch, signer: Signer) -> Peer | None:
-    """Replace a relayed answer by the executor's product and the effects that the helpers have signed.
-
-    Args:
-        part: a part whose relayed answer was opened and refused. Afterwards its effects are there, and none is relayed.
-        answer: int32 `[r, o]`, as opened; overwritten with the executor's product.
-
-    Returns:
-        The provider at fault if a block shows a fault: the executor, if it lacks a signed block, or a helper that has
-            signed another number of rows. Otherwise None.
-
-    Raises:
-        TransportError: a block could not be fetched.
-    """
+    """Replace a relayed answer by the executor's product and the effects that the helpers have signed. `part`: a part
+    whose relayed answer was opened and refused. Afterwards its effects are there, and none is relayed. `answer`: int32
+    `[r, o]`, as opened; overwritten with the executor's product. Returns the provider at fault if a block shows a
+    fault: the executor, if it lacks a signed block, or a helper that has signed another number of rows. Otherwise
+    None. Raises `TransportError`: a block could not be fetched."""
     effects: dict[bytes, Promise[Tensor | None]] = {}
     until = time.monotonic() + _EVIDENCE_S
     for first, pad in with_first_rows(part.pads):

@@ -58,15 +58,9 @@ from tenant.session.tally import Ledger, Tally, before_mask, clock, record, sigh
 
 
 class Session:
-    """A masked, verified session with the providers of a federation. Thread-safe.
-
-    Args:
-        store: the tenant's own copy of the weights, for schemes that need it.
-
-    Raises:
-        RoleConflictError, ConfigError: the scheme cannot be used with these providers (`Scheme.check`).
-        UncoveredError: no provider in the federation file serves some layers of the model.
-    """
+    """A masked, verified session with the providers of a federation. Thread-safe. `store`: the tenant's own copy of the
+    weights, for schemes that need it. Raises `RoleConflictError`, `ConfigError`: the scheme cannot be used with these
+    providers (`Scheme.check`); `UncoveredError`: no provider in the federation file serves some layers of the model."""
 
     def __init__(
         self,

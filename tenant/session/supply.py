@@ -62,15 +62,8 @@ _USED_PART: Final = 0.5  # share of an executor's stated times that is used: clo
 
 
 class Supply:
-    """Draws the pads of one process, ahead or when they are needed. Thread-safe.
-
-    Args:
-        relay: True if the federation file has `relay = true`.
-
-    Attributes:
-        source: draws pads; None if the scheme returned `UNMASKED_BY_CHOICE`.
-        relays: decides which effects are relayed; None without relay.
-    """
+    """Draws the pads of one process, ahead or when they are needed. Thread-safe. `source`: draws pads; None if the
+    scheme returned `UNMASKED_BY_CHOICE`. `relays`: decides which effects are relayed; None without relay."""
 
     def __init__(
         self,
@@ -161,10 +154,8 @@ class Supply:
 
 
 def most_rows(routes: Routes, widest: int) -> int:
-    """Return the row limit of one request: the largest limit among the executors, for request and answer.
-
-    A provider with lower limits gets several requests, so its limits do not affect requests to other providers.
-    """
+    """Return the row limit of one request: the largest limit among the executors, for request and answer. A provider
+    with lower limits gets several requests, so its limits do not affect requests to other providers."""
     limits = [row_limit(widest, provider.welcome) for provider in routes.executors if provider.welcome is not None]
     return max(limits, default=1)
 
@@ -293,9 +284,7 @@ class PadPool:
 
 def is_lost(pad: Pad) -> bool:
     """Returns True if an effect of the pad will never arrive, because its helper was lost, refused, or is quarantined.
-
-    A malformed effect does not count as lost, so that the fault is found when the pad is used.
-    """
+    A malformed effect does not count as lost, so that the fault is found when the pad is used."""
     for share in pad.shares:
         if share.effect.kept is not None:
             continue

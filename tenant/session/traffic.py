@@ -24,7 +24,6 @@ class PredictedTraffic:
     """Traffic between a tenant and its providers.
 
     Args:
-        round_trips: requests to executors.
         turns: number of requests that follow one another; parts of one product are sent at the same time.
         up, down: bytes of frames to and from executors.
         effects: bytes of effects from one helper. Requests to helpers are few and small, and are not counted.
@@ -68,10 +67,8 @@ def of_step(groups: Sequence[GroupEntry], rows: int, transport: Transport = DIRE
 def of_pass(
     groups: Sequence[GroupEntry], direction: Direction, rows: int, transport: Transport = DIRECT
 ) -> PredictedTraffic:
-    """Predict the traffic of rows through all groups in one direction, without gradients if it is forward.
-
-    The first group has no backward product, because the embeddings below it are frozen.
-    """
+    """Predict the traffic of rows through all groups in one direction, without gradients if it is forward. The first
+    group has no backward product, because the embeddings below it are frozen."""
     two = transport.round_trips == 2 and direction == FORWARD and rows <= MOST_ROWS
     used = while_decoding(groups) if two else [group for group in groups if group.composed is None]
     products = [

@@ -291,10 +291,8 @@ def read_documents(path: Path) -> list[str]:
 
 def to_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, *, length: int) -> list[list[int]]:
     """Encode all documents, end each with the end-of-text token, and cut the sequence into blocks of `length` tokens.
-
     The last tokens, which do not fill a block, are dropped unless there is no full block. Raises `ConfigError` if the
-    documents have fewer than two tokens.
-    """
+    documents have fewer than two tokens."""
     ids: list[int] = []
     for encoded in tokenizer(documents, verbose=False)["input_ids"]:
         ids += ended(encoded, tokenizer)

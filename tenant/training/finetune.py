@@ -42,7 +42,6 @@ class FineTuned:
     Args:
         loss_before, loss_after: loss on the held-out examples, or on all examples if none are held out.
         preferences: True if the losses are of preferences, not of tokens.
-        held_out: True if `loss_before` and `loss_after` are of held-out examples.
         cut: number of examples that were cut to the sequence length.
         left_out: number of examples with nothing to learn within the sequence length.
         tokens, seconds: training tokens and time, without evaluation.

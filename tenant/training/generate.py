@@ -68,11 +68,9 @@ class Conversation:
 
 
 class _Generation:
-    """Generates texts one after the other. Keys and values of a text are reused if the next prompt begins with it.
-
-    A tokenizer may divide the text of an answer into other tokens than the model has generated. Its keys and values are
-    then not reused; with `fixed_length`, those of the first equal tokens are.
-    """
+    """Generates texts one after the other. Keys and values of a text are reused if the next prompt begins with it. A
+    tokenizer may divide the text of an answer into other tokens than the model has generated. Its keys and values are
+    then not reused; with `fixed_length`, those of the first equal tokens are."""
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, decoding: Decoding) -> None:
         self._model, self._tokenizer, self._decoding = model, tokenizer, decoding

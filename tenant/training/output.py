@@ -71,16 +71,10 @@ def check_continues(record: Record, checkpoint: Path) -> None:
 def check_output(
     output: Path, *, resume: bool, model: Path, checkpoint: str | Path | None = None, cache: str | Path | None = None
 ) -> None:
-    """Refuse an output folder in which a run would overwrite other files.
-
-    Args:
-        checkpoint: the full checkpoint, if `model` is a slim one.
-        cache: folder of quantised weights and verification keys; the user's cache folder if None.
-
-    Raises:
-        ConfigError: `output` contains or lies in one of these folders, lies in another adapter's folder, is in use, or
-            has no checkpoint to resume from.
-    """
+    """Refuse an output folder in which a run would overwrite other files. `checkpoint`: the full checkpoint, if `model`
+    is a slim one. `cache`: folder of quantised weights and verification keys; the user's cache folder if None. Raises
+    `ConfigError`: `output` contains or lies in one of these folders, lies in another adapter's folder, is in use, or
+    has no checkpoint to resume from."""
     apart = {"model's folder": model, "cache": default_cache() if cache is None else Path(cache)}
     if checkpoint is not None:
         apart["full checkpoint"] = resolve(checkpoint)

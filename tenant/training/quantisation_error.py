@@ -103,16 +103,10 @@ def compare_vectors(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> Similarity:
-    """Run both models on the same inputs and compare their vectors.
-
-    Args:
-        inputs: at least one input. Of token ids, the last hidden states are compared; of arguments of the models'
-            forward pass by name (pixels, sound), the first outputs: logits, or hidden states.
-        progress: called with (inputs done, number of inputs).
-
-    Raises:
-        ConfigError: the model does not run on these arguments.
-    """
+    """Run both models on the same inputs and compare their vectors. `inputs`: at least one input. Of token ids, the
+    last hidden states are compared; of arguments of the models' forward pass by name (pixels, sound), the first
+    outputs: logits, or hidden states. `progress`: called with (inputs done, number of inputs). Raises `ConfigError`:
+    the model does not run on these arguments."""
     cosines = []
     for done, one in enumerate(inputs, start=1):
         want, got = _vectors(reference, one), _vectors(model, one)

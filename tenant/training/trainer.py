@@ -42,7 +42,6 @@ class Progress(TrainerCallback):
     Attributes:
         done, total: number of steps, earlier runs included.
         losses: of each step of this run, in nats per token.
-        tokens, seconds: of this run.
         ledger: the session's counters in this run; None without a session ("simulate", "paper-pool").
         random: state of torch's random generator after the last completed step.
     """
@@ -80,13 +79,9 @@ class Progress(TrainerCallback):
 
 
 class Resumable(Trainer):
-    """Saves completed steps when a run ends early; see the module's docstring. A mixin for TRL's trainers.
-
-    Args:
-        record: settings that a later run must share to continue from this one.
-        interrupts: an entered `Interrupts`, which delays signals.
-        overlap: number of parts of a batch that run at the same time (`tenant.overlapped`).
-    """
+    """Saves completed steps when a run ends early; see the module's docstring. A mixin for TRL's trainers. `record`:
+    settings that a later run must share to continue from this one. `interrupts`: an entered `Interrupts`, which delays
+    signals."""
 
     def __init__(
         self,
@@ -105,15 +100,9 @@ class Resumable(Trainer):
         self._interrupts, self._overlap = interrupts, overlap
 
     def run(self, *, resume_from: Path | None) -> tuple[float, float]:
-        """Train, and save the adapter in the output folder.
-
-        Returns:
-            The evaluation loss before and after training, in nats per token.
-
-        Raises:
-            CheckpointError: a file of `resume_from` is damaged, or would run code.
-            BaseException: the exception that ended the run early, with a note that says what is saved.
-        """
+        """Train, and save the adapter in the output folder. Returns the evaluation loss before and after training, in
+        nats per token. Raises `CheckpointError`: a file of `resume_from` is damaged, or would run code;
+        `BaseException`: the exception that ended the run early, with a note that says what is saved."""
         if resume_from is not None:
             vet_adapter(resume_from)
             if missing := [name for name in _STATES if not (resume_from / name).is_file()]:
@@ -183,11 +172,9 @@ class Resumable(Trainer):
             raise
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save the random state, and then the adapter in the output folder.
-
-        Trainer writes the random state just before trainer_state.json, which completes a checkpoint. So the adapter is
-        never older than the newest complete checkpoint, even after SIGKILL.
-        """
+        """Save the random state, and then the adapter in the output folder. Trainer writes the random state just before
+        trainer_state.json, which completes a checkpoint. So the adapter is never older than the newest complete
+        checkpoint, even after SIGKILL."""
         super()._save_rng_state(output_dir)
         save_adapter(self.model, self._output)
 

@@ -29,11 +29,9 @@ _GRID, _TURN = float(1 << 24), 2 * math.pi
 
 class SeedRecovery(RowsAttack[ExecutorView]):
     """Tries seeds 0..2047 of torch's generator, as integers and as normals, in the order of requests.
-
     `torch.manual_seed(small)` has a few thousand possible streams. One request identifies the stream: in the ring the
     right stream leaves small integers, in floats it leaves vectors in the direction of the rows. The stream then
-    unmasks every other request. Without a matching seed there is no guess.
-    """
+    unmasks every other request. Without a matching seed there is no guess."""
 
     name = "seed of the generator"
     sees = "rows, in order"
@@ -67,13 +65,11 @@ def _subtracted(exchange: Exchange, stream: torch.Generator) -> Tensor | None:
 
 
 class SamplerGrid(FirstLayerAttack):
-    """Scores every token by the distance of the implied uniform numbers to multiples of 2^-24.
-
-    torch makes float32 normals by Box-Muller from uniform numbers with 24 bits: elements j and j + 8 of a block of 16
-    are `r cos t, r sin t` with `t = 2 pi u` and u a multiple of 2^-24. For the right x, `(x' - x) / sigma` lies on that
-    grid; for a wrong x it does not. Each pair of coordinates gives a fraction of a bit, and there are d / 2 pairs.
-    Noise of real numbers would hide the row, but float32 numbers are not real numbers (Mironov, CCS 2012).
-    """
+    """Scores every token by the distance of the implied uniform numbers to multiples of 2^-24. torch makes float32
+    normals by Box-Muller from uniform numbers with 24 bits: elements j and j + 8 of a block of 16 are `r cos t, r sin
+    t` with `t = 2 pi u` and u a multiple of 2^-24. For the right x, `(x' - x) / sigma` lies on that grid; for a wrong x
+    it does not. Each pair of coordinates gives a fraction of a bit, and there are d / 2 pairs. Noise of real numbers
+    would hide the row, but float32 numbers are not real numbers (Mironov, CCS 2012)."""
 
     name = "sampler grid"
     sees = "rows of the first layer group, no noise"

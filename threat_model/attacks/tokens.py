@@ -151,13 +151,11 @@ class FirstLayerTokens(FirstLayerAttack):
 
 
 class DeepLayerTokens(LabelsAttack[ExecutorView]):
-    """Reads tokens from a deeper layer: runs the public model on every possible next token, and keeps the best fit.
-
-    The search is greedy: position t is decided after all positions before it, so the cost is vocabulary x length and
-    not vocabulary ^ length. The tenant's adapters are unknown, but they change activations in a similar way for all
-    tokens. So the attack reads all prompts once, fits a linear map from the public model's activations to the received
-    ones, and reads every prompt again with that map.
-    """
+    """Reads tokens from a deeper layer: runs the public model on every possible next token, and keeps the best fit. The
+    search is greedy: position t is decided after all positions before it, so the cost is vocabulary x length and not
+    vocabulary ^ length. The tenant's adapters are unknown, but they change activations in a similar way for all tokens.
+    So the attack reads all prompts once, fits a linear map from the public model's activations to the received ones,
+    and reads every prompt again with that map."""
 
     name = "tokens, deep layer"
     decisive = True

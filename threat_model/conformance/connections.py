@@ -31,13 +31,11 @@ _SEALED = Seed(bytes(SEED_BYTES + wire.TAG_BYTES))  # in form only: an executor 
 
 @claim("batching", "Requests of several connections at once get the same answers as alone.")
 def check_batching(subject: Subject, run: Run) -> None:
-    """Sends requests for one layer group on several connections while a long request keeps the executor busy.
-
-    A provider serves each connection independently, so all requests are sent before any answer is read. While the long
+    """Sends requests for one layer group on several connections while a long request keeps the executor busy. A
+    provider serves each connection independently, so all requests are sent before any answer is read. While the long
     request is computed, the others wait in the queue, and a provider that batches computes them together. Ring answers
     must have the same bits as the answers to single requests. Float sums may be computed in another order, so two float
-    answers differ by twice their error bound at most. Other properties check whether the answers are correct.
-    """
+    answers differ by twice their error bound at most. Other properties check whether the answers are correct."""
 
     def check(cases: list[Case]) -> None:
         with subject.connections(1 + len(cases)) as (busy, *others):

@@ -127,14 +127,12 @@ class CheckpointOracle(Oracle):
     def judge_float(
         self, index: int, direction: Direction, rows: Tensor, answer: Tensor, *, arithmetic: Arithmetic
     ) -> Difference | None:
-        """The first entry of a float answer outside its error bound; None if all are inside.
-
-        A float32 product with n non-zero terms, summed in any order, fused or not, is within `gamma_n * sum |x_i w_i|`
-        of the true one, `gamma_n = n u / (1 - n u)`, u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms,
-        §3.1); terms that are zero add exactly. The bias is one more term. n is increased by one for the error of this
-        float64 reference, and the bound allows for results below the smallest normal number, which may be flushed to
-        zero. `rows`: float32 `[r, d]`, too small to overflow; `answer`: float32 `[r, o]`.
-        """
+        """The first entry of a float answer outside its error bound; None if all are inside. A float32 product with n
+        non-zero terms, summed in any order, fused or not, is within `gamma_n * sum |x_i w_i|` of the true one, `gamma_n
+        = n u / (1 - n u)`, u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, §3.1); terms that are
+        zero add exactly. The bias is one more term. n is increased by one for the error of this float64 reference, and
+        the bound allows for results below the smallest normal number, which may be flushed to zero. `rows`: float32
+        `[r, d]`, too small to overflow; `answer`: float32 `[r, o]`."""
         expected, bound = self.float_product(index, direction, rows, arithmetic=arithmetic)
         return first_difference(answer.to(torch.float64), expected, bound=bound)
 

@@ -144,10 +144,9 @@ class ResponsesStreamOptions(Strict):
 
 
 class StreamOptions(ResponsesStreamOptions):
-    """Contents of a stream besides the answer. `include_usage`: add a last chunk with the numbers of tokens.
-
-    Not OpenAI's fields: `include_ledger`: add the costs so far to every chunk. `include_row`: add to the usage a row of
-    the last token, as it is here and as the executor saw it, for clients on this machine only."""
+    """Contents of a stream besides the answer. `include_usage`: add a last chunk with the numbers of tokens. Not
+    OpenAI's fields: `include_ledger`: add the costs so far to every chunk. `include_row`: add to the usage a row of the
+    last token, as it is here and as the executor saw it, for clients on this machine only."""
 
     include_usage: bool = False
     include_ledger: bool = False
@@ -167,10 +166,8 @@ class Generating(Strict):
 
 
 class CompletionFields(Generating):
-    """The fields that chat and completions share.
-
-    Not OpenAI's field: `answer_bucket`: providers see rows and passes in multiples of this number, or of the endpoint's
-    own if that is larger."""
+    """The fields that chat and completions share. Not OpenAI's field: `answer_bucket`: providers see rows and passes in
+    multiples of this number, or of the endpoint's own if that is larger."""
 
     answer_bucket: Annotated[int, Field(ge=1, le=MOST_BUCKET), INTEGER] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None

@@ -56,7 +56,6 @@ class Settings:
         requests: limit of requests in progress. A client may have at most as many of them as stay free.
         drain_s: seconds that answers may take to end when the server stops.
         adapters: folder whose adapters may be loaded at run time; None for none.
-        open_paths: paths that need no key.
         signed: prefixes of paths that hold a secret of their own in place of a key.
     """
 
@@ -116,7 +115,6 @@ class Service:
 
     Args:
         model: the base model of the engine; its configuration has the context length and the default sampling.
-        name: the base model's name for clients.
         pooling: how the hidden states of a text are combined to an embedding.
         answer_bucket: the smallest bucket of every request (`EngineRequest.bucket`).
     """

@@ -112,12 +112,9 @@ class GeneratedAnswer:
 
 
 class Sampler:
-    """Chooses one token after another for one request.
-
-    Each request has its own random numbers, counts of tokens and grammar, so a token does not depend on the other
-    requests of a batch. A sampled token takes one random number. `prompt`: the tokens before the answer, for
-    `repetition_penalty`. `ends`: the stop tokens, for `min_tokens`.
-    """
+    """Chooses one token after another for one request. Each request has its own random numbers, counts of tokens and
+    grammar, so a token does not depend on the other requests of a batch. A sampled token takes one random number.
+    `prompt`: the tokens before the answer, for `repetition_penalty`. `ends`: the stop tokens, for `min_tokens`."""
 
     def __init__(self, sampling: Sampling, *, prompt: Sequence[int] = (), ends: Collection[int] = ()) -> None:
         self._sampling = sampling
@@ -135,18 +132,9 @@ class Sampler:
             self._random.manual_seed(sampling.seed)
 
     def __call__(self, logits: Tensor) -> tuple[int, TokenLogprob | None]:
-        """Choose the next token.
-
-        Args:
-            logits: the model's own logits, `[vocabulary]`, floating point, on any device.
-
-        Returns:
-            The token, and its log probability if requested. Greedy decoding without biases, penalties and grammar
-            chooses `logits.float().argmax()`.
-
-        Raises:
-            NonFiniteError: no token has a probability.
-        """
+        """Choose the next token. `logits`: the model's own logits, `[vocabulary]`, floating point, on any device.
+        Returns the token, and its log probability if requested. Greedy decoding without biases, penalties and grammar
+        chooses `logits.float().argmax()`. Raises `NonFiniteError`: no token has a probability."""
         options, scores = self._sampling, logits.detach().float()
         if options.repetition_penalty != 1:  # as in transformers, so that greedy tokens are those of `generate()`
             if self._seen is None:
@@ -219,19 +207,11 @@ def token_logprob(logits: Tensor, token: int, *, top: int) -> TokenLogprob:
 
 
 class TextStream:
-    """Decodes one token after another, and looks for the stop texts.
-
-    The returned texts together are the text of all tokens up to a stop text. Special tokens are left out of it; stop
-    texts are looked for in the text with them. This works with every tokenizer of transformers.
-    `tokenizers.DecodeStream` raises an exception for bytes that are not text, which a model may generate.
-
-    Args:
-        prompt: the tokens before the answer.
-        stop: texts that end the answer and are not part of it.
-
-    Attributes:
-        place: number of characters of the text before the next token, without a character that the token may continue.
-    """
+    """Decodes one token after another, and looks for the stop texts. The returned texts together are the text of all
+    tokens up to a stop text. Special tokens are left out of it; stop texts are looked for in the text with them. This
+    works with every tokenizer of transformers. `tokenizers.DecodeStream` raises an exception for bytes that are not
+    text, which a model may generate. `stop`: texts that end the answer and are not part of it. `place`: number of
+    characters of the text before the next token, without a character that the token may continue."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, prompt: Sequence[int] = (), stop: Sequence[str] = ()

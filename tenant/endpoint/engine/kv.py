@@ -22,14 +22,8 @@ BLOCK = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of the keys and values of one token in one model.
-
-    Args:
-        windows: for each layer with attention, the number of tokens that a token sees, itself included; None for all.
-        heads: heads of keys and values.
-        key_width, value_width: values per head.
-        dtype: dtype of keys and values.
-    """
+    """Sizes of the keys and values of one token in one model. `windows`: for each layer with attention, the number of
+    tokens that a token sees, itself included; None for all. `key_width`, `value_width`: values per head."""
 
     windows: tuple[int | None, ...]
     heads: int
@@ -40,9 +34,7 @@ class Shape:
     @classmethod
     def from_config(cls, config: Any, dtype: torch.dtype) -> "Shape":
         """Read the sizes from the configuration of a decoder in transformers, or of a model with such a decoder.
-
-        `layer_types` lists the layers with the window `sliding_window`; without it, all layers have the window.
-        """
+        `layer_types` lists the layers with the window `sliding_window`; without it, all layers have the window."""
         config = config.get_text_config(decoder=True)
         queries, layers = config.num_attention_heads, config.num_hidden_layers
         width = getattr(config, "head_dim", None) or config.hidden_size // queries
@@ -92,11 +84,8 @@ class Shape:
 @dataclass(frozen=True, eq=False)
 class KVBlock:
     """Keys `[layers, heads, key_width, BLOCK]` and values `[layers, heads, BLOCK, value_width]` of `BLOCK` tokens, for
-    the layers of one kind.
-
-    Keys are transposed because products with few rows read them faster. Entries without a token are finite, because
-    attention multiplies them by 0.
-    """
+    the layers of one kind. Keys are transposed because products with few rows read them faster. Entries without a token
+    are finite, because attention multiplies them by 0."""
 
     keys: Tensor
     values: Tensor
@@ -199,10 +188,8 @@ class KeyValues:
         self._shared = min(self._shared, -(-self.length // BLOCK))
 
     def prefix(self, length: int) -> "KeyValues":
-        """Return a sequence with the first `length` tokens of this one, at least `shortest`.
-
-        Full blocks are shared, the rest is copied.
-        """
+        """Return a sequence with the first `length` tokens of this one, at least `shortest`. Full blocks are shared,
+        the rest is copied."""
         assert length >= self.shortest
         other = KeyValues(self.shape)
         full, rest = divmod(length, BLOCK)

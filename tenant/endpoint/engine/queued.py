@@ -99,12 +99,8 @@ class Turn:
 
 
 class QueuedEngine(Engine):
-    """An engine whose thread computes the requests of a queue.
-
-    Args:
-        max_waiting: limit of requests that wait. A client may have at most as many of them as stay free.
-        context: largest number of tokens of a request; None without a limit.
-        turn: shared with other engines of the model; None for none.
+    """An engine whose thread computes the requests of a queue. `max_waiting`: limit of requests that wait. A client may
+    have at most as many of them as stay free. `context`: largest number of tokens of a request; None without a limit.
     """
 
     def __init__(

@@ -33,14 +33,11 @@ class Sampling:
     Args:
         temperature: 0 for greedy decoding.
         top_p: sample from the smallest set of tokens with this probability.
-        top_k: sample from this number of most probable tokens; 0 for all tokens.
         seed: seed of this request's own generator; None for a random one.
         presence_penalty, frequency_penalty: subtracted from the logits of tokens in the answer, once, and once per use.
         repetition_penalty: logits of tokens in the prompt or the answer are divided by it if they are positive, and
             multiplied by it if they are negative.
-        logit_bias: added to the logits of these tokens.
         min_p: sample from tokens with at least this share of the probability of the most probable one.
-        min_tokens: number of tokens before the first stop token.
         logprobs: number of most probable tokens to report with each token; None to report no log probabilities.
         prompt_logprobs: the same for the tokens of the prompt.
         scaled_logprobs: report the log probabilities of tokens at the temperature, not at 1.
@@ -70,9 +67,7 @@ class EngineRequest:
     Args:
         id: name of the request in logs, without any text of the prompt.
         prompt: token ids, at least one.
-        adapter: name of the task; None for the base model.
         client: requests of different clients get equal shares. The API uses a digest of the API key.
-        max_tokens: largest number of new tokens.
         stop_tokens: token ids that end the answer and are not part of it.
         stop: texts that end the answer and are not part of it.
         bucket: executors see row counts and passes in multiples of this number: rows of the prompt, which are filled
@@ -117,7 +112,6 @@ class RequestLedger:
     Args:
         rows: masked rows that were sent for this request.
         round_trips: requests to executors with rows of this request, and perhaps of others.
-        answers_verified, answers_rejected: rows of answers that passed and failed the check.
         bytes_up, bytes_down: bytes to and from all providers, divided among requests by rows.
         cached_tokens: tokens of the prompt whose keys and values were cached.
     """
@@ -238,13 +232,9 @@ class Engine(ABC):
 
     @abstractmethod
     def submit(self, request: EngineRequest, sink: Sink) -> Handle:
-        """Accept a request. Its events are sent to `sink`; the last is `Done` or `Failed`.
-
-        Raises:
-            TaskError: there is no such adapter.
-            ConfigError: the request cannot be served: it is longer than the model's context or than the memory limit.
-            OverloadedError: too many requests are waiting; try again later.
-        """
+        """Accept a request. Its events are sent to `sink`; the last is `Done` or `Failed`. Raises `TaskError`: there is
+        no such adapter; `ConfigError`: the request cannot be served: it is longer than the model's context or than the
+        memory limit; `OverloadedError`: too many requests are waiting; try again later."""
 
     @abstractmethod
     def load(self) -> Load:

@@ -21,10 +21,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, sequences: Collection["Sequence"]) -> dict["Sequence", list[int]]:
-        """Return a guess for each sequence whose prompt has been read.
-
-        A guess always has `ahead` tokens, because executors see the number of rows.
-        """
+        """Return a guess for each sequence whose prompt has been read. A guess always has `ahead` tokens, because
+        executors see the number of rows."""
 
     def bytes(self, tokens: int) -> int:
         """Return the bytes that the drafter needs for a sequence of `tokens` tokens."""
@@ -40,7 +38,6 @@ class Sequence:
 
     Attributes:
         kv: keys and values of the tokens computed so far; None until the request is admitted.
-        held: contexts that end with the request: the use of its adapter.
         generation: number of the adapter's load; None if the adapter may change.
         stopping: True if a cancelled request ends with the pass in progress, whatever its bucket.
     """

@@ -187,18 +187,10 @@ def open_engine(
     turn: Turn | None = None,
 ) -> Engine:
     """Open the engine that computes all requests together; or, for a model that this engine does not support, the
-    engine that calls `generate()` for each request. The choice and its reason are logged.
-
-    Args:
-        model: a split or whole model that predicts the next token, in evaluation mode.
-        drafter: guesses tokens to save round trips (`speculation`).
-        media: requests may have pictures or sounds, which the engine on `generate()` takes.
-        turn: shared with others that use the model; None for none.
-
-    Raises:
-        ConfigError: there is a drafter or a pace, which the engine on `generate()` does not support.
-        SymbiosisError: the model cannot generate: a provider fails, or its experts would show routes.
-    """
+    engine that calls `generate()` for each request. The choice and its reason are logged. `drafter`: guesses tokens to
+    save round trips (`speculation`). `media`: requests may have pictures or sounds, which the engine on `generate()`
+    takes. Raises `ConfigError`: there is a drafter or a pace, which the engine on `generate()` does not support;
+    `SymbiosisError`: the model cannot generate: a provider fails, or its experts would show routes."""
     limits = limits or EngineLimits()
     try:
         packed = _probed(model, tasks)

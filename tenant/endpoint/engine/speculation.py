@@ -62,11 +62,9 @@ class DraftModel(Drafter):
         return self._packed.shape.bytes(tokens, step=_READ + self.ahead)
 
     def draft(self, sequences: Collection[Sequence]) -> dict[Sequence, list[int]]:
-        """Read the new tokens of each sequence, and guess for sequences that the small model has read completely.
-
-        The last two tokens are read in each step, even if one of them was read before, so that the time of a step does
-        not depend on the number of accepted tokens.
-        """
+        """Read the new tokens of each sequence, and guess for sequences that the small model has read completely. The
+        last two tokens are read in each step, even if one of them was read before, so that the time of a step does not
+        depend on the number of accepted tokens."""
         parts: dict[Sequence, NextTokens] = {}
         for sequence in sequences:
             kv = self._read.setdefault(sequence, self._packed.new_kv())
@@ -89,17 +87,10 @@ class DraftModel(Drafter):
 
 
 def open_drafter(draft: str, tokenizer: PreTrainedTokenizerBase, *, model: str | Path, ahead: int) -> Drafter:
-    """Open a drafter.
-
-    Args:
-        draft: a checkpoint folder or a name on the hub; "prompt" for `PromptLookup`; "first:8" for the first 8 blocks
-            of the large model, whose weights the tenant then holds.
-        model: the large model's full checkpoint: a folder, or a name on the hub.
-
-    Raises:
-        ConfigError: the small model has another tokenizer, or the large model has fewer blocks.
-        SymbiosisError: the small model cannot be loaded, or `PackedModel` does not support it.
-    """
+    """Open a drafter. `draft`: a checkpoint folder or a name on the hub; "prompt" for `PromptLookup`; "first:8" for the
+    first 8 blocks of the large model, whose weights the tenant then holds. `model`: the large model's full checkpoint:
+    a folder, or a name on the hub. Raises `ConfigError`: the small model has another tokenizer, or the large model has
+    fewer blocks; `SymbiosisError`: the small model cannot be loaded, or `PackedModel` does not support it."""
     if draft == "prompt":
         return PromptLookup(ahead=ahead)
     kind, _, count = draft.partition(":")

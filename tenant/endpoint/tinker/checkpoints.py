@@ -67,12 +67,8 @@ class Place(NamedTuple):
 
 class Checkpoints:
     """The checkpoints below one folder, which one process uses at a time. Together they take at most half of what the
-    disk has free at the start, with them, and those of one of `owners` keys an equal part of it.
-
-    Raises:
-        ConfigError: another process uses the folder.
-        StorageError: the folder cannot be written.
-    """
+    disk has free at the start, with them, and those of one of `owners` keys an equal part of it. Raises `ConfigError`:
+    another process uses the folder; `StorageError`: the folder cannot be written."""
 
     def __init__(self, folder: Path, *, owners: int) -> None:
         self._folder = folder
@@ -140,11 +136,8 @@ class Checkpoints:
     def save(
         self, place: Place, record: Record, write: Callable[[Path], object], *, size: int, overwrite: bool = False
     ) -> None:
-        """Write a checkpoint. `write`: writes the files into a new folder, about `size` bytes.
-
-        Raises:
-            ApiError: there is one of this name, or the owner's part of the disk is used up.
-            StorageError: the disk is full, for instance.
+        """Write a checkpoint. `write`: writes the files into a new folder, about `size` bytes. Raises `ApiError`: there
+        is one of this name, or the owner's part of the disk is used up; `StorageError`: the disk is full, for instance.
         """
         with self._lock:
             folder = self.folder(place)

@@ -26,11 +26,9 @@ def tagged(template: str) -> bool:
 
 
 def closed(schema: Any) -> Any:
-    """Return a JSON schema whose objects have no properties but those that it names, as `strict: true` promises.
-
-    A schema that says `additionalProperties` is left as it is, and so are the parts of `allOf`, which would exclude
-    each other's properties.
-    """
+    """Return a JSON schema whose objects have no properties but those that it names, as `strict: true` promises. A
+    schema that says `additionalProperties` is left as it is, and so are the parts of `allOf`, which would exclude each
+    other's properties."""
     if not isinstance(schema, dict):
         return schema
     found = dict(schema)

@@ -6,8 +6,8 @@ import concurrent.futures
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -68,9 +68,8 @@ class Futures:
     def __init__(self) -> None:
         self._of: dict[str, dict[str, Future]] = {}
 
-    @contextmanager
-    def kept(self, client: str, future: Future) -> Iterator[None]:
-        """Context manager: keep a future, unless the block raises `ApiError`. Results that are old are dropped first.
+    def room(self, client: str) -> dict[str, Future]:
+        """Return the futures of a client, by id, to which one may be added. Results that are old are dropped first.
         Raises `ApiError` if too many requests have none."""
         kept, now = self._of.setdefault(client, {}), time.monotonic()
         for id, one in list(kept.items()):
@@ -78,12 +77,7 @@ class Futures:
                 del kept[id]
         if len(kept) >= _KEPT:
             raise ApiError(429, f"{len(kept):,} requests of this key have no result yet", code="overloaded")
-        kept[future.id] = future
-        try:
-            yield
-        except ApiError:
-            del kept[future.id]
-            raise
+        return kept
 
     def find(self, client: str, id: str) -> Future | None:
         return self._of.get(client, {}).get(id)

@@ -250,8 +250,9 @@ class Tinker:
         if self.futures.find(client, id) is None:
             task = None if place is None else sampling.task_of(place, self.training.tasks, self.checkpoints)
             requests = sampling.requests_of(body, self.service, client=client, task=task, id=id)
-            with self.futures.kept(client, future := Future(id)):
-                sampling.start(body, requests, self.service, future)
+            kept, future = self.futures.room(client), Future(id)
+            sampling.start(body, requests, self.service, future)
+            kept[id] = future
         return {"request_id": id, "sample_sequence_ids": [f"{id}:{n}" for n in range(body.num_samples)]}
 
     # Futures
@@ -377,8 +378,9 @@ class Tinker:
         number = run.last + 1 if seq is None else seq
         if self.futures.find(run.client, id := f"{run.id}:{number}") is None:
             job = Job(run, Future(id), work, None if steps is None else steps())
-            with self.futures.kept(run.client, job.future):
-                self.training.submit(number, job)
+            kept = self.futures.room(run.client)
+            self.training.submit(number, job)
+            kept[id] = job.future
         return {"request_id": id, "model_id": run.id}
 
     def _save(

@@ -50,13 +50,15 @@ def requests_of(body: Any, service: Service, *, client: str, task: str | None, i
     new = max(service.context - len(tokens), 1) if params.max_tokens is None else params.max_tokens
     last, tops = body.prompt_logprobs_last_n, (body.topk_prompt_logprobs, body.topk_sample_logprobs)
     stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
+    within = bool(tokens) and 0 <= min(tokens) <= max(tokens) < service.vocabulary.size
+    stops = len(stop) <= 64 and all(0 < len(one) <= 256 for one in stop if isinstance(one, str))
     for field, wanted, holds in (
-        ("prompt", f"tokens of the vocabulary of {service.vocabulary.size:,}", _within(tokens, service)),
+        ("prompt", f"tokens of the vocabulary of {service.vocabulary.size:,}", within),
         ("num_samples", f"1 to {_MOST_SAMPLES}", 1 <= body.num_samples <= _MOST_SAMPLES),
         ("max_tokens", "at least 0", new >= 0),
         ("topk_prompt_logprobs, topk_sample_logprobs", f"0 to {_MOST_TOP}", all(0 <= k <= _MOST_TOP for k in tops)),
         ("prompt_logprobs_last_n", "1 to one below the prompt's tokens", last is None or 1 <= last < len(tokens)),
-        ("stop", "at most 64 tokens, or texts of 1 to 256 characters", _stops(stop)),
+        ("stop", "at most 64 tokens, or texts of 1 to 256 characters", stops),
         ("temperature", "0 to 100", 0 <= params.temperature <= 100),
         ("top_p", "above 0 and at most 1", 0 < params.top_p <= 1),
     ):
@@ -85,14 +87,6 @@ def requests_of(body: Any, service: Service, *, client: str, task: str | None, i
         )
         for number in range(body.num_samples)
     ]
-
-
-def _within(tokens: Sequence[int], service: Service) -> bool:
-    return bool(tokens) and 0 <= min(tokens) <= max(tokens) < service.vocabulary.size
-
-
-def _stops(stop: Sequence[Any]) -> bool:
-    return len(stop) <= 64 and all(0 < len(one) <= 256 for one in stop if isinstance(one, str))
 
 
 def start(body: Any, requests: Sequence[EngineRequest], service: Service, future: Future) -> None:

@@ -1,8 +1,9 @@
-"""`bench tasks`: many tasks of several PEFT methods over one BERT with random weights, as in the PetS paper.
+"""`bench tasks`: many tasks of several PEFT methods over one model of DistilBERT's size with random weights, as in the
+PetS paper (its table 5 has 4,344 tasks).
 
 Four comparisons in one run: the memory of all tasks with that of a full copy per task; a batch of rows of many tasks
-with one task after the other; the same with the split model, where round trips count; and coordinated batching with
-batches of fixed size.
+with one task after the other, and with batches of one task; the same with the split model, where round trips count; and
+coordinated batching with batches of fixed size, and with batches by the cost of what tasks share.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -42,13 +44,13 @@ _METHODS: Final[dict[str, PeftConfig]] = {
     "LORA": LoraConfig(r=8, target_modules=["query", "value"]),
     "IA3": IA3Config(target_modules=["key", "value", "output.dense"], feedforward_modules=["output.dense"]),
     "OFT": OFTConfig(oft_block_size=32, target_modules=["query", "value"]),
-    "VERA": VeraConfig(r=256, target_modules=["query", "value"]),
+    "VERA": VeraConfig(r=64, target_modules=["query", "value"]),
 }
 
 
 _MEAN, _SIGMA, _SIZE = 32.0, 8.0, 32  # tokens of a queued request, as in the PetS paper; requests of a fixed batch
 _ROWS, _TOKENS = 32, 8  # of a mixed batch, each row of another task
-_BERT_BASE, _EFFORT = Bert(), Effort()
+_DISTILBERT, _EFFORT = Bert(layers=6), Effort()
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
@@ -56,10 +58,16 @@ def goals(rows: Sequence[Row]) -> Iterator[Goal]:
         ("memory", "one model", "tasks in the memory of as many full copies", 26),
         ("batch, whole model", "mixed batch", "time of one task after the other over a mixed batch's, whole", 2),
         ("batch, split model", "mixed batch", "round trips of one task after the other over a mixed batch's", 10),
-        ("coordinated batching", "coordinated", "time of batches of fixed size over coordinated ones'", 1.2),
+        ("coordinated batching", "coordinated", "time of batches of fixed size over coordinated ones'", 1.5),
     ):
         for row in where(rows, measurement=measurement, variant=variant):
             yield Goal(what, figure(row, "gain"), at_least=at_least)
+    for measurement, variant, what, at_most in (
+        ("batch, whole model", "mixed batch", "time of a mixed batch over that of a batch of one task", 1.5),
+        ("coordinated batching", "coordinated", "time of coordinated batches over that of the best part", 1.02),
+    ):
+        for row in where(rows, measurement=measurement, variant=variant):
+            yield Goal(what, figure(row, "over_best"), at_most=at_most)
 
 
 @benchmark("tasks", goals=goals)
@@ -67,15 +75,16 @@ def tasks(
     folder: Path,
     progress: Progress,
     *,
-    shape: Bert = _BERT_BASE,
-    tasks: Annotated[int, typer.Option(min=1, help="Number of tasks; PEFT methods alternate.")] = 256,
-    requests: Annotated[int, typer.Option(min=1, help="Queued requests of coordinated batching.")] = 256,
+    shape: Bert = _DISTILBERT,
+    tasks: Annotated[int, typer.Option(min=1, help="Number of tasks; PEFT methods alternate.")] = 4344,
+    requests: Annotated[int, typer.Option(min=1, help="Queued requests of coordinated batching.")] = 1024,
     effort: Effort = _EFFORT,
 ) -> Iterator[Row]:
     """Serve many tasks over one BERT: memory, mixed batches (whole and split), coordinated batching (PetS).
 
-    The column "gain" is the measured quantity of the first variant divided by that of this variant. The whole model is
-    measured while no other process works, with the threads of tenant and executor together.
+    The column "gain" is the measured quantity of the first variant divided by that of this variant, and "over_best" is
+    that of this variant divided by the smallest of the others. The whole model is measured while no other process
+    works, with the threads of tenant and executor together.
 
     Example: symbiosis-priv bench tasks --tasks 64 --layers 4
     """
@@ -117,27 +126,27 @@ def write_tasks(repository: Path, model: Path, *, count: int) -> Path:
     generator = torch.Generator().manual_seed(0)
     for number in range(count):
         template = repository / f".{list(_METHODS)[number % len(_METHODS)]}"
-        folder = repository / f"task-{number:03}"
+        folder = repository / f"task-{number:04}"
         folder.mkdir()
         (folder / CONFIG).write_bytes((template / CONFIG).read_bytes())
         tensors = load_file(template / TENSORS)
         for name, tensor in tensors.items():
-            if name.startswith("base_model.vera_"):  # all tasks of one seed have these projections
-                continue
-            tensors[name] = tensor + 0.02 * torch.randn(
-                tensor.shape, generator=generator, dtype=torch.float32, device="cpu"
-            )
+            if not name.startswith("base_model.vera_"):  # projections, which all tasks of one seed have
+                noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu")
+                tensors[name] = tensor + 0.02 * noise
         save_file(tensors, folder / TENSORS)
     return repository
 
 
 def _row(measurement: str, variant: str, **figures: Value) -> Row:
-    columns = ("tasks", "rows", "tokens", "batches", "variant", "memory_mib", "wall_s", "round_trips", "gain")
-    return {"measurement": measurement, **dict.fromkeys(columns), "variant": variant, **figures}
+    columns = ("tasks", "rows", "tokens", "batches", "variant", "memory_mib", "task_kib", "load_ms", "unload_ms")
+    timed = ("wall_s", "round_trips", "gain", "over_best")
+    return {"measurement": measurement, **dict.fromkeys(columns + timed), "variant": variant, **figures}
 
 
 def _memory(tasks: Tasks, names: Sequence[str]) -> Iterator[Row]:
-    """Measure the process's resident memory before and after loading, which includes Python objects."""
+    """Measure the process's resident memory before and after loading, which includes Python objects; and, with all
+    tasks loaded, the time to unload one by its name, and to load it."""
     copies = sum(parameter.nbytes for parameter in tasks.model.parameters())
     gc.collect()
     before = resources([os.getpid()]).bytes
@@ -147,47 +156,67 @@ def _memory(tasks: Tasks, names: Sequence[str]) -> Iterator[Row]:
     seconds = time.perf_counter() - start
     gc.collect()
     grown = max(tasks.bytes, resources([os.getpid()]).bytes - before)
+    unloading, loading = (
+        [_seconds(partial(change, name)) for name in names[: len(_METHODS)]] for change in (tasks.unload, tasks.load)
+    )
     row, whole, shared = partial(_row, "memory", tasks=len(names)), len(names) * copies, copies + grown
     yield row("a full copy per task", memory_mib=whole / _MIB, gain=1.0)
-    yield row("one model", memory_mib=shared / _MIB, wall_s=seconds, gain=whole / shared)
+    yield row(
+        "one model",
+        memory_mib=shared / _MIB,
+        task_kib=grown / len(names) / 1024,
+        load_ms=1000 * statistics.mean(loading),
+        unload_ms=1000 * statistics.mean(unloading),
+        wall_s=seconds,
+        gain=whole / shared,
+    )
 
 
 def _batch(tasks: Tasks, names: Sequence[str], repeat: int, *, measurement: str) -> Iterator[Row]:
-    """Measure the median seconds and the round trips to executors of a turn (None for a whole model)."""
-    ids = _ids(len(names), _TOKENS)
-
-    def one_after_the_other() -> None:
-        for row, name in enumerate(names):
-            with tasks.batch([name]):
-                _forward(tasks, ids[row : row + 1])
-
-    def mixed() -> None:
-        with tasks.batch(names):
-            _forward(tasks, ids)
-
+    """Measure variants by turns: the median seconds, and the round trips to executors (None for a whole model). The
+    batch of one task is the mean of one batch per method."""
+    variants = {
+        "one task after the other": [[name] for name in names],
+        "mixed batch": [list(names)],
+        "batch of one task": [[name] * len(names) for name in names[: len(_METHODS)]],
+    }
     split = hasattr(tasks.model, "hf_quantizer")
-    first: tuple[float, int] | None = None
-    for variant, work in {"one task after the other": one_after_the_other, "mixed batch": mixed}.items():
-        work()
-        before, times = (ledger_of(tasks.model) if split else None) or Ledger(), []
-        for _ in range(repeat):
-            start = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - start)
-        after = (ledger_of(tasks.model) if split else None) or before
-        trips, seconds = since(before, after).executor_round_trips // repeat, statistics.median(times)
-        first = first or (seconds, trips)
+    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+    trips = dict.fromkeys(variants, 0)
+    for _ in range(1 + repeat):  # the first turn makes plans
+        for variant, batches in variants.items():
+            parts = len(batches) if variant == "batch of one task" else 1
+            before = (ledger_of(tasks.model) if split else None) or Ledger()
+            seconds[variant].append(_seconds(partial(_serve, tasks, batches)) / parts)
+            after = (ledger_of(tasks.model) if split else None) or before
+            trips[variant] = since(before, after).executor_round_trips // parts
+    wall = {variant: statistics.median(turns[1:]) for variant, turns in seconds.items()}
+    counted: dict[str, float] = dict(trips) if split else wall
+    for variant in variants:
         yield _row(
             measurement,
             variant,
-            tasks=len(names),
+            tasks=1 if variant == "batch of one task" else len(names),
             rows=len(names),
             tokens=_TOKENS,
-            batches=1 if work is mixed else len(names),
-            wall_s=seconds,
-            round_trips=trips if split else None,
-            gain=first[1] / trips if split else first[0] / seconds,
+            batches=len(names) if variant == "one task after the other" else 1,
+            wall_s=wall[variant],
+            round_trips=trips[variant] if split else None,
+            gain=counted["one task after the other"] / counted[variant],
+            over_best=wall[variant] / min(wall[other] for other in variants if other != variant),
         )
+
+
+def _serve(tasks: Tasks, batches: Sequence[Sequence[str]]) -> None:
+    for names in batches:
+        with tasks.batch(names):
+            _forward(tasks, _ids(len(names), _TOKENS))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def _coordinated(tasks: Tasks, names: Sequence[str], count: int, progress: Progress) -> Iterator[Row]:
@@ -197,11 +226,9 @@ def _coordinated(tasks: Tasks, names: Sequence[str], count: int, progress: Progr
     def run(rows: int, tokens: int) -> None:
         _forward(tasks, _ids(rows, tokens), torch.ones(rows, tokens, dtype=torch.long, device="cpu"))
 
-    examples = {tasks[name].id.method: name for name in reversed(names)}
     longest = min(_LONGEST, tasks.model.config.max_position_embeddings, round(_MEAN + 4 * _SIGMA) + 1)
-    costs = batching.measure_costs(
-        tasks, run, examples, rows=sorted({1, 4, _SIZE}), tokens=sorted({1, longest}), repeat=1
-    )
+    sizes = sorted({1, round(_MEAN), longest})
+    costs = batching.measure_costs(tasks, run, names[:_TASKS], rows=(1, 8, _SIZE), tokens=sizes)
     random = np.random.default_rng(0)
     lengths = random.normal(_MEAN, _SIGMA, count).astype(int).clip(1, longest)
     chosen = [names[task] for task in random.integers(len(names[:_TASKS]), size=count)]
@@ -209,21 +236,22 @@ def _coordinated(tasks: Tasks, names: Sequence[str], count: int, progress: Progr
         batching.Request(task=task, method=tasks[task].id.method, input_ids=_ids(1, int(length))[0])
         for task, length in zip(chosen, lengths, strict=True)
     ]
-    plans: dict[str, Callable[[Sequence[batching.Request], batching.Costs], batching.Batches]] = {
-        "fixed size": lambda requests, costs: batching.fixed(requests, size=_SIZE),
-        "coordinated": batching.coordinated,
+    shared = replace(costs, own={method: np.zeros_like(table) for method, table in costs.own.items()})
+    plans = {
+        "fixed size": batching.fixed(requests, size=_SIZE),
+        "by the shared cost": batching.divided(requests, shared),
+        "coordinated": batching.coordinated(requests, costs),
     }
-    planned = {name: plan(requests, costs) for name, plan in plans.items()}
     seconds = dict.fromkeys(plans, 0.0)
-    turns = sorted((n / len(batches), name, n) for name, batches in planned.items() for n in range(len(batches)))
+    turns = sorted((n / len(batches), name, n) for name, batches in plans.items() for n in range(len(batches)))
     for done, name, n in turns:
         progress(f"coordinated batching, {done:.0%}")
-        requested = planned[name][n]
+        requested = plans[name][n]
         start = time.perf_counter()
         with tasks.batch([request.task for request in requested]):
             _forward(tasks, *batching.padded(requested))
         seconds[name] += time.perf_counter() - start
-    for name, batches in planned.items():
+    for name, batches in plans.items():
         yield _row(
             "coordinated batching",
             name,
@@ -233,6 +261,7 @@ def _coordinated(tasks: Tasks, names: Sequence[str], count: int, progress: Progr
             batches=len(batches),
             wall_s=seconds[name],
             gain=seconds["fixed size"] / seconds[name],
+            over_best=seconds[name] / min(seconds[other] for other in plans if other != name),
         )
 
 

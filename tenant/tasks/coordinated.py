@@ -1,17 +1,19 @@
 """Coordinated batching: divides queued requests of many tasks into batches (PetS, section 4).
 
 A batch is padded to its longest request, so long and short requests together waste work. A batch of few requests wastes
-the time that every batch costs. Two dynamic programs minimise the cost (`measure_costs`): the first divides the
-requests of each task into mini-batches, by the cost of the task's own operators; the second divides the mini-batches of
-all tasks into batches, by the cost of the shared products. For comparison, `fixed` uses no cost.
+the time that every batch costs. A dynamic program over the requests, sorted by length, finds the division with the
+smallest cost (`measure_costs`): that of the shared products, and that of each PEFT method's operators.
+
+PetS has two programs: the first divides the requests of each task by the cost of the task's own operators, and the
+second joins these mini-batches by the shared cost. Here one operator computes all tasks of a method, so a mini-batch
+saves nothing, and pads its requests to the longest one of its task (docs/tasks.md has figures).
 """
 
-import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -40,7 +42,7 @@ class Request:
 class Costs:
     """Seconds of a batch by its number of rows and its padded length; index 0 of each dimension is unused. `shared`:
     float64 `[rows + 1, tokens + 1]`, the cost of what all tasks share. `own`: float64 arrays of the same shape by
-    method, the cost of one task's operators."""
+    method, the cost of the operators of its rows."""
 
     shared: NDArray[np.float64]
     own: dict[str, NDArray[np.float64]]
@@ -62,22 +64,48 @@ def fixed(requests: Sequence[Request], *, size: int) -> Batches:
     return [list(requests[start : start + size]) for start in range(0, len(requests), size)]
 
 
-def by_task(requests: Sequence[Request], costs: Costs) -> Batches:
-    """Divide the requests of each task into batches, by the cost of the task's own operators."""
-    _check(requests, costs)
-    of_task: dict[str, list[Request]] = defaultdict(list)
-    for request in sorted(requests, key=lambda request: request.tokens):
-        of_task[request.task].append(request)
-    found: Batches = []
-    for mine in of_task.values():
-        found += [mine[cut] for cut in _cuts([1] * len(mine), [r.tokens for r in mine], costs.own[mine[0].method])]
-    return found
-
-
 def coordinated(requests: Sequence[Request], costs: Costs) -> Batches:
-    """Divide requests into batches of at most `costs.max_rows` rows by both costs. Raises `TaskError` if a request is
-    longer than the measured costs, or its method was not measured."""
-    return joined(by_task(requests, costs), costs)
+    """Divide requests into batches of at most `costs.max_rows` rows: by both costs, or by size, where that costs less.
+    Raises `TaskError` if a request is longer than the measured costs, or its method was not measured."""
+    _check(requests, costs)
+    candidates = divided(requests, costs), fixed(requests, size=costs.max_rows)
+    return min(candidates, key=lambda batches: predicted(batches, costs))
+
+
+def predicted(batches: Batches, costs: Costs) -> float:
+    """Return the seconds that batches take according to `costs`."""
+    seconds = 0.0
+    for batch in batches:
+        tokens = max(request.tokens for request in batch)
+        seconds += float(costs.shared[len(batch), tokens])
+        for method, rows in Counter(request.method for request in batch).items():
+            seconds += float(costs.own[method][rows, tokens])
+    return seconds
+
+
+def divided(requests: Sequence[Request], costs: Costs) -> Batches:
+    """Divide requests, sorted by length, into consecutive batches with the smallest predicted cost.
+
+    `best[j]` is the smallest cost of the first j requests, and the last batch of that division begins at `start[j]`.
+    """
+    ordered = sorted(requests, key=lambda request: request.tokens)
+    # the number of requests of each method among the first j
+    counts = {m: np.cumsum([0, *(request.method == m for request in ordered)]) for m in {r.method for r in ordered}}
+    best, start = [0.0], [0]
+    for j, request in enumerate(ordered, start=1):
+        first = max(0, j - costs.max_rows)
+        sums = np.asarray(best[first:j]) + costs.shared[j - np.arange(first, j), request.tokens]
+        for method, count in counts.items():
+            rows = count[j] - count[first:j]
+            sums += np.where(rows > 0, costs.own[method][rows, request.tokens], 0)
+        at = int(np.argmin(sums))
+        best.append(float(sums[at]))
+        start.append(first + at)
+    found, end = [], len(ordered)
+    while end:
+        found.append(ordered[start[end] : end])
+        end = start[end]
+    return found[::-1]
 
 
 def padded(batch: Sequence[Request]) -> tuple[Tensor, Tensor]:
@@ -85,35 +113,6 @@ def padded(batch: Sequence[Request]) -> tuple[Tensor, Tensor]:
     ids = torch.nn.utils.rnn.pad_sequence([r.input_ids for r in batch], batch_first=True)
     lengths = torch.tensor([r.tokens for r in batch], dtype=torch.long, device="cpu")
     return ids, (torch.arange(ids.shape[1], dtype=torch.long, device="cpu") < lengths[:, None]).long()
-
-
-def joined(minis: Batches, costs: Costs) -> Batches:
-    """Join mini-batches to batches, by the cost of the shared products."""
-    _check([request for mini in minis for request in mini], costs)
-    minis = sorted(minis, key=lambda mini: mini[-1].tokens)
-    cuts = _cuts([len(mini) for mini in minis], [mini[-1].tokens for mini in minis], costs.shared)
-    return [[request for mini in minis[cut] for request in mini] for cut in cuts]
-
-
-def _cuts(rows: Sequence[int], tokens: Sequence[int], cost: NDArray[np.float64]) -> list[slice]:
-    """Divide a list into consecutive parts with the smallest sum of `cost[rows of the part, its last tokens]`.
-
-    `best[j]` is the smallest cost of the first j entries, and the last part of that division begins at `start[j]`.
-    """
-    ends = np.concatenate([[0], np.cumsum(rows)])
-    best, start = [0.0], [0]
-    for j in range(1, len(rows) + 1):
-        # a part that begins earlier would have too many rows
-        first = int(np.searchsorted(ends, ends[j] - (cost.shape[0] - 1)))
-        sums = np.asarray(best[first:j]) + cost[ends[j] - ends[first:j], tokens[j - 1]]
-        at = int(np.argmin(sums))
-        best.append(float(sums[at]))
-        start.append(first + at)
-    found, end = [], len(rows)
-    while end:
-        found.append(slice(start[end], end))
-        end = start[end]
-    return found[::-1]
 
 
 def _check(requests: Sequence[Request], costs: Costs) -> None:
@@ -133,7 +132,7 @@ Run = Callable[[int, int], Any]
 def measure_costs(
     tasks: Tasks,
     run: Run,
-    examples: Mapping[str, str],
+    names: Sequence[str],
     *,
     rows: Sequence[int] = (1, 4, 16, 64),
     tokens: Sequence[int] = (4, 16, 64, 128),
@@ -143,17 +142,20 @@ def measure_costs(
 
     Args:
         run: computes the model on a batch; called with (rows, tokens).
-        examples: the name of one task of each PEFT method, by method.
+        names: tasks of each PEFT method. Name as many as a batch mixes, because some methods take longer for many.
         rows: measured numbers of rows, ascending; the last one is the largest batch.
         tokens: measured lengths, ascending; the last one is the longest request.
-        repeat: number of measurements of each size; the median is used.
+        repeat: number of measurements of each size; the smallest is used.
     """
+    of_method: dict[str, list[str]] = {}
+    for name in names:
+        of_method.setdefault(tasks[name].id.method, []).append(name)
     shared = np.empty((len(rows), len(tokens)))
-    own = {method: np.empty_like(shared) for method in examples}
+    own = {method: np.empty_like(shared) for method in of_method}
     for i, count in enumerate(rows):
         shared[i] = _seconds(run, count, tokens, repeat)
-        for method, name in examples.items():
-            with tasks.batch([name] * count):
+        for method, mine in of_method.items():
+            with tasks.batch(list(islice(cycle(mine), count))):
                 own[method][i] = _seconds(run, count, tokens, repeat) - shared[i]
     return Costs(
         shared=_between(shared, rows, tokens),
@@ -162,16 +164,16 @@ def measure_costs(
 
 
 def _seconds(run: Run, count: int, tokens: Sequence[int], repeat: int) -> list[float]:
-    """Return the median seconds for each length."""
+    """Return the smallest seconds for each length, because other work on the machine only adds time."""
     run(count, tokens[0])  # the first pass of a batch makes its plan
-    medians = []
+    smallest = []
     for length in tokens:
         ends = [time.perf_counter()]
         for _ in range(repeat):
             run(count, length)
             ends.append(time.perf_counter())
-        medians.append(statistics.median(end - start for start, end in pairwise(ends)))
-    return medians
+        smallest.append(min(end - start for start, end in pairwise(ends)))
+    return smallest
 
 
 def _between(table: NDArray[np.float64], rows: Sequence[int], tokens: Sequence[int]) -> NDArray[np.float64]:

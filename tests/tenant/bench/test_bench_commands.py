@@ -114,9 +114,11 @@ def check_provider(rows: list[Row], shown: str) -> None:
 
 def check_tasks(rows: list[Row], shown: str) -> None:
     gains = {(row["measurement"], row["variant"]): number(row["gain"]) for row in rows}
-    assert len(gains) == 2 + 2 + 2 + 2
+    assert len(gains) == 2 + 3 + 3 + 3
+    assert all(number(rows[1][name]) > 0 for name in ("memory_mib", "task_kib", "load_ms", "unload_ms"))
     assert gains["batch, split model", "mixed batch"] == 4  # one request per layer group, whatever the methods
     assert shown.count("at least") == 4
+    assert shown.count("at most") == 2
 
 
 def check_endpoint(rows: list[Row], shown: str) -> None:

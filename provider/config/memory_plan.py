@@ -82,6 +82,9 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
         plan.insert(-2, Need("blocks of relayed effects", _CPU, "int32 or packed", config.relay.memory_mib * MIB))
     if ranks > 1:
         gathered = max(sizes) * here // len(places)
+        if here == ranks:  # on one machine
+            shared = 8 * slot_entries(widest(groups))
+            plan.insert(-1, Need("rows and products that ranks share", _CPU, "int32", shared))
         plan[1:1] = [Need("a layer group, gathered by each rank", place, kind, gathered) for place in places]
     if device != _CPU:
         entries, slots = slot_entries(widest(groups)), 2 * SLOTS

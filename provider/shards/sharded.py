@@ -11,7 +11,8 @@ plans would otherwise gather different layer groups. There are two ways to multi
                summand of the result backward, where sums wrap modulo 2^32
 
 `columns` transfers rows and is faster for few rows; `gathered` transfers weights and is faster for many rows. `warm_up`
-measures both, and rank 0 chooses. Weights are sent as bytes, because gloo has no int16.
+measures both, and rank 0 chooses. Weights are sent as bytes, because gloo has no int16. On one machine, `columns`
+transfers nothing: the ranks read rows from shared memory and write their columns there (`shared`), chunk by chunk.
 
 Directions here are those of the packed weights, which may be a transposed stack of experts. A product with rows for
 single experts is computed in a third way, `experts`: every rank has all rows, and multiplies them with the rows of
@@ -27,7 +28,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -42,9 +43,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from provider import logs
+from provider.config.memory_plan import slot_entries, widest
 from provider.products.model import Operands, use
 from provider.shards import rank_group
-from provider.shards.rank_group import Heartbeats
+from provider.shards.rank_group import FOLDER_VARIABLE, Heartbeats
+from provider.shards.shared import SharedRows
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, Widths, opposite
 from symbiosis_priv.arithmetic.segments import Counts, segments
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -203,6 +206,11 @@ class ShardedOperands(Operands):
             unit = self._units[index] = Unit(whole, choice)
             fully_shard(unit, mesh=mesh, reshard_after_forward=True)
             unit.load(whole.data, rank=self._rank, world=self._world, device=self._device)
+        self._shared: SharedRows | None = None
+        if FOLDER_VARIABLE in os.environ:  # all ranks are here
+            use(self._device)
+            entries = slot_entries(widest([self._entries[index] for index in store.served]))
+            self._shared = SharedRows.of(entries, self._device, self._plans)
 
     @property
     def leads(self) -> bool:
@@ -242,6 +250,9 @@ class ShardedOperands(Operands):
             mode = self._fixed or (Mode.GATHERED if total >= crossover else Mode.COLUMNS)
         plan = _Plan(self._sequence + 1, mode, index, direction, total)
         with self._ending_on_error(self._name_of(plan)):
+            if mode is Mode.COLUMNS and self._shared:
+                # before the other ranks hear of the product
+                self._shared.put(rows[: self._shared.chunk(*self._widths(index, direction))])
             self._announce(plan)
             self._compute(plan, rows.contiguous(), out, counts)
         return out
@@ -315,6 +326,8 @@ class ShardedOperands(Operands):
             self._compute_experts(plan, rows, out, counts)
         elif plan.mode is Mode.GATHERED:
             self._compute_gathered(plan, rows, out)
+        elif self._shared:
+            self._compute_here(self._shared, plan, rows, out)
         else:
             self._compute_columns(plan, rows, out)
 
@@ -356,6 +369,30 @@ class ShardedOperands(Operands):
             unit.multiply_shard(columns, self._scattered(parts, plan.rows, width), BACKWARD, product)
             self._sum(product, out)
 
+    def _compute_here(self, shared: SharedRows, plan: _Plan, rows: Tensor | None, out: Tensor | None) -> None:
+        """`columns` in shared memory, in which rank 0 has put the first chunk of rows."""
+        unit, (inputs, outputs) = self._units[plan.group], self._widths(plan.group, plan.direction)
+        columns, chunk = unit.columns_of(self._rank, self._world), shared.chunk(inputs, outputs)
+        for start in range(0, plan.rows, chunk):
+            count = min(chunk, plan.rows - start)
+            if start:
+                if rows is not None:
+                    shared.put(rows[start : start + count])
+                dist.barrier()
+            part = None if out is None else out[start : start + count]
+            here = shared.rows(count, inputs)
+            if plan.direction == FORWARD:
+                product = self._matrix(count, columns.stop - columns.start)
+                unit.multiply_shard(columns, here.to(self._device), FORWARD, product)
+                shared.write(product, columns, width=outputs)
+                dist.barrier()
+                if part is not None:
+                    part.copy_(shared.result(count, outputs))
+            else:
+                product = self._matrix(count, outputs)
+                unit.multiply_shard(columns, here[:, columns].contiguous().to(self._device), BACKWARD, product)
+                self._sum(product, part)
+
     def _everywhere(self, rows: Tensor | None, count: int, width: int) -> Tensor:
         """All rows, on this rank's device."""
         shared = self._matrix(count, width) if rows is None else rows.to(self._device)
@@ -365,26 +402,23 @@ class ShardedOperands(Operands):
     def _scattered(self, chunks: Sequence[Tensor] | None, count: int, width: int) -> Tensor:
         """This rank's chunk of the rows, on its device, which has `count` rows."""
         if chunks is not None:
-            sent = [(rank, chunk.to(self._device)) for rank, chunk in enumerate(chunks) if rank != _LEAD]
-            _wait([dist.isend(chunk, rank) for rank, chunk in sent if chunk.numel()])
+            _exchange(dist.isend, {rank: part.to(self._device) for rank, part in enumerate(chunks) if rank != _LEAD})
             return chunks[_LEAD].to(self._device)
         rows = self._matrix(count, width)
-        if rows.numel():
-            dist.recv(rows, _LEAD)
+        _exchange(dist.irecv, {_LEAD: rows})
         return rows
 
     def _collect(self, product: Tensor, results: Sequence[Tensor] | None) -> None:
         """Write every rank's rows or columns of a result to rank 0's `results`."""
         if results is None:
-            if product.numel():
-                dist.send(product, _LEAD)
+            _exchange(dist.isend, {_LEAD: product})
             return
         results[_LEAD].copy_(product)
-        arriving = [(rank, chunk, self._buffer_for(chunk)) for rank, chunk in enumerate(results) if rank != _LEAD]
-        _wait([dist.irecv(there, rank) for rank, _, there in arriving if there.numel()])
-        for _, here, there in arriving:
-            if here is not there:
-                here.copy_(there)
+        arriving = {rank: self._buffer_for(chunk) for rank, chunk in enumerate(results) if rank != _LEAD}
+        _exchange(dist.irecv, arriving)
+        for rank, there in arriving.items():
+            if results[rank] is not there:
+                results[rank].copy_(there)
 
     def _sum(self, product: Tensor, out: Tensor | None) -> None:
         """Write the sum of all ranks' results to rank 0's `out`."""
@@ -434,7 +468,9 @@ def _names(ranks: Sequence[int]) -> str:
     return ", ".join(f"rank {rank}" for rank in ranks) or "none found"
 
 
-def _wait(works: Sequence[dist.Work | None]) -> None:
-    for work in works:
-        if work is not None:  # None for a rank outside the group
+def _exchange(operation: Callable[..., dist.Work | None], tensors: dict[int, Tensor]) -> None:
+    """Send or receive tensors, one for each rank, as one batch: NCCL starts them together. The other side does so, too,
+    because NCCL matches batches with batches."""
+    if batch := [dist.P2POp(operation, tensor, rank) for rank, tensor in tensors.items() if tensor.numel()]:
+        for work in dist.batch_isend_irecv(batch):
             work.wait()

@@ -1,0 +1,101 @@
+"""Memory that the ranks of one machine share: the rows of a product, and its result.
+
+Every rank reads the rows where rank 0 has put them, and writes its own columns of the result. It is a file without a
+name, which ends with the last rank. On a machine with GPUs every rank locks it, and copies columns with one call.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import os
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from provider import logs
+
+log = logs.EventLog(__name__)
+
+_LEAD = 0
+_TO_HOST = 2  # cudaMemcpyDeviceToHost
+
+
+class SharedRows:
+    """Memory for `entries` entries of rows, and for as many of a result, in the file `file`, which every rank maps."""
+
+    def __init__(self, file: int, entries: int, device: torch.device) -> None:
+        self._entries, self._device = entries, device
+        self._mapped = mmap.mmap(file, 8 * entries)
+        whole = torch.from_numpy(np.frombuffer(self._mapped, dtype=np.int32))
+        self._rows: Tensor = whole[:entries]
+        self._result: Tensor = whole[entries:]
+        if device.type == "cuda":
+            status = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)
+            if int(status):
+                log.warning("not_page_locked", reason=f"cudaHostRegister returns {int(status)}")
+
+    @classmethod
+    def of(cls, entries: int, device: torch.device, group: Any) -> "SharedRows | None":
+        """Share memory of rank 0 with all ranks, which call this together; None if a rank cannot open it. `group`: for
+        tensors on the CPU."""
+        file = -1
+        if dist.get_rank() == _LEAD and hasattr(os, "memfd_create"):
+            file = os.memfd_create("rows")
+            os.ftruncate(file, 8 * entries)
+        place = torch.tensor([os.getpid(), file], dtype=torch.int64, device="cpu")
+        dist.broadcast(place, _LEAD, group=group)
+        pid, number = place.tolist()
+        if number >= 0 and dist.get_rank() != _LEAD:
+            with contextlib.suppress(OSError):  # in another container, for example
+                file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        worst = torch.tensor([file], dtype=torch.int64, device="cpu")
+        dist.all_reduce(worst, dist.ReduceOp.MIN, group=group)  # nobody has closed it before
+        try:
+            return cls(file, entries, device) if int(worst) >= 0 else None
+        finally:
+            if file >= 0:
+                os.close(file)
+
+    def chunk(self, inputs: int, outputs: int) -> int:
+        """The number of rows for which there is memory."""
+        return self._entries // max(inputs, outputs)
+
+    def put(self, rows: Tensor) -> None:
+        """Put rows where `rows` returns them."""
+        self.rows(*rows.shape).copy_(rows)
+
+    def rows(self, count: int, width: int) -> Tensor:
+        """The chunk of rows, on the CPU."""
+        return self._rows[: count * width].view(count, width)
+
+    def result(self, count: int, width: int) -> Tensor:
+        """The chunk of the result, on the CPU."""
+        return self._result[: count * width].view(count, width)
+
+    def write(self, product: Tensor, columns: slice, *, width: int) -> None:
+        """Write a product on this rank's device to columns of the result, and wait until it is there."""
+        target = self.result(len(product), width)[:, columns]
+        if product.is_cpu or not product.numel() or (copy := _copy_2d()) is None:
+            target.copy_(product)
+            return
+        stream, size = torch.cuda.current_stream(self._device), 4 * product.shape[1]
+        status = copy(
+            target.data_ptr(), 4 * width, product.data_ptr(), size, size, len(product), _TO_HOST, stream.cuda_stream
+        )
+        if status:
+            raise RuntimeError(f"cudaMemcpy2DAsync returns {status}")
+        stream.synchronize()
+
+
+def _copy_2d() -> Any:
+    """CUDA's copy of columns; None where torch has loaded no such function. (torch would copy them on the CPU.)"""
+    try:
+        copy = ctypes.CDLL(None).cudaMemcpy2DAsync
+    except (AttributeError, OSError):
+        return None
+    size, pointer = ctypes.c_size_t, ctypes.c_void_p
+    copy.argtypes = pointer, size, pointer, size, size, size, ctypes.c_int, pointer
+    return copy

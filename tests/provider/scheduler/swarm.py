@@ -3,7 +3,7 @@
 Every executor runs the real scheduler on a simulated clock, and layers are placed by the real rule. The model is a
 Llama-2-7B of 32 layers; each executor serves 8 of them, as an executor of `layers = "auto"` does. Tenants generate one
 token after the other, one row per layer group, and a share of them trains. What a product, a request and the network
-cost is assumed (`Hardware`); docs/scale.md says from where the figures come.
+cost is assumed (`Hardware`).
 """
 
 import argparse

@@ -61,12 +61,6 @@ def noises(view: ExecutorView, index: int, direction: Direction) -> tuple[Tensor
     return None, found
 
 
-def first_rows(exchanges: tuple[Exchange, ...], rows: int) -> tuple[Exchange, ...]:
-    """The first requests that together hold at least `rows` rows, or all requests."""
-    before = itertools.accumulate((len(e.rows) for e in exchanges), initial=0)
-    return tuple(e for e, total in zip(exchanges, before, strict=False) if total < rows)
-
-
 def stack(exchanges: Sequence[Exchange]) -> Tensor:
     """The rows of all exchanges as one float64 matrix `[n, d]`."""
     return torch.cat([e.rows for e in exchanges]).double()

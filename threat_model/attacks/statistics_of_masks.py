@@ -4,6 +4,7 @@ A one-time pad over the ring makes rows uniform and independent of the rows unde
 rejects at its own level, and no distinguisher has an advantage. These attacks measure both.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import Attack, DirectedAttack, GuessedRows, Labels, Outcome, RowsAttack
-from threat_model.attacks.exchanges import first_rows, noises, stack, unstack
+from threat_model.attacks.exchanges import noises, stack, unstack
 from threat_model.attacks.tokens import FIRST, FirstLayerAttack
 from threat_model.evidence.public import Public
 from threat_model.evidence.statistics import binomial_tail, normal_tail
@@ -77,7 +78,8 @@ class SamplerGrid(FirstLayerAttack):
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels:
         _, online = noises(view, FIRST, FORWARD)
-        kept = first_rows(online, _MAX_ROWS)
+        before = itertools.accumulate((len(e.rows) for e in online), initial=0)
+        kept = tuple(e for e, total in zip(online, before, strict=False) if total < _MAX_ROWS)
         x = stack(kept)
         table = public.vocabulary_rows.double()
 

@@ -239,17 +239,13 @@ class Transfers:
             return None
         size, inputs, outputs = ring_bits // 8, count * width, count * columns
         rows, product = slot.rows[:inputs].view(count, width), slot.product[:outputs].view(count, columns)
-        sent, returned = (
-            host.view(torch.uint8)[: size * count_of]
-            for host, count_of in ((slot.host_rows, inputs), (slot.host_product, outputs))
-        )
+        sent = slot.host_rows.view(torch.uint8)[: size * inputs]
+        returned = slot.host_product.view(torch.uint8)[: size * outputs]
         entries, result = (part.view(-1).view(torch.uint8) for part in (rows, product))
         narrow = size < 4
         # the same bytes on the device; 24 bits are not where the entries are
-        near, near_returned = (
-            memory.view(torch.uint8)[: len(host)] if narrow else whole
-            for memory, host, whole in ((spare.rows, sent, entries), (spare.product, returned, result))
-        )
+        near = spare.rows.view(torch.uint8)[: len(sent)] if narrow else entries
+        near_returned = spare.product.view(torch.uint8)[: len(returned)] if narrow else result
 
         def start() -> None:
             near.copy_(sent, non_blocking=True)

@@ -11,8 +11,7 @@ product has the same shape (`ROWS` rows by `BLOCK` keys). The results of library
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +45,15 @@ class _Options(ctypes.Structure):
         ("softcap", ctypes.c_double),
         ("sinks", ctypes.c_void_p),
     )
+
+
+class _Scores(NamedTuple):
+    """How scores are computed (`Attention.attend`)."""
+
+    scaling: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
 
 
 class Attention:
@@ -119,36 +127,26 @@ class Attention:
         Returns:
             `[rows, heads, value_width]` in the dtype and on the device of the queries.
         """
-        options = scaling, window, softcap, sinks
+        how = _Scores(scaling, window, softcap, sinks)
         compiled = self._compiled is not None and queries.dtype in _DTYPES
         if compiled and queries.is_cpu:
-            return self._by_library(layer, queries, *options)
+            return self._by_library(layer, queries, how)
         parts = queries.split([tokens for _, tokens in self._new])
         few = [place for place, (_, tokens) in enumerate(self._new) if tokens <= FEW] if compiled else []
         results: dict[int, Tensor] = {}
         if few:
             near = torch.cat([parts[place] for place in few]).cpu()
             self._few = self._few or Attention([self._new[place] for place in few])
-            found = self._few._by_library(layer, near, *options).to(queries.device)
+            found = self._few._by_library(layer, near, how).to(queries.device)
             results = dict(zip(few, found.split([self._new[place][1] for place in few]), strict=True))
         for place, ((kv, tokens), part) in enumerate(zip(self._new, parts, strict=True)):
             if place not in results:
                 device = torch.device("cpu") if tokens <= FEW else queries.device
                 moved = part.to(device, torch.promote_types(queries.dtype, torch.float32))
-                own_sinks = None if sinks is None else sinks.to(moved)
-                found = _attend(moved * scaling, kv.blocks(layer), kv.length - tokens, window, softcap, own_sinks)
-                results[place] = found.to(queries)
+                results[place] = _attend(moved * scaling, kv.blocks(layer), kv.length - tokens, how).to(queries)
         return torch.cat([results[place] for place in range(len(parts))])
 
-    def _by_library(
-        self,
-        layer: int,
-        queries: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def _by_library(self, layer: int, queries: Tensor, how: _Scores) -> Tensor:
         """`attend` of queries on the CPU."""
         rows, heads, width = queries.shape
         value_width = self._shape.value_width
@@ -156,9 +154,9 @@ class Attention:
         library = self._compiled if work > _SHARE else native.brief_library()
         assert library is not None
         given = queries.float().contiguous()
-        sinks = None if sinks is None else sinks.detach().cpu().float().contiguous()
+        sinks = None if how.sinks is None else how.sinks.detach().cpu().float().contiguous()
         kind, place = self._shape.places[layer]
-        options = _Options(place, heads, *self._sizes, window or 0, scaling, softcap or 0.0, pointer(sinks))
+        options = _Options(place, heads, *self._sizes, how.window or 0, how.scaling, how.softcap or 0.0, pointer(sinks))
         result = torch.empty((rows, heads, value_width), dtype=torch.float32, device="cpu")
         arguments = self._isa, ctypes.addressof(options), self._sequences[kind], given.data_ptr(), result.data_ptr()
 
@@ -170,14 +168,7 @@ class Attention:
         return result.to(queries.dtype)
 
 
-def _attend(
-    queries: Tensor,
-    blocks: Mapping[int, tuple[Tensor, Tensor]],
-    first: int,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attend(queries: Tensor, blocks: Mapping[int, tuple[Tensor, Tensor]], first: int, how: _Scores) -> Tensor:
     """Compute attention of neighbouring tokens of one sequence with torch.
 
     Args:
@@ -186,8 +177,8 @@ def _attend(
             number, as far back as the window reaches. Entries after the last token must be finite.
     """
     heads_kv, _, value_width = blocks[first // BLOCK][1].shape
-    piece_of = partial(_Piece, heads_kv=heads_kv, value_width=value_width, window=window, softcap=softcap, sinks=sinks)
-    pieces = [piece_of(piece, first + index * TOKENS) for index, piece in enumerate(queries.split(TOKENS))]
+    parts = enumerate(queries.split(TOKENS))
+    pieces = [_Piece(part, first + index * TOKENS, heads_kv, value_width, how) for index, part in parts]
     for index in range(pieces[0].blocks.start, pieces[-1].blocks.stop):
         # in the blocks' dtype, which is the smaller one
         keys, values = (part.to(queries.device).to(queries.dtype) for part in blocks[index])
@@ -204,18 +195,8 @@ class _Piece:
         blocks: the numbers of the blocks that the tokens see.
     """
 
-    def __init__(
-        self,
-        queries: Tensor,
-        first: int,
-        *,
-        heads_kv: int,
-        value_width: int,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> None:
-        self._first, self._window, self._softcap = first, window, softcap
+    def __init__(self, queries: Tensor, first: int, heads_kv: int, value_width: int, how: _Scores) -> None:
+        self._first, self._window, self._softcap, window = first, how.window, how.softcap, how.window
         tokens, heads, width = self._shape = queries.shape
         self._last = first + tokens - 1
         self.blocks = range(0 if window is None else max(0, first - window + 1) // BLOCK, self._last // BLOCK + 1)
@@ -234,7 +215,8 @@ class _Piece:
 
         self._highest = queries.new_full((heads_kv, tiles, rows, 1), _LOWEST)
         self._total = torch.zeros_like(self._highest)
-        if sinks is not None:
+        if how.sinks is not None:
+            sinks = how.sinks.to(queries)
             self._highest[:, :, used] = sinks.view(heads_kv, 1, group, 1).repeat(1, 1, per_tile, 1)
             self._total[:, :, used] = 1.0
         self._result = queries.new_zeros(heads_kv, tiles, rows, value_width)

@@ -259,6 +259,44 @@ def test_a_tenant_is_charged_with_the_time_that_a_product_took() -> None:
     assert seconds["fine_tuning"] > 0.4 * sum(seconds.values())
 
 
+def test_one_late_product_costs_its_tenant_two_turns() -> None:
+    """Another program has used the machine: the tenant does not pay for a thousand products."""
+    subject, took = scheduler("none"), SLICE_ROWS * ROW_WORK / RATE
+    late = job("alice", rows=SLICE_ROWS)
+    subject.put(late)
+    subject.done(subject.take(0.0), now=0.0, seconds=1000 * took)
+    subject.put(job("alice", rows=SLICE_ROWS, group=1, arrival=2.0))
+    turns = 0
+    while turns < 100:
+        subject.put(job("bob", rows=SLICE_ROWS, group=2, arrival=1.0))
+        (piece,) = pieces = subject.take(3.0)
+        if piece.job.tenant == "alice":
+            break
+        subject.done(pieces, now=3.0, seconds=took)
+        turns += 1
+    assert turns <= 4
+
+
+def test_a_request_that_has_begun_is_finished_before_the_tenants_next() -> None:
+    subject = scheduler("none")
+    begun = job(rows=4, ready=2)
+    subject.put(begun)
+    assert [piece.rows for piece in subject.take(0.0)] == [2]
+    subject.put(job(rows=4, arrival=1.0))
+    subject.make_ready(begun, 2)
+    assert [piece.job for piece in subject.take(1.0)] == [begun]
+
+
+def test_a_request_is_multiplied_at_once_only_if_nobody_else_waits_or_is_expected() -> None:
+    subject = scheduler()
+    assert subject.is_alone(job("alice"))
+    subject.put(job("bob"))
+    assert not subject.is_alone(job("alice"))
+    subject.done(subject.take(0.0), now=0.0, seconds=1e-5)
+    assert not subject.is_alone(job("alice"))
+    assert subject.is_alone(job("bob"))
+
+
 # Fair shares of tenants and of stages, by their weights
 
 

@@ -93,8 +93,11 @@ def headlines() -> list[dict[str, str]]:
 @pytest.mark.parametrize("headline", headlines(), ids=lambda headline: headline["row"])
 def test_a_headline_has_its_command_and_the_figures_of_its_file(headline: dict[str, str]) -> None:
     program, *words = shlex.split(headline["command"])
-    assert program == "symbiosis-priv"
-    check(words)
+    if program == "python":
+        assert (ROOT / words[0]).is_file()
+    else:
+        assert program == "symbiosis-priv"
+        check(words)
     assert bool(headline["ours"]) == bool(headline["file"]) == bool(headline["machine"])
     if not headline["ours"]:
         assert "not measured" in headline["what is missed"]

@@ -135,10 +135,7 @@ class _Bench:
                 yield self._compared(row)
 
     def _tenant(self, local: LocalFederation, masking: models.MaskingVariant, i: int) -> RemoteConfig:
-        local.issue_tenant(f"tenant-{i}")
-        own = local.directory / f"tenant-{i}.toml"
-        own.write_text(local.federation.read_text(encoding="utf-8").replace("/tenant.", f"/tenant-{i}."))
-        return models.remote_config(local, masking, models.Effort(), federation=own)
+        return models.remote_config(local, masking, models.Effort(), federation=models.federation_of(local, i))
 
     def _start(
         self,

@@ -7,6 +7,7 @@ With a checkpoint, they use the base model, and plain transformers answer them t
 answers have the same length, so the figures do not depend on the text.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -81,7 +82,7 @@ def endpoint(
     """
     variant = MaskingVariant.parse(masking)
     path = shape.save(folder / "model") if model is None else resolve(model)
-    tokenizer: Any = _NoText() if model is None else load_tokenizer(path)
+    tokenizer: Any = NoText() if model is None else load_tokenizer(path)
     if model is None:
         progress("writing adapters")
         _write_adapters(folder / "adapters", load_model(path, dtype=torch.float32))
@@ -93,9 +94,9 @@ def endpoint(
         names = [None, *(task.name for task in loaded)]
         ways: dict[str, Callable[[], Way]] = {
             "one after another": lambda: partial(  # twice the places: one client may take only half of them
-                _answer, SequentialEngine(split, tokenizer, tasks=tasks, max_waiting=2 * streams)
+                _answered, SequentialEngine(split, tokenizer, tasks=tasks, max_waiting=2 * streams)
             ),
-            "all together": lambda: partial(_answer, open_engine(split, tokenizer, tasks=tasks)),
+            "all together": lambda: partial(_answered, open_engine(split, tokenizer, tasks=tasks)),
         }
         if model is not None:
             whole = load_language_model(path, dtype=torch.float32)
@@ -112,8 +113,8 @@ def endpoint(
             for way, open_way in ways.items():
                 progress(f"{way}, {f'turn {turn}' if turn else 'warming up'}")
                 torch.set_num_threads((os.cpu_count() or 1) if way.startswith("whole") else effort.threads)
-                answer, before, began = open_way(), ledger_of(split) or Ledger(), time.perf_counter()
-                answers = answer(requests)
+                run, before, began = open_way(), ledger_of(split) or Ledger(), time.perf_counter()
+                answers = run(requests)
                 if turn:
                     round_trips = since(before, ledger_of(split) or Ledger()).executor_round_trips
                     found[way].add(answers, began=began, round_trips=round_trips)
@@ -169,15 +170,15 @@ class _Figures:
         return self.tokens / self.seconds
 
 
-class _NoText:
+class NoText:
     """Replaces a tokenizer, because decoding to text is not measured."""
 
     def decode(self, *_: object, **__: object) -> str:
         return ""
 
 
-def _answer(engine: Engine, requests: list[EngineRequest]) -> list[list[float]]:
-    """Submit all requests together, wait for all answers, and close the engine. Returns the times of the tokens."""
+def answer(engine: Engine, requests: list[EngineRequest]) -> list[list[float]]:
+    """Submit all requests together, and wait for all answers. Returns the times of the tokens."""
     times: dict[str, list[float]] = {request.id: [] for request in requests}
     ended: SimpleQueue[Done | Failed] = SimpleQueue()
 
@@ -193,8 +194,12 @@ def _answer(engine: Engine, requests: list[EngineRequest]) -> list[list[float]]:
         last = ended.get(timeout=_ANSWER_S)
         if isinstance(last, Failed):
             raise last.error
-    engine.close()
     return list(times.values())
+
+
+def _answered(engine: Engine, requests: list[EngineRequest]) -> list[list[float]]:
+    with contextlib.closing(engine):
+        return answer(engine, requests)
 
 
 def _generate(model: Any, requests: list[EngineRequest], *, batch: int) -> list[list[float]]:

@@ -25,7 +25,6 @@ from tenant.masking.registry import session_scheme
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_model
-from tenant.model.overlap import overlapped
 from tenant.session.tally import Ledger
 from tenant.session.traffic import Transport
 
@@ -160,6 +159,14 @@ def provide(
     return LocalFederation(model, directory / "federation", **given | options)
 
 
+def federation_of(local: LocalFederation, number: int) -> Path:
+    """Issue a tenant's certificate, and return the path of its federation file."""
+    local.issue_tenant(f"tenant-{number}")
+    own = local.directory / f"tenant-{number}.toml"
+    own.write_text(local.federation.read_text(encoding="utf-8").replace("/tenant.", f"/tenant-{number}."))
+    return own
+
+
 def remote_config(
     local: LocalFederation, masking: MaskingVariant, effort: Effort, *, federation: Path | None = None
 ) -> RemoteConfig:
@@ -191,14 +198,11 @@ LORA = Lora()
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Optimizer steps of a LoRA, which starts anew if the step before had another. A batch has `parts` parts, each with
-    its own forward and backward pass. With `overlap`, the parts run at the same time (`tenant.overlapped`)."""
+    """Optimizer steps of a LoRA, which starts anew if the step before had another."""
 
     batch: int
     tokens: int
     steps: int = 1
-    parts: int = 1
-    overlap: bool = False
     lora: Lora = LORA
 
 
@@ -248,18 +252,13 @@ class _Tenant:
             if task.lora != self._lora:
                 self._adapt(self._model.unload(), task.lora)
             self._model.train()
-            batches = [self._tokens(task.batch, task.tokens).chunk(task.parts) for _ in range(task.steps)]
 
-            def step(parts: Sequence[torch.Tensor]) -> None:
-                if task.overlap:
-                    overlapped(self._model, self._backward, parts)
-                else:
-                    for ids in parts:
-                        self._backward(ids)
+            def step(ids: torch.Tensor) -> None:
+                self._model(input_ids=ids, labels=ids).loss.backward()
                 self._optimizer.step()
                 self._optimizer.zero_grad()
 
-            return [self._cost_of(partial(step, parts)) for parts in batches]
+            return [self._cost_of(partial(step, self._tokens(task.batch, task.tokens))) for _ in range(task.steps)]
         if isinstance(task, Products):
             return [self._cost_of(partial(self._multiply, task.rows))]
         self._model.eval()
@@ -279,9 +278,6 @@ class _Tenant:
                 if type(module) is torch.nn.Linear and ".layers." in name and "lora" not in name:
                     x = torch.ones((rows, module.in_features), dtype=torch.float32, device="cpu")
                     (x @ module.weight.t()) @ module.weight
-
-    def _backward(self, ids: torch.Tensor) -> None:
-        self._model(input_ids=ids, labels=ids).loss.backward()
 
     def _cost_of(self, work: Callable[[], None]) -> Cost:
         before = self._ledger()

@@ -1,45 +1,64 @@
-"""`bench network`: times a step and a token over an emulated link. `bench bytes`: the bytes that a tenant moves for a
-token and for a step of Llama-2-7B and Llama-3-8B.
+"""`bench network`: a model over slow links, as in table 3 of PETALS (arXiv 2312.08361). `bench bytes`: the bytes that a
+tenant moves for a token and for a step of Llama-2-7B and Llama-3-8B.
 
-The parts of an overlapped batch share their round trips. Each condition uses a new tenant process, because TCP keeps an
-estimate of the link's state.
+The links are emulated (`link`), one for each tenant. A prompt is read before the link becomes slow, and its keys and
+values are kept, so only the answer's tokens are timed. Answers are forced to continue a text that comes with Python:
+guesses are then right as often as they are in that text, although the weights are random.
 
-`bench bytes` computes the bytes from the shapes (`session.traffic`). `bench network` counts the bytes of smaller models
-at the socket, and its test requires that both are equal.
+Offloading is what a person with this machine alone would do: transformers and accelerate read each layer from its file
+when it is needed. The files leave the page cache before every pass, as those of a model larger than memory do.
+
+`bench bytes` computes the bytes from the shapes (`session.traffic`).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from itertools import product
+from functools import partial
 from pathlib import Path
+from pydoc_data.topics import topics
 from statistics import fmean
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, NamedTuple
 
+import torch
 import typer
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 from symbiosis_priv.checkpoints.discovery.skeleton import traced
 from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.checkpoints.manifest import GroupEntry
-from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import ConfigError
 from tenant.bench import measured_models as models
-from tenant.bench.link import Condition, open_link
-from tenant.bench.options import Batch, Maskings, Progress, Tokens, benchmark, show
+from tenant.bench.link import Condition, Link, open_link
+from tenant.bench.many_requests import NoText, answer
+from tenant.bench.options import Maskings, Progress, benchmark
 from tenant.bench.processes import Child, check_supported
+from tenant.bench.real_size import write_checkpoint
 from tenant.bench.report import Goal, Row, figure, where
-from tenant.bench.steps_and_tokens import TURN_S
-from tenant.session.traffic import PredictedTraffic, Transport, of_pass, of_step, of_token
+from tenant.cli.options import quiet
+from tenant.endpoint.engine.requests import EngineRequest, Sampling
+from tenant.endpoint.engine.sequential import open_engine
+from tenant.endpoint.engine.speculation import PromptLookup
+from tenant.model.hf import RemoteConfig, backend_of
+from tenant.model.loading import load_language_model
+from tenant.session.traffic import PredictedTraffic, of_pass
 
-WARM_UP = 2
-"""Number of steps or tokens before the measured ones, while connections are opened and pools filled."""
+_LENGTHS, _BATCHES, _FORWARD_TOKENS = (128, 2048), (1, 64), 8
+_FIGURES = ("length_128_per_s", "length_2048_per_s", "tokens_per_pass", "batch_1_per_s", "batch_64_per_s")
+_TENANTS, _WARM_UP, _TURN_S = 8, 3, 900.0
+_PAD, _FEWER = models.MaskingVariant.parse("pad"), models.MaskingVariant.parse("pad/two")
+_ALONE, _EIGHT = "split", "split, one of all tenants"
+_GUESSED, _OFFLOADED = "split, two round trips and --draft prompt", "offloaded to disk"
+_SHAPE = models.Llama(width=2048, layers=4, inner=5632)
 MODELS: Final = {
     "Llama-2-7B": models.Llama(width=4096, layers=32, inner=11008, heads=32, key_heads=32),
     "Llama-3-8B": models.Llama(width=4096, layers=32, inner=14336, heads=32, key_heads=8),
 }
 """The models of `bench bytes`, without their LM heads."""
-_SHAPE, _FIVE_TIMES = models.Llama(width=512, layers=4, inner=1408), models.Effort(repeat=5)
 _NARROW_AND_RELAYED = "pad/24/relay"
 _STEP_ROWS: Final = 512
 _WORK: Final[dict[str, tuple[int, tuple[Direction, ...]]]] = {
@@ -50,111 +69,206 @@ _WORK: Final[dict[str, tuple[int, tuple[Direction, ...]]]] = {
 }
 
 
+class Answer(NamedTuple):
+    """Tokens after the first one of an answer to a prompt of this length."""
+
+    length: int
+    tokens: int
+
+
+class Forward(NamedTuple):
+    """A forward pass of a batch of sequences."""
+
+    batch: int
+
+
+class Rate(NamedTuple):
+    """Tokens or passes per second, and the tokens of a pass."""
+
+    per_s: float
+    per_pass: float = 1.0
+
+
+Work = Answer | Forward
+Tenant = Child[Work, Rate]
+
+
 def network_goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    for row in where(rows, masking=_NARROW_AND_RELAYED):
-        if str(row["condition"]).startswith("100 Mbit/s") and str(row["work"]).endswith("overlapped"):
-            what = f"an overlapped step over today's, {row['condition']}"
-            yield Goal(what, figure(row, "over_first"), at_most=0.5)
+    [offloaded], [eight], short = where(rows, way=_OFFLOADED), where(rows, way=_EIGHT), _FIGURES[0]
+    for row in where(rows, way=_GUESSED):
+        over = figure(row, short) / figure(offloaded, short)
+        yield Goal(f"tokens a second over offloading's, {row['condition']}", over, at_least=1)
+    [alone] = where(rows, way=_ALONE, condition=eight["condition"])
+    over = figure(alone, short) / figure(eight, short)
+    yield Goal(f"a token of {_TENANTS} tenants over one alone's, {eight['condition']}", over, at_most=1.2)
 
 
-def show_network(rows: Sequence[Row]) -> None:
-    """Show a table for each kind of work."""
-    for work in dict.fromkeys(row["work"] for row in rows):
-        show(where(rows, work=work))
-
-
-@benchmark("network", goals=network_goals, show=show_network)
+@benchmark("network", goals=network_goals)
 def network(
     folder: Path,
     progress: Progress,
     *,
     condition: Annotated[
         str, typer.Option(help="Bandwidth and round trip, like 100mbit/100ms; several separated by commas.")
-    ] = "1gbit/1ms,1gbit/10ms,1gbit/50ms,100mbit/1ms,100mbit/10ms,100mbit/50ms",
+    ] = "1gbit/5ms,100mbit/5ms,100mbit/100ms",
     shape: models.Llama = _SHAPE,
-    batch: Batch = 2,
-    tokens: Tokens = 64,
-    overlap: Annotated[
-        int, typer.Option(min=1, help="Parts of a batch, also one after the other; 1 measures whole batches only.")
-    ] = 2,
-    masking: Maskings = "pad,pad/two,pad/24/relay",
-    effort: models.Effort = _FIVE_TIMES,
+    tokens: Annotated[int, typer.Option(min=2, help="Generated tokens of each answer.")] = 16,
 ) -> Iterator[Row]:
-    """Measure steps and tokens per second over a slow network, with round trips and bytes.
+    """Generate and read texts over a slow network, alone and beside other tenants, and with the same model offloaded
+    to this machine's disk.
 
-    The tenant's link is emulated on loopback.
-
-    Example: symbiosis-priv bench network --layers 3 --condition 100mbit/10ms
+    Example: symbiosis-priv bench network --condition 100mbit/100ms --tokens 8
     """
-    if batch % overlap:
-        raise ConfigError(f"--overlap {overlap}: choose a divisor of --batch {batch}")
-    conditions, maskings = [Condition.parse(text) for text in condition.split(",")], models.parse_maskings(masking)
     check_supported()
-    model = shape.save(folder / "model")
-    steps = WARM_UP + effort.repeat
-    step = models.Step(batch=batch, tokens=tokens, steps=steps)
-    work: dict[str, models.Task] = {"step": step}
-    if overlap > 1:
-        work[f"step, {overlap} parts"] = replace(step, parts=overlap)
-        work[f"step, {overlap} parts overlapped"] = replace(step, parts=overlap, overlap=True)
-    work["token"] = models.Generate(prompt=8, tokens=steps)
+    conditions, effort = [Condition.parse(text) for text in condition.split(",")], models.Effort()
+    model, config = folder / "model", shape.config()
+    config.max_position_embeddings = 2 * max(_LENGTHS)
+    write_checkpoint(config, model)
     with ExitStack() as stack:
-        link = stack.enter_context(open_link())
-        providers = models.provide(model, folder, threads=effort.threads, maskings=maskings, host=link.host)
-        local = stack.enter_context(providers)
-        groups = WeightStore(model, cache=local.cache, scope=local.scope).manifest().groups
-        federation = link.federation(local.federation)
-        found: dict[tuple[Condition, str], list[Row]] = {}
-        first: dict[tuple[Condition, str], float] = {}  # seconds of a whole batch, or a token, with the first masking
-        for link_condition, variant in product((Condition(), *conditions), maskings):
-            progress(f"{variant.name}: {link_condition}")
-            link.apply(link_condition)
-            remote = models.remote_config(local, variant, effort, federation=federation)
-            with Child("tenant", models.serve_tenant, model, remote, effort.threads) as tenant:
-                for what, task in work.items():
-                    if variant.transport.round_trips == 2 and isinstance(task, models.Step):
-                        continue  # with gradients, a pass takes four
-                    costs = tenant.ask(task, timeout_s=TURN_S)
-                    labels: Row = {"condition": str(link_condition), "work": what, "masking": variant.name}
-                    row = _row(link_condition, _predicted(groups, task, variant.transport), costs)
-                    first_s = first.setdefault((link_condition, what.partition(",")[0]), figure(row, "measured_s"))
-                    rows = found.setdefault((link_condition, what), [])
-                    rows.append({**labels, **row, "over_first": figure(row, "measured_s") / first_s})
-    shared: Row = {"width": shape.width, "inner": shape.inner, "layers": shape.layers, "batch": batch}
-    yield from ({**shared, "tokens": tokens, **row} for rows in found.values() for row in rows)
+        progress("starting providers")
+        links = [stack.enter_context(open_link()) for _ in range(_TENANTS)]
+        local = stack.enter_context(
+            models.provide(model, folder, threads=effort.threads, maskings=[_PAD, _FEWER], host=Link.host)
+        )
+
+        def start(number: int, link: Link, masking: models.MaskingVariant) -> Tenant:
+            federation = link.federation(models.federation_of(local, number))
+            remote = models.remote_config(local, masking, effort, federation=federation)
+            return stack.enter_context(Child(f"tenant {number}", serve_split, model, remote, effort.threads))
+
+        tenants = [start(number, link, _PAD) for number, link in enumerate(links)]
+        ways = {_ALONE: tenants[0], _GUESSED: start(_TENANTS, links[0], _FEWER)}
+        progress("reading prompts")
+        for tenant in ways.values():
+            for length in _LENGTHS:
+                tenant.ask(Answer(length, _WARM_UP), timeout_s=_TURN_S)
+        _together(tenants[1:], Answer(_LENGTHS[0], _WARM_UP))
+        shared: Row = {"width": shape.width, "layers": shape.layers}
+        for state in conditions:
+            links[0].apply(state)
+            for way, tenant in ways.items():
+                progress(f"{state}: {way}")
+                yield shared | {"way": way, "condition": str(state)} | _measured(tenant, tokens, way != _GUESSED)
+        for link in links:
+            link.apply(conditions[-1])
+        progress(f"{conditions[-1]}: {_TENANTS} tenants")
+        mean = fmean(rate.per_s for rate in _together(tenants, Answer(_LENGTHS[0], tokens)))
+        row = shared | {"way": _EIGHT, "condition": str(conditions[-1])}
+        yield row | dict.fromkeys(_FIGURES) | {_FIGURES[0]: mean}
+    progress(_OFFLOADED)
+    with Child("offloading", serve_offloaded, model, folder / "offloaded") as offloading:
+        yield shared | {"way": _OFFLOADED, "condition": None} | _measured(offloading, _WARM_UP, batches=True)
 
 
-def _predicted(groups: Sequence[GroupEntry], task: models.Task, transport: Transport) -> PredictedTraffic:
-    if isinstance(task, models.Generate):
-        return of_token(groups, transport)
-    part = of_step(groups, task.batch // task.parts * task.tokens, transport)
-    whole = sum([part] * task.parts, PredictedTraffic())
-    return replace(whole, turns=part.turns) if task.overlap else whole
+def _measured(tenant: Tenant, tokens: int, batches: bool) -> Row:
+    """Tokens per second by length of the prompt, and forward passes per second by size of the batch."""
+    answers = [tenant.ask(Answer(length, tokens), timeout_s=_TURN_S) for length in _LENGTHS]
+    passes = [tenant.ask(Forward(batch), timeout_s=_TURN_S).per_s if batches else None for batch in _BATCHES]
+    figures = [*(rate.per_s for rate in answers), fmean(rate.per_pass for rate in answers), *passes]
+    return dict(zip(_FIGURES, figures, strict=True))
 
 
-def _row(condition: Condition, design: PredictedTraffic, costs: Sequence[models.Cost]) -> Row:
-    """Figures of a step or token: means of `costs`, of which the first `WARM_UP` do not count."""
+def _together(tenants: Sequence[Tenant], work: Work) -> list[Rate]:
+    for tenant in tenants:
+        tenant.send(work)
+    return [tenant.receive(timeout_s=_TURN_S) for tenant in tenants]
 
-    def counted(name: str) -> float:
-        mean = fmean(cost.counted[name] for cost in costs[WARM_UP:])
-        return int(mean) if mean.is_integer() else mean
 
-    seconds = fmean(cost.seconds for cost in costs[WARM_UP:])
-    return {
-        "per_second": 1 / seconds,
-        "round_trips": counted("executor_round_trips"),
-        "round_trips_by_design": design.round_trips,
-        "turns": design.turns,
-        "bytes_up": round(counted("bytes_to_executors")),
-        "bytes_up_by_design": design.up,
-        "bytes_down": round(counted("bytes_from_executors")),
-        "bytes_down_by_design": design.down,
-        "bytes_of_effects": round(counted("bytes_to_helpers") + counted("bytes_from_helpers")),
-        "bytes_of_effects_by_design": design.effects,
-        "latency_s": design.turns * condition.round_trip_ms / 1e3,
-        "measured_s": seconds,
-        "first_s": costs[0].seconds,
-    }
+@contextmanager
+def serve_split(model: Path, remote: RemoteConfig, threads: int) -> Iterator[Callable[[Work], Rate]]:
+    """The work of a `Child`: a tenant. With two round trips, it also guesses tokens."""
+    quiet()
+    torch.set_num_threads(threads)
+    split = load_language_model(model, remote=remote, dtype=torch.float32)
+    drafter = PromptLookup() if remote.round_trips == 2 else None
+    engine: Any = open_engine(split, NoText(), drafter=drafter)  # type: ignore[arg-type]  # no text is needed
+    text = _text(split.config.vocab_size)
+
+    def do(work: Work) -> Rate:
+        if isinstance(work, Forward):
+            return _forward(split, text, work.batch)
+        forced = Sampling(grammar=partial(_Forced, text[work.length :], split.config.vocab_size))
+        prompt = tuple(text[: work.length])
+        before = engine.load().steps
+        [times] = answer(engine, [EngineRequest(id="0", prompt=prompt, max_tokens=work.tokens, sampling=forced)])
+        passes = engine.load().steps - before - 1  # the first token comes with the prompt's last one
+        return Rate((len(times) - 1) / (times[-1] - times[0]), (len(times) - 1) / passes)
+
+    with closing(backend_of(split)):
+        yield do
+        engine.close()
+
+
+@contextmanager
+def serve_offloaded(model: Path, folder: Path) -> Iterator[Callable[[Work], Rate]]:
+    """The work of a `Child`: a model whose layers stay on disk, with all cores."""
+    quiet()
+    offloaded: Any = AutoModelForCausalLM.from_pretrained(
+        model, dtype="auto", device_map={"": "disk"}, offload_folder=folder
+    ).eval()
+    text = _text(offloaded.config.vocab_size)
+
+    def do(work: Work) -> Rate:
+        forget = partial(_forget, model)
+        if isinstance(work, Forward):
+            return _forward(offloaded, text, work.batch, before=forget)
+        ids, seconds = torch.tensor([text[: work.length]], dtype=torch.long, device="cpu"), []
+        cache = None
+        for _ in range(1 + work.tokens):
+            forget()
+            began = time.perf_counter()
+            with torch.no_grad():
+                output = offloaded(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            seconds.append(time.perf_counter() - began)
+            ids, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
+        return Rate(work.tokens / sum(seconds[1:]))
+
+    yield do
+
+
+def _forward(model: Any, text: Sequence[int], batch: int, *, before: Callable[[], None] = lambda: None) -> Rate:
+    size = _FORWARD_TOKENS * batch
+    ids: Tensor = torch.tensor(text[:size], dtype=torch.long, device="cpu").view(batch, _FORWARD_TOKENS)
+    before()
+    began = time.perf_counter()
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    return Rate(1 / (time.perf_counter() - began))
+
+
+def _forget(model: Path) -> None:
+    """Drop the checkpoint's pages from the page cache."""
+    for file in model.glob("*.safetensors"):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _text(vocabulary: int) -> list[int]:
+    """Words of Python's manual as token ids; equal words have equal ids."""
+    words = re.findall(r" ?\w+|\s+|[^\w\s]", "".join(topics.values()))[: 4 * max(_LENGTHS)]
+    ids = {word: number % vocabulary for number, word in enumerate(dict.fromkeys(words))}
+    return [ids[word] for word in words]
+
+
+class _Forced:
+    """A `Grammar` that allows one text."""
+
+    def __init__(self, text: Sequence[int], vocabulary: int) -> None:
+        self._text, self._size, self._done = text, -(-vocabulary // 8), 0
+
+    def allowed(self) -> bytes:
+        bits, token = bytearray(self._size), self._text[self._done]
+        bits[token // 8] = 1 << token % 8
+        return bytes(bits)
+
+    def accept(self, token: int) -> None:
+        self._done += 1
+
+    def finished(self) -> bool:
+        return False
 
 
 def bytes_goals(rows: Sequence[Row]) -> Iterator[Goal]:

@@ -8,13 +8,25 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.cli import app
 from symbiosis_priv.errors import ConfigError
-from tenant.bench import real_size, steps_and_tokens
-from tenant.bench.measured_models import Effort, Llama, MaskingVariant
+from tenant.bench import network, real_size, steps_and_tokens
+from tenant.bench.measured_models import (
+    Effort,
+    Generate,
+    Llama,
+    MaskingVariant,
+    Step,
+    parse_maskings,
+    provide,
+    remote_config,
+    serve_tenant,
+)
 from tenant.bench.report import Row, number, read
 from tenant.bench.steps_and_tokens import Comparison, comparison
 from tenant.session import tally
+from tenant.session.traffic import of_step, of_token
 from tests.cases import table
 
 
@@ -74,27 +86,6 @@ def check_linear(rows: list[Row], shown: str) -> None:
         assert numbers["back_to_back_over_floor"] == pytest.approx(numbers["back_to_back_p50_us"] / floor)
 
 
-def check_network(rows: list[Row], shown: str) -> None:
-    """A session's traffic equals the design's prediction to the byte, and a link delays as its condition says."""
-    works = ["step", "step, 2 parts", "step, 2 parts overlapped", "token"]
-    assert [(row["condition"], row["work"], row["masking"]) for row in rows] == [
-        (condition, work, masking)
-        for condition in ("no limit, 0 ms", "200 Mbit/s, 5 ms")
-        for work in works
-        for masking in ("pad/24", "pad/24/relay", *(["pad/24/two"] if work == "token" else []))
-    ]
-    trips = dict(zip(works, (7, 14, 14, 4), strict=True))
-    for row in rows:
-        # a relayed answer that is late comes directly; and an overlapped request may confirm two answers, or none
-        slack = 100 * trips[str(row["work"])] if row["masking"] == "pad/24/relay" else 0
-        for name in ("round_trips", "bytes_up", "bytes_down"):
-            assert number(row[name]) == pytest.approx(number(row[f"{name}_by_design"]), abs=slack)
-        assert row["round_trips"] == trips[str(row["work"])]
-    for row in rows[9:]:
-        turns = 7 if row["work"] == works[2] else trips[str(row["work"])] - (row["masking"] == "pad/24/two")
-        assert number(row["measured_s"]) >= number(row["latency_s"]) == pytest.approx(0.005 * turns)
-
-
 def check_bytes(rows: list[Row], shown: str) -> None:
     """DESIGN: 23,296 words up and 42,496 words of answers and of effects for a token and a layer of Llama-2-7B."""
     today, narrow = rows[:2]
@@ -146,7 +137,6 @@ CHECKS: dict[str, Callable[[list[Row], str], None]] = {
     f"step {MODEL} --masking pad --batch 2 --tokens 8 --rank 8,64 --targets q,qkvo": check_step,
     f"token {MODEL} --masking pad --prompt 2 --tokens 3": check_token,
     "linear --rows 1,4 --width 64 --repeat 1 --threads 1": check_linear,
-    f"network {MODEL} --tokens 8 --masking pad/24,pad/24/relay,pad/24/two --condition 200mbit/5ms": check_network,
     "adapters --width 64 --layers 1 --inner 64 --jobs 1,2": check_adapters,
     "bytes": check_bytes,
     "provider --tenants 3+1+1 --hidden 64 --seconds 0.1 --threads 1": (check_provider),
@@ -185,3 +175,42 @@ def test_size_writes_packs_and_uses_a_model_layer_by_layer(monkeypatch: pytest.M
     assert len(report.goals) == 4
     with pytest.raises(ConfigError, match=r"--shape 'gpt-9' is not one of llama-2-7b"):
         bench("size", "--shape", "gpt-9")
+
+
+def test_network_measures_each_way_over_each_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A link delays every round trip as its condition says."""
+    for name, value in {"_TENANTS": 2, "_LENGTHS": (8, 20), "_BATCHES": (1, 2)}.items():
+        monkeypatch.setattr(network, name, value)
+    small, link = "--width 64 --layers 1 --inner 64 --tokens 4", "--condition 200mbit/5ms"
+    bench("network", *small.split(), *link.split(), "--json", str(tmp_path / "network.json"))
+    report = read(tmp_path / "network.json")
+    alone, guessed, two, offloaded = report.rows
+    for name in ("length_128_per_s", "length_2048_per_s"):
+        assert 0 < number(alone[name]) < 1 / (4 * 0.005)
+        assert 0 < number(guessed[name]) < 4 / (3 * 0.005)  # a pass has one token at least, and all four at most
+    assert alone["tokens_per_pass"] == 1 <= number(guessed["tokens_per_pass"])
+    assert 0 < number(alone["batch_64_per_s"]) < 1 / (4 * 0.005)
+    assert 0 < number(two["length_128_per_s"]) < 1 / (4 * 0.005)
+    assert offloaded["condition"] is None
+    assert all(number(offloaded[name]) > 0 for name in network._FIGURES)
+    assert len(report.goals) == 2
+
+
+def test_a_sessions_traffic_is_the_predicted_one_to_the_byte(tmp_path: Path) -> None:
+    maskings = parse_maskings("pad/24,pad/24/relay,pad/24/two")
+    model = Llama(width=64, layers=1, inner=64).save(tmp_path / "model")
+    with provide(model, tmp_path, threads=1, maskings=maskings) as local:
+        groups = WeightStore(model, cache=local.cache, scope=local.scope).manifest().groups
+        for masking in maskings:
+            with serve_tenant(model, remote_config(local, masking, Effort(threads=1)), 1) as do:
+                *_, token = do(Generate(prompt=8, tokens=3))
+                *_, step = do(Step(batch=2, tokens=8, steps=3))
+            predicted = {of_token(groups, masking.transport): token}
+            if masking.transport.round_trips == 4:
+                predicted[of_step(groups, 16, masking.transport)] = step
+            for traffic, cost in predicted.items():
+                # a relayed answer that is late comes directly
+                slack = 100 * traffic.round_trips if masking.transport.relay else 0
+                assert cost.counted["executor_round_trips"] == pytest.approx(traffic.round_trips, abs=slack)
+                assert cost.counted["bytes_to_executors"] == pytest.approx(traffic.up, abs=slack)
+                assert cost.counted["bytes_from_executors"] == pytest.approx(traffic.down, abs=slack)

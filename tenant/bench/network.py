@@ -11,6 +11,7 @@ when it is needed. The files leave the page cache before every pass, as those of
 `bench bytes` computes the bytes from the shapes (`session.traffic`).
 """
 
+import multiprocessing
 import os
 import re
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import fmean
@@ -120,6 +122,8 @@ def network(
     Example: symbiosis-priv bench network --condition 100mbit/100ms --tokens 8
     """
     check_supported()
+    multiprocessing.set_forkserver_preload([__name__])  # otherwise each tenant imports torch
+    ensure_running()
     conditions, effort = [Condition.parse(text) for text in condition.split(",")], models.Effort()
     model, config = folder / "model", shape.config()
     config.max_position_embeddings = 2 * max(_LENGTHS)

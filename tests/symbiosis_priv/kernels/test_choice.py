@@ -67,6 +67,7 @@ SPOILERS: dict[str, Callable[[Tensor], object]] = {
     "every entry by one": lambda y: y.add_(1),
     "the lowest bit of the last column": lambda y: y[:, -1].bitwise_xor_(1),
     "the last row": lambda y: y[-1].zero_(),
+    "the largest sums": lambda y: y.add_(1) if y.unique().numel() == 1 else None,
     "float32 accumulation": lambda y: y.copy_(y.float().clamp(-(2**31), 2**31 - 128).to(torch.int32)),
 }
 

@@ -208,7 +208,7 @@ def serve_offloaded(model: Path, folder: Path) -> Iterator[Callable[[Work], Rate
     """The work of a `Child`: a model whose layers stay on disk, with all cores."""
     quiet()
     offloaded: Any = AutoModelForCausalLM.from_pretrained(
-        model, dtype="auto", device_map={"": "disk"}, offload_folder=folder
+        model, dtype="auto", device_map={"": "disk"}, offload_folder=folder, trust_remote_code=False
     ).eval()
     text = _text(offloaded.config.vocab_size)
 

@@ -301,7 +301,7 @@ def _require_free(config: ProviderConfig) -> None:
 
 def _share_arenas() -> None:
     """Let all threads share two arenas of glibc's allocator. With an arena per thread, 16 tenants' connections add 15 %
-    to an executor's memory instead of 8 % (`bench adapters`)."""
+    to an executor's memory instead of 8 to 11 % (`bench adapters`)."""
     with suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
 

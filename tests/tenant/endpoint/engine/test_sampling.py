@@ -148,7 +148,11 @@ def pieces(stream: TextStream, tokens: list[int]) -> list[str]:
     return [*found, stream.end()]
 
 
-@given(st.text(), st.text())
+# Hypothesis draws constants of the code too, and a special token such as `<|end|>` is no text
+TEXTS = st.text().filter(lambda text: "<|" not in text)
+
+
+@given(TEXTS, TEXTS)
 def test_pieces_are_the_text_without_half_characters(tokenizer: Any, prompt: str, text: str) -> None:
     before, tokens = (tokenizer.encode(one, add_special_tokens=False) for one in (prompt, text))
     found = pieces(TextStream(tokenizer, prompt=before), tokens)
@@ -204,7 +208,7 @@ def test_a_stop_text_may_have_special_tokens(tokenizer: Any, parts: list[str], d
     assert found == shown[: len(written.partition(stop)[0])].replace("-", "")
 
 
-@given(st.text(), st.text())
+@given(TEXTS, TEXTS)
 def test_the_place_of_a_token_is_that_of_its_first_byte(tokenizer: Any, prompt: str, text: str) -> None:
     before, tokens = (tokenizer.encode(one, add_special_tokens=False) for one in (prompt, text))
     stream, written = TextStream(tokenizer, prompt=before), b""

@@ -6,6 +6,7 @@ name, which ends with the last rank. On a machine with GPUs every rank locks it,
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 from typing import Any
@@ -90,6 +91,7 @@ class SharedRows:
         stream.synchronize()
 
 
+@functools.cache
 def _copy_2d() -> Any:
     """CUDA's copy of columns; None where torch has loaded no such function. (torch would copy them on the CPU.)"""
     try:

@@ -59,6 +59,7 @@ def test_commands_targets_and_links_exist(document: Path) -> None:
     assert set(re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE)) <= TARGETS
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
         assert link.startswith("https://") or (document.parent / link).exists(), link
+    assert not re.search(r"\n\|.*\n\n+\|.*\n(?!\|[ :]*-)", text), "an empty line ends the table above"
 
 
 def test_the_check_finds_commands_and_files_that_do_not_exist() -> None:

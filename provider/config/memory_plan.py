@@ -25,6 +25,7 @@ _CONNECTION = 640 << 10  # of TLS, and of the kinds of requests that a connectio
 _PROCESS = 400 * MIB  # Python, torch and their libraries, in each process
 _WORKING = 64 * MIB  # slices of keystream, rows and products of one batch
 _CONTEXT = 768 * MIB  # of CUDA, with the programs of torch, Triton and NCCL, and graphs, on each GPU
+_PACKED = 2 * 3  # bytes: an entry of rows and of products as they are on the wire
 _LIMBS = 8  # bytes: an entry of a row as four float16
 
 CHUNK: Final = 256
@@ -88,7 +89,7 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
         plan[1:1] = [Need("a layer group, gathered by each rank", place, kind, gathered) for place in places]
     if device != _CPU:
         entries, slots = slot_entries(widest(groups)), 2 * SLOTS
-        near = (slots * 4 + _LIMBS) * entries
+        near = (slots * 4 + _PACKED + _LIMBS) * entries
         if ranks > 1:  # all rows and products of a batch
             near = (2 * 4 + _LIMBS) * MAX_BATCH_ROWS * widest(groups)
         else:

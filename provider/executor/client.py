@@ -39,6 +39,8 @@ class ExecutorHandle(ABC):
         self.model_digest = model_digest
         self.generation = 0
         self.hangs = 0
+        self.narrow = False
+        """True if the executor takes and returns rows of 24 bits as they are on the wire."""
         self._answered = -1  # the last generation that has answered
         self.stopping = threading.Event()
         self._guard = Periodic(self._look, every_s=_GUARD_S, name="executor-guard")

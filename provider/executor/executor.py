@@ -287,7 +287,7 @@ class Executor:
 
     def _job_of(self, sender: Hashable, work: ProductRequest, payload: memoryview) -> _Job:
         request = work.request
-        key = Key(request.group, request.direction, request.arithmetic, request.counts is not None)
+        key = Key(request.group, request.direction, request.arithmetic, request.counts is not None, work.narrow)
         row_work, row_cost = self._load_of(key, type(request), wire.may_be_relayed(request))
         return _Job(
             tenant=work.tenant,
@@ -357,16 +357,18 @@ class Executor:
     def _run_batch(self, pieces: list[Piece[_Job]]) -> None:
         try:
             key = pieces[0].job.key
-            flat = _joined([self._rows(piece) for piece in pieces])
-            count = sum([piece.rows for piece in pieces])
-            encoding = wire.encoding_of(key.arithmetic)
-            rows = encoding.unpack(flat, rows=count)
+            parts, each = [self._rows(piece) for piece in pieces], [piece.rows for piece in pieces]
+            count = sum(each)
+            encoding = wire.BYTES24 if key.narrow else wire.encoding_of(key.arithmetic)
+            if key.by_expert or key.arithmetic != "ring" or not self._model.operands.joins:
+                parts, each = [_joined(parts)], [count]
+            rows, *more = [encoding.unpack(part, rows=rows) for part, rows in zip(parts, each, strict=True)]
             begun = time.monotonic()
             counts: Counts | None = None
             order: Tensor | None = None  # sorts the rows by expert; None if they are sorted already
             if key.by_expert:
-                parts = [clip(piece.job.request.counts or (), piece.start, piece.rows) for piece in pieces]
-                counts, order = (parts[0], None) if len(parts) == 1 else merge(parts)
+                split = [clip(piece.job.request.counts or (), piece.start, piece.rows) for piece in pieces]
+                counts, order = (split[0], None) if len(split) == 1 else merge(split)
             if order is not None:
                 rows = rows[order]
             product = self._model.product(
@@ -376,6 +378,7 @@ class Executor:
                 arithmetic=key.arithmetic,
                 counts=counts,
                 ring_bits=max(piece.job.request.ring_bits for piece in pieces),
+                more=more,
             )
             if order is not None:
                 product = torch.empty_like(product).index_copy_(0, order, product)
@@ -385,7 +388,7 @@ class Executor:
             self._fail_batch([piece.job for piece in pieces], error)
             self._model.require_device()
             return
-        del rows, flat  # the executor must not hold a request's memory when it answers
+        del rows, more, parts  # the executor must not hold a request's memory when it answers
         self._unrecorded.append((pieces, count, _matrices(counts), begun, time.monotonic()))
         self._hand_out(pieces, product, encoding)
 

@@ -49,6 +49,7 @@ class ProductRequest(msgspec.Struct, frozen=True, kw_only=True, tag="work"):
     arrival: float
     deadline: float
     request: wire.Execute | wire.Effect
+    narrow: bool = False  # rows and their product are as on the wire (`wire.RING24`), and not in 32 bits
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

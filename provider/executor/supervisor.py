@@ -301,7 +301,9 @@ def make(config: ProviderConfig, *, model_digest: str) -> ExecutorHandle:
     kind: type[ExecutorHandle] = ExecutorThread if config.executor.endpoint == INPROC else ExecutorProcess
     if config.executor.ranks > 1 and not dist.is_initialized():  # otherwise this process is rank 0 of a group
         kind = ExecutorGroup
-    return kind(config, model_digest=model_digest)
+    handle = kind(config, model_digest=model_digest)
+    handle.narrow = config.executor.device != "cpu" and config.executor.ranks == 1 and not dist.is_initialized()
+    return handle
 
 
 def _private_folder(path: Path) -> None:

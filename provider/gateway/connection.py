@@ -86,8 +86,13 @@ class Connection(FrameLoop[wire.Request]):
     def _count_refusal(self, refusal: Refusal) -> None:
         self._bill(UsageCounts(refused=1, bytes_received=self._frames.received))
 
+    def _stays_narrow(self, request: wire.Execute | wire.Effect) -> bool:
+        """True if the executor takes the rows as they are on the wire: a GPU unpacks and packs three bytes itself."""
+        plain = isinstance(request, wire.Execute) and not request.blocks
+        return plain and request.ring_bits == wire.RING24.item_bits and self._executor.handle.narrow
+
     def _read_payload(self, encoding: wire.Encoding) -> memoryview:
-        """Read the rows of a request, as the executor takes them: in 32 bits."""
+        """Read the rows of a request, in 32 bits or as they are on the wire."""
         unread = self._frames.unread
         if unread and encoding is wire.RING24:
             rows = np.empty(unread // 3, dtype=np.int32)
@@ -185,7 +190,9 @@ class Connection(FrameLoop[wire.Request]):
         with self._state.budget.taken(self._tenant, sizes.memory, timeout=self._limits.request_timeout_s):
             try:
                 # the deadlines start now: the tenant did not cause the wait for bytes
-                work = self._multiply(request, self._read_payload(sizes.encoding), sizes, limit=limit)
+                narrow = self._stays_narrow(request)
+                payload = self._read_payload(wire.BYTES24 if narrow else sizes.encoding)
+                work = self._multiply(request, payload, sizes, limit=limit, narrow=narrow)
                 if work is not None:
                     self._learn(work, sizes)
             except TimeoutError:
@@ -224,7 +231,13 @@ class Connection(FrameLoop[wire.Request]):
             self._space, self._space_begin = space.data, space.ctypes.data
 
     def _multiply(
-        self, request: wire.Execute | wire.Effect, payload: memoryview, sizes: Sizes, *, limit: wire.QuotaLimit | None
+        self,
+        request: wire.Execute | wire.Effect,
+        payload: memoryview,
+        sizes: Sizes,
+        *,
+        limit: wire.QuotaLimit | None,
+        narrow: bool,
     ) -> ProductRequest | None:
         """Let the executor compute a product, and send it. Returns the request to the executor if it was answered. The
         answer names the quota `limit` that the request had to wait for."""
@@ -236,6 +249,7 @@ class Connection(FrameLoop[wire.Request]):
             arrival=now,
             deadline=now + self._limits.request_timeout_s,
             request=request,
+            narrow=narrow,
         )
         if work.stage == "fine_tuning" and self._left():  # a small product takes no longer than this check
             self._bill(UsageCounts(abandoned=1, bytes_received=sizes.received))
@@ -251,7 +265,7 @@ class Connection(FrameLoop[wire.Request]):
             self._bill(UsageCounts(rows=rows, work=sizes.cost * rows // request.rows))
             return None
         if not answer.failure:
-            payload, relayed, sent = self._finish(request, answer.payload)
+            payload, relayed, sent = self._finish(request, answer.payload, narrow=narrow)
             self._state.register.count_request(self._tenant)
             self._bill(UsageCounts(1, request.rows, sizes.cost, sizes.received, sent))
             result = wire.Result.answering(request, limit=limit, relayed=relayed)
@@ -264,10 +278,12 @@ class Connection(FrameLoop[wire.Request]):
         self._frames.send(answer.failure)
         return None
 
-    def _finish(self, request: wire.Execute | wire.Effect, product: memoryview) -> tuple[memoryview, bool, int]:
-        """Finish a product, in 32 bits, and relay an effect. Returns the payload of the answer; True if the effect was
-        relayed or blocks were subtracted; and the bytes that were sent for the tenant: those of the payload and of the
-        block."""
+    def _finish(
+        self, request: wire.Execute | wire.Effect, product: memoryview, *, narrow: bool
+    ) -> tuple[memoryview, bool, int]:
+        """Finish a product, in 32 bits unless `narrow`, and relay an effect. Returns the payload of the answer; True if
+        the effect was relayed or blocks were subtracted; and the bytes that were sent for the tenant: those of the
+        payload and of the block."""
         state, relayed = self._state, False
         if isinstance(request, wire.Effect):
             order = request.relay
@@ -280,7 +296,7 @@ class Connection(FrameLoop[wire.Request]):
             parts = state.blocks.take(self._tenant, request, connection=self, timeout=wait)
             if parts is not None:
                 product, relayed = wire.RING32.pack(without_blocks(product, parts, request)), True
-        if request.ring_bits == wire.RING24.item_bits:
+        if request.ring_bits == wire.RING24.item_bits and not narrow:
             product = wire.RING24.pack(np.frombuffer(product, dtype="<i4"))
         if self._sealing is not None and not relayed:
             product = self._sealing.cover(request.nonce, product)

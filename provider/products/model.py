@@ -16,7 +16,7 @@ import functools
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +51,8 @@ class Operands(ABC):
 
     any_thread = False
     """True if several threads may compute products, one at a time; False if only one thread may."""
+    joins = False
+    """True if `product` also takes what only `Transfers.product` does: `more` rows, and numbers of 24 bits."""
 
     @property
     @abstractmethod
@@ -66,6 +68,7 @@ class Operands(ABC):
         direction: Direction,
         counts: Counts | None = None,
         ring_bits: RingBits = DEFAULT_RING_BITS,
+        more: Sequence[Tensor] = (),
     ) -> Tensor:
         """`rows @ W.T` forward, `rows @ W` backward, mod 2^ring_bits: the bits above are arbitrary.
 
@@ -106,6 +109,7 @@ class LocalOperands(Operands):
             )
             self._matrix(store.served[0])  # compiles the kernel's programs before the executor says that it is ready
         self._few: dict[tuple[int, Direction, int, RingBits], PayloadProduct | None] = {}  # on a GPU
+        self.joins = self._transfers is not None
 
     @property
     def loaded(self) -> Collection[int]:
@@ -119,10 +123,11 @@ class LocalOperands(Operands):
         direction: Direction,
         counts: Counts | None = None,
         ring_bits: RingBits = DEFAULT_RING_BITS,
+        more: Sequence[Tensor] = (),
     ) -> Tensor:
         matrix = self._matrix(index)
         if self._transfers:
-            return self._transfers.product(matrix, rows, direction, counts=counts, ring_bits=ring_bits)
+            return self._transfers.product(matrix, rows, direction, counts=counts, ring_bits=ring_bits, more=more)
         return matrix.product(rows, direction, counts=counts, ring_bits=ring_bits)
 
     def few(self, *, index: int, direction: Direction, count: int, ring_bits: RingBits) -> PayloadProduct | None:
@@ -192,32 +197,46 @@ class Transfers:
         *,
         counts: Counts | None = None,
         ring_bits: RingBits = DEFAULT_RING_BITS,
+        more: Sequence[Tensor] = (),
     ) -> Tensor:
-        """`RingMatrix.product` from host memory to host memory: int32 `[r, width]` to `[r, columns]`, contiguous."""
+        """`RingMatrix.product` from host memory to host memory: int32 `[r, width]` to `[r, columns]`, contiguous. The
+        rows go on in `more`. Numbers of 24 bits may be as on the wire: uint8 `[r, 3 width]` to `[r, 3 columns]`."""
         use(self._device)
-        widths = matrix.columns(direction, by_expert=counts is not None)
-        result = torch.empty((len(rows), widths.result), dtype=torch.int32, device="cpu")
+        parts = [rows, *more]
+        widths, dtype = matrix.columns(direction, by_expert=counts is not None), parts[0].dtype
+        columns = widths.result * parts[0].shape[1] // widths.rows
+        result = torch.empty((sum(map(len, parts)), columns), dtype=dtype, device="cpu")
         chunk = min(self._chunk, self._entries // max(widths))
         compute = self._module.current_stream(self._device)
-        up, down = (compute, compute) if len(rows) <= chunk else (self._up, self._down)
+        up, down = (compute, compute) if len(result) <= chunk else (self._up, self._down)
         waiting: deque[tuple[_Slot, Tensor]] = deque()  # slots in use, and the parts of the result that they will have
         try:
-            for place, (part, target) in enumerate(zip(rows.split(chunk), result.split(chunk), strict=True)):
+            for place, (some, target) in enumerate(zip(_chunks(parts, chunk), result.split(chunk), strict=True)):
                 if len(waiting) == len(self._slots):
                     self._finish(*waiting.popleft())
-                slot = self._slots[place % len(self._slots)]
-                host_rows, near_rows = (memory[: part.numel()].view_as(part) for memory in (slot.host_rows, slot.rows))
-                host, near = (memory[: target.numel()].view_as(target) for memory in (slot.host_product, slot.product))
+                slot, count = self._slots[place % len(self._slots)], len(target)
+                host_rows, host = _part(slot.host_rows, count, some[0]), _part(slot.host_product, count, target)
+                near_rows = slot.rows[: count * widths.rows].view(count, widths.rows)
+                near = slot.product[: count * widths.result].view(count, widths.result)
                 # the CPU copies while the device works on earlier parts
-                source = part if part.is_pinned() else host_rows.copy_(part)
+                source = some[0] if len(some) == 1 and some[0].is_pinned() else torch.cat(some, out=host_rows)
                 with self._module.stream(up):
-                    near_rows.copy_(source, non_blocking=True)
+                    if dtype == torch.uint8:
+                        packed = torch.empty_like(source, device=self._device).copy_(source, non_blocking=True)
+                        _low_bytes(near_rows).copy_(packed.view(-1, 3), non_blocking=True)
+                    else:
+                        near_rows.copy_(source, non_blocking=True)
                 compute.wait_stream(up)
-                part_counts = None if counts is None else clip(counts, place * chunk, len(part))
+                part_counts = None if counts is None else clip(counts, place * chunk, count)
                 matrix.product(near_rows, direction, counts=part_counts, ring_bits=ring_bits, out=near)
                 down.wait_stream(compute)
                 with self._module.stream(down):
-                    host.copy_(near, non_blocking=True)
+                    if dtype == torch.uint8:
+                        packed = torch.empty_like(target, device=self._device)
+                        packed.view(-1, 3).copy_(_low_bytes(near), non_blocking=True)
+                        host.copy_(packed, non_blocking=True)
+                    else:
+                        host.copy_(near, non_blocking=True)
                     slot.done.record()
                 waiting.append((slot, target))
             while waiting:
@@ -250,10 +269,10 @@ class Transfers:
         def start() -> None:
             near.copy_(sent, non_blocking=True)
             if narrow:
-                entries.view(-1, 4)[:, :size].copy_(near.view(-1, size), non_blocking=True)
+                _low_bytes(rows).copy_(near.view(-1, size), non_blocking=True)
             matrix.product(rows, direction, ring_bits=ring_bits, out=product)
             if narrow:
-                near_returned.view(-1, size).copy_(result.view(-1, 4)[:, :size], non_blocking=True)
+                near_returned.view(-1, size).copy_(_low_bytes(product), non_blocking=True)
             returned.copy_(near_returned, non_blocking=True)
 
         graph = Graph(start, self._device, stream=self._up, pool=self._pool)
@@ -280,7 +299,31 @@ class Transfers:
 
     def _finish(self, slot: _Slot, target: Tensor) -> None:
         slot.done.synchronize()
-        target.copy_(slot.host_product[: target.numel()].view_as(target))
+        target.copy_(_part(slot.host_product, len(target), target))
+
+
+def _part(memory: Tensor, count: int, like: Tensor) -> Tensor:
+    """`count` rows with the width and dtype of `like` at the beginning of a slot's memory."""
+    return memory.view(like.dtype)[: count * like.shape[1]].view(count, like.shape[1])
+
+
+def _low_bytes(entries: Tensor) -> Tensor:
+    """The three bytes of each of contiguous integers that a ring of 24 bits has."""
+    return entries.view(-1).view(torch.uint8).view(-1, 4)[:, :3]
+
+
+def _chunks(parts: list[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """Divide matrices that follow each other, none of them empty, into chunks of `size` rows, or fewer in the last."""
+    chunk, room = list[Tensor](), size
+    for part in parts:
+        for piece in part.tensor_split(list(range(room, len(part), size))):
+            chunk.append(piece)
+            room -= len(piece)
+            if not room:
+                yield chunk
+                chunk, room = [], size
+    if chunk:
+        yield chunk
 
 
 class FloatGroup(NamedTuple):
@@ -417,13 +460,16 @@ class ServedModel:
         arithmetic: Arithmetic,
         counts: Counts | None = None,
         ring_bits: RingBits = DEFAULT_RING_BITS,
+        more: Sequence[Tensor] = (),
     ) -> Tensor:
         """`rows @ W.T` forward, `rows @ W` backward: `[r, inputs]` to `[r, outputs]`, contiguous, on the CPU; int32 for
         the ring, float32 otherwise. `float` adds the bias forward; other products add none. With `counts` and
         `ring_bits` (ring only), see `Operands.product`. Raises `ConfigError`: a float product without a float path.
         (The gateway refuses such requests.)"""
         if arithmetic == "ring":
-            return self.operands.product(rows, index=index, direction=direction, counts=counts, ring_bits=ring_bits)
+            return self.operands.product(
+                rows, index=index, direction=direction, counts=counts, ring_bits=ring_bits, more=more
+            )
         if self._floats is None:
             raise ConfigError("float products are not served here: set float_memory_mib under [executor]")
         weight, bias = self._floats.group(index)

@@ -21,6 +21,8 @@ class Key(NamedTuple):
     direction: Direction
     arithmetic: wire.Arithmetic
     by_expert: bool = False
+    narrow: bool = False
+    """True if rows and products are three bytes per entry (`ProductRequest.narrow`)."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -80,7 +82,7 @@ class Piece(NamedTuple, Generic[J]):  # creating a frozen dataclass takes three 
         return self.stop == self.job.rows
 
 
-_Kind = tuple[Direction, wire.Arithmetic, bool]  # a key without its layer group
+_Kind = tuple[Direction, wire.Arithmetic, bool, bool]  # a key without its layer group
 _FIRST_GUESS = 2e9  # multiply-adds a second, before the first product was timed
 ARITHMETIC_ROWS = 8  # a product of fewer rows shows the time to read the weights, not the time of a row
 

@@ -228,6 +228,7 @@ class ShardedOperands(Operands):
         direction: Direction,
         counts: Counts | None = None,
         ring_bits: RingBits = DEFAULT_RING_BITS,
+        more: Sequence[Tensor] = (),
     ) -> Tensor:
         """See `Operands.product`. Ranks multiply modulo 2^32, whatever the ring. Raises `RankLostError`: a rank did
         not take part. The group cannot be used any more."""

@@ -87,6 +87,8 @@ class Encoding:
     @functools.cached_property
     def items(self) -> type[np.generic]:
         """The numpy type that corresponds to `dtype`."""
+        if self.dtype == torch.uint8:
+            return np.uint8
         return np.int32 if self.dtype == torch.int32 else np.float32
 
     def size(self, rows: int, width: int) -> int:
@@ -146,6 +148,8 @@ RING32 = Encoding(torch.int32, 32)
 """Integers modulo 2^32."""
 RING24 = Encoding(torch.int32, _NARROW)
 """Integers modulo 2^24."""
+BYTES24 = Encoding(torch.uint8, 8)
+"""The payloads of `RING24` as they are: a matrix of bytes, three for each integer."""
 FLOAT32 = Encoding(torch.float32, 32)
 
 

@@ -25,6 +25,7 @@ from provider.config.memory_plan import widest
 from provider.config.schema import MIB, ExecutorConfig, SchedulerConfig
 from provider.executor.executor import Executor
 from provider.executor.queues import ExecutorAnswer, LocalInbox, ProductRequest
+from provider.executor.supervisor import make
 from provider.products.model import FloatGroups, LocalOperands, ServedModel, Transfers, open_store
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
@@ -122,14 +123,18 @@ def answers_of(
     asked: Sequence[tuple[wire.Execute | wire.Effect, Tensor]],
     *,
     watching: contextlib.AbstractContextManager[object] | None = None,
+    narrow: bool = False,
 ) -> list[ExecutorAnswer]:
-    """The answers to requests of one tenant each, which have all arrived before the executor starts."""
+    """The answers to requests of one tenant each, which have all arrived before the executor starts. `narrow`: those of
+    24 bits are as on the wire."""
     inbox = LocalInbox()
     executor = Executor(model, inbox=inbox, scheduling=SchedulerConfig(slice_ms=10_000))
     pipes = [inbox.open_pipe() for _ in asked]
     for tenant, (pipe, (request, rows)) in enumerate(zip(pipes, asked, strict=True)):
-        payload = wire.RING32.pack(rows) if isinstance(request, wire.Execute) else memoryview(b"")
-        pipe.send(work(request, tenant=str(tenant)), payload)
+        packed = narrow and request.ring_bits == 24
+        encoding = wire.RING24 if packed else wire.RING32
+        payload = encoding.pack(rows) if isinstance(request, wire.Execute) else memoryview(b"")
+        pipe.send(msgspec.structs.replace(work(request, tenant=str(tenant)), narrow=packed), payload)
     executor.stop()
     with watching or contextlib.nullcontext():
         executor.run()
@@ -371,6 +376,70 @@ def test_few_rows_on_a_device_have_the_bits_of_the_compiled_product(
     assert operands.any_thread
     assert len(operands._few) == 1
     assert model.few(execute(1, 17, direction=direction)) is None
+
+
+def on_a_device(store: WeightStore, *, chunk: int) -> tuple[LocalOperands, list[tuple[torch.dtype, int]]]:
+    """Operands that multiply as on a GPU, on the CPU; and the dtype and the parts of each product's rows."""
+    operands, seen = LocalOperands(store), list[tuple[torch.dtype, int]]()
+    transfers = operands._transfers = Transfers(CPU, widest=widest(store.manifest().groups), chunk=chunk)
+    operands.joins, product = True, transfers.product
+
+    def noted(matrix: RingMatrix, rows: Tensor, *direction: Direction, **what: Any) -> Tensor:
+        seen.append((rows.dtype, 1 + len(what["more"])))
+        return product(matrix, rows, *direction, **what)
+
+    transfers.product = noted  # type: ignore[method-assign]
+    return operands, seen
+
+
+@pytest.mark.parametrize("max_batch_rows", [100, 5])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_requests_are_joined_in_the_memory_of_the_device(
+    store: WeightStore, direction: Direction, max_batch_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those as on the wire in 24 bits are unpacked there, and share no product with others."""
+    monkeypatch.setattr("provider.scheduler.scheduler.MAX_BATCH_ROWS", max_batch_rows)
+    operands, seen = on_a_device(store, chunk=4)
+    width = store.manifest().groups[1].columns(direction)[0]
+    asked = [
+        (msgspec.structs.replace(execute(1, rows, direction=direction), ring_bits=bits), ring_rows(rows, width))
+        for rows, bits in ((1, 24), (3, 32), (6, 24), (2, 24), (9, 32))
+    ]
+    answers = answers_of(ServedModel(store, operands=operands), asked, narrow=True)
+    for answer, (request, rows) in zip(answers, asked, strict=True):
+        assert answer.payload == request.encoding.pack(oracle(store, 1, direction, rows))
+    if max_batch_rows == 100:
+        assert sorted(seen, key=str) == [(torch.int32, 2), (torch.uint8, 3)]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_rows_of_24_bits_stay_as_they_are_on_the_wire(
+    direction: Direction, configure: Configure, connect: Connect, store: WeightStore
+) -> None:
+    operands, seen = on_a_device(store, chunk=8)
+    width = store.manifest().groups[1].columns(direction)[0]
+    with Provider(configure()) as provider:
+        provider.executor._executor._model.operands = operands  # type: ignore[attr-defined]
+        client = connect("bob", to=provider)
+        for narrow in (True, False):
+            provider.executor.narrow = narrow
+            rows = ring_rows(20, width)
+            got = client.product(msgspec.structs.replace(execute(1, 20, direction=direction), ring_bits=24), rows)
+            assert torch.equal(got << 8, oracle(store, 1, direction, rows) << 8)
+    assert seen == [(torch.uint8, 1), (torch.int32, 1)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "narrow"),
+    [({}, False), ({"device": "cuda:1"}, True), ({"device": "cuda", "ranks": 2}, False)],
+)
+def test_only_a_process_with_one_gpu_takes_rows_of_24_bits(
+    settings: dict[str, Any], narrow: bool, configure: Configure
+) -> None:
+    handle = make(configure(executor=ExecutorConfig(**settings)), model_digest="sha256:1")
+    assert handle.narrow is narrow
+    handle.stop(1.0)
+    handle.close()
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from provider.products.graphs import Graph
-from provider.products.model import Transfers
+from provider.products.model import Transfers, _chunks
 from symbiosis_priv.arithmetic.ring import FORWARD, Widths
 from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.limits import RingBits
@@ -162,17 +162,44 @@ def transfers_on(device: Device, monkeypatch: pytest.MonkeyPatch, *, chunk: int)
     return Transfers(CPU, widest=5, chunk=chunk)
 
 
-@given(data=st.data(), chunk=st.integers(1, 3), counts=st.lists(st.integers(0, 9), min_size=1, max_size=3))
-def test_no_order_of_the_device_changes_a_product(data: DataObject, chunk: int, counts: list[int]) -> None:
+@given(
+    data=st.data(),
+    chunk=st.integers(1, 3),
+    batches=st.lists(
+        st.tuples(st.booleans(), st.lists(st.integers(1, 7), min_size=1, max_size=4)), min_size=1, max_size=3
+    ),
+)
+def test_no_order_of_the_device_changes_a_product(
+    data: DataObject, chunk: int, batches: list[tuple[bool, list[int]]]
+) -> None:
+    """Of the rows of several requests, in 32 bits or as on the wire in 24."""
     device = Device(lambda ready: data.draw(st.sampled_from(ready)))
     with pytest.MonkeyPatch.context() as patch:
         transfers, results = transfers_on(device, patch, chunk=chunk), []
-        for place, count in enumerate(counts):
-            rows = torch.arange(count * 3, dtype=torch.int32).view(count, 3) + 100 * place
+        for place, (narrow, counts) in enumerate(batches):
+            encoding = wire.RING24 if narrow else wire.RING32
+            taken = wire.BYTES24 if narrow else wire.RING32
+            rows = torch.arange(sum(counts) * 3, dtype=torch.int32).view(-1, 3) * 0x7F4A7C15 + 100 * place
+            first, *more = [taken.unpack(bytearray(encoding.pack(p)), rows=len(p)) for p in rows.split(counts)]
             with Deferred(device):
-                results.append((rows, transfers.product(Matrix(device, 3, 5), rows, FORWARD)))
-        for rows, result in results:
-            assert torch.equal(result, expected(rows, 5))
+                results.append((encoding, rows, transfers.product(Matrix(device, 3, 5), first, FORWARD, more=more)))
+        for encoding, rows, result in results:
+            assert (result.dtype == torch.uint8) == (encoding is wire.RING24)
+            assert result.numpy().tobytes() == encoding.pack(expected(rows, 5)).tobytes()
+
+
+@given(counts=st.lists(st.integers(1, 9), min_size=1, max_size=6), size=st.integers(1, 9))
+def test_requests_of_any_size_fill_chunks(counts: list[int], size: int) -> None:
+    rows = torch.arange(sum(counts), dtype=torch.int32).view(-1, 1)
+    chunks = [torch.cat(chunk) for chunk in _chunks(list(rows.split(counts)), size)]
+    assert all(map(torch.equal, chunks, rows.split(size)))
+    assert len(chunks) == -(-len(rows) // size)
+
+
+def test_no_rows_give_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(lambda choices: choices[0])
+    transfers = transfers_on(device, monkeypatch, chunk=2)
+    assert transfers.product(Matrix(device, 3, 5), torch.zeros((0, 3), dtype=torch.int32), FORWARD).shape == (0, 5)
 
 
 def test_page_locked_rows_go_to_the_device_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,24 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.cases import table
 from tests.compatibility.families import build
 
-_DEEPSEEK = {"n_routed_experts": 8, "first_k_dense_replace": 1, "n_group": 2}
-_EIGHT = {"num_experts": 8}
-FAMILIES: dict[str, dict[str, int]] = {
-    "Mixtral": {},  # stored one by one, and joined on loading
-    "Qwen2Moe": _EIGHT,  # a shared expert with its own gate
-    "Qwen3Moe": _EIGHT,
-    "GptOss": {},  # interleaved, transposed, biased
-    "DeepseekV2": _DEEPSEEK,
-    "DeepseekV3": _DEEPSEEK,  # its first layer has no experts
-    "Olmoe": _EIGHT,
-    "Glm4Moe": _EIGHT | {"first_k_dense_replace": 1},
-    "GraniteMoe": {},  # stored as stacks under other names
-    "Phimoe": {},
-    "MiniMax": {},
-    "Ernie4_5_Moe": {"moe_layer_start_index": 0},
-}
+FAMILIES: dict[str, dict[str, int]] = table(__file__, "families")
 
 
 def write(family: str, folder: Path, **changes: Any) -> Path:

@@ -71,7 +71,6 @@ def _measure(folder: Path) -> tuple[Way, Way]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from provider.config.schema import ExecutorConfig, ModelConfig, ProviderConfig, TlsConfig
     from provider.serve import Provider
     from symbiosis_priv.arithmetic.ring import FORWARD
     from symbiosis_priv.certificates import issuing
@@ -83,6 +82,7 @@ def _measure(folder: Path) -> tuple[Way, Way]:
     from tenant.options import SessionOptions
     from tenant.preparation.keys import prepare
     from tenant.session.session import Session
+    from tests.provider.clients import config_of
 
     sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2}
     model = folder / "model"
@@ -93,18 +93,8 @@ def _measure(folder: Path) -> tuple[Way, Way]:
 
     def started(role: Role) -> Provider:
         own = issuing.issue(folder, authority=None, kind=Kind.PROVIDER, name=role)
-        tls = TlsConfig(certificate=own.certificate, key=own.key, tenant_authority=authority.certificate)
-        return Provider(
-            ProviderConfig(
-                name=role,
-                listen="127.0.0.1:0",
-                roles=(role,),
-                log_level="warning",
-                model=ModelConfig(checkpoint=str(model), cache=folder),
-                tls=tls,
-                executor=ExecutorConfig(threads=1),
-            )
-        ).start()
+        options: dict[str, Any] = {"name": role, "roles": (role,), "log_level": "warning"}
+        return Provider(config_of(model, cache=folder, own=own, authority=authority, **options)).start()
 
     def peer(role: Role, provider: Provider) -> Peer:
         host, _, port = provider.address.rpartition(":")

@@ -2,7 +2,7 @@
 simulation."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.harness.base_model import public_text
@@ -21,11 +21,7 @@ from tests.builds import BUILDS, build
 from tests.end_to_end.comparing import adapter_of, config_for, equal
 from tests.end_to_end.conftest import Open, Train
 
-Adapters = dict[int, dict[str, Tensor]]
-"""By number of steps."""
-
 CASES = [("llama", scheme) for scheme in ("pad-1", "pad-2", "local", "none")] + [("gpt2", "pad-1")]
-FIRST_STEPS, FEWER_TOKENS = 3, 8
 IDS = torch.arange(3, 3 + 2 * 11).view(2, 11)
 
 
@@ -65,40 +61,21 @@ def test_logits_and_gradients(
     assert all(equal(expected[0], other) for other in (*expected[1:], *seen(scheme)))
 
 
-@pytest.mark.parametrize(("base", "scheme"), CASES, indirect=["base"])
-def test_20_steps_of_training(
-    base: Base,
-    scheme: str,
-    open_model: Open,
-    train: Train,
-    simulated: dict[tuple[Any, ...], tuple[Adapters, list[float]]],
-) -> None:
-    """Other schemes than the default one take the first steps."""
+@pytest.mark.parametrize("base", ["llama", "gpt2"], indirect=True)
+def test_20_steps_of_training(base: Base, open_model: Open, train: Train) -> None:
     path, federation = base
-    steps = (FIRST_STEPS, 20) if scheme == "pad-1" else (FIRST_STEPS,)
 
-    def trained(model: Any, steps: tuple[int, ...]) -> tuple[Adapters, list[float]]:
-        adapters: Adapters = {}
+    def trained(model: Any) -> tuple[dict[str, Tensor], list[float]]:
+        trainer = train(model, steps=20)
+        return adapter_of(model), [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
-        class Keep(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                if state.global_step in steps:
-                    adapters[state.global_step] = adapter_of(model)
-                control.should_training_stop = len(adapters) == len(steps)
-
-        trainer = train(model, callbacks=[Keep()])
-        return adapters, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-    if (path, "training") not in simulated:
-        simulated[path, "training"] = trained(open_model(path, config_for(federation, "simulate")), (FIRST_STEPS, 20))
-    expected, expected_losses = simulated[path, "training"]
-    model = open_model(path, config_for(federation, scheme))
-    adapters, losses = trained(model, steps)
-    assert tuple(adapters) == steps
-    assert all(equal(expected[step], adapters[step]) for step in steps)
-    assert expected_losses[: steps[-1]] == losses
-    assert len(losses) == steps[-1]
-    assert expected_losses[-1] < expected_losses[0]
+    expected, expected_losses = trained(open_model(path, config_for(federation, "simulate")))
+    model = open_model(path, config_for(federation, "pad-1"))
+    adapter, losses = trained(model)
+    assert equal(expected, adapter)
+    assert expected_losses == losses
+    assert len(losses) == 20
+    assert losses[-1] < losses[0]
     ledger = backend_of(model).products.ledger()  # type: ignore[attr-defined]
     assert ledger.answers_verified == ledger.rows > 0
     assert ledger.answers_rejected == 0
@@ -111,51 +88,31 @@ GENERATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def generate(model: Any, ids: Tensor, mask: Tensor, options: dict[str, Any], *, new: int = 64) -> Tensor:
-    torch.manual_seed(13)
-    tokens: Tensor = model.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, pad_token_id=0, **options
-    )
-    return tokens
-
-
-def padded() -> tuple[Tensor, Tensor]:
-    """Two prompts of different lengths, padded on the left."""
+@pytest.mark.parametrize("base", ["llama", "gpt2"], indirect=True)
+def test_64_tokens(base: Base, open_model: Open) -> None:
+    """Greedy; fewer tokens sampled with a seed and with beams; a batch with padding on the left; a single prompt."""
+    path, federation = base
     ids, mask = IDS.clone(), torch.ones_like(IDS)
     ids[0, :4] = mask[0, :4] = 0
-    return ids, mask
 
-
-@pytest.mark.parametrize(("base", "scheme"), CASES, indirect=["base"])
-def test_64_tokens(
-    base: Base, scheme: str, open_model: Open, simulated: dict[tuple[Any, ...], dict[str, Tensor]]
-) -> None:
-    """Greedy; fewer tokens sampled with a seed and with beams; a batch with padding; a single prompt. Other schemes
-    than the default one generate the first tokens."""
-    path, federation = base
-    ids, mask = padded()
-
-    def tokens(how: str, cases: Collection[str]) -> dict[str, Tensor]:
+    def tokens(how: str) -> dict[str, Tensor]:
         model = open_model(path, config_for(federation, how)).eval()
-        made = {
-            name: generate(
-                model, ids, mask, GENERATIONS[name], new=64 if name == "greedy" and len(cases) > 1 else FEWER_TOKENS
-            )
-            for name in cases
-            if name in GENERATIONS
-        }
-        if "alone" in cases:
-            made["alone"] = generate(model, IDS[1:], mask[1:], GENERATIONS["greedy"], new=FEWER_TOKENS)
-        return made
 
-    if (path, "tokens") not in simulated:
-        simulated[path, "tokens"] = tokens("simulate", (*GENERATIONS, "alone"))
-    expected = simulated[path, "tokens"]
-    made = tokens(scheme, expected if scheme == "pad-1" else ["greedy"])
-    assert made["greedy"].shape == (2, 11 + (64 if scheme == "pad-1" else FEWER_TOKENS))
-    for name, its in made.items():
-        assert torch.equal(its, expected[name][:, : its.shape[1]]), name
-    assert made.keys() == (expected.keys() if scheme == "pad-1" else {"greedy"})
+        def made(name: str, rows: slice = slice(None)) -> Tensor:
+            torch.manual_seed(13)
+            new = 64 if name == "greedy" else 8
+            length: dict[str, int] = {"max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
+            found: Tensor = model.generate(
+                input_ids=ids[rows], attention_mask=mask[rows], **length, **GENERATIONS[name]
+            )
+            return found
+
+        return {name: made(name) for name in GENERATIONS} | {"alone": made("greedy", slice(1, None))}
+
+    expected, found = tokens("simulate"), tokens("pad-1")
+    assert found["greedy"].shape == (2, 11 + 64)
+    for name, its in found.items():
+        assert torch.equal(its, expected[name]), name
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -172,33 +129,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def after_training(
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ways_to_train(
+    variant: str,
     llama: Path,
     llama_federation: LocalFederation,
     open_model: Open,
     train: Train,
     simulated: dict[tuple[Any, ...], dict[str, Tensor]],
-) -> Callable[[str, str], dict[str, Tensor]]:
-    """`after_training(scheme, variant)`: the adapter after a few steps; computed once."""
-
-    def run(scheme: str, variant: str) -> dict[str, Tensor]:
-        if (scheme, variant) not in simulated:
-            model = open_model(llama, config_for(llama_federation, scheme))
-            train(model, steps=2, **VARIANTS[variant])
-            simulated[scheme, variant] = adapter_of(model)
-        return simulated[scheme, variant]
-
-    return run
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_ways_to_train(variant: str, after_training: Callable[[str, str], dict[str, Tensor]]) -> None:
-    assert equal(after_training("simulate", variant), after_training("pad-1", variant))
-
-
-def test_gradient_checkpointing_changes_no_bit(after_training: Callable[[str, str], dict[str, Tensor]]) -> None:
-    assert equal(after_training("pad-1", "one pass"), after_training("pad-1", "gradient checkpointing"))
+) -> None:
+    """Gradient checkpointing changes no bit."""
+    for scheme in ("simulate", "pad-1"):
+        model = open_model(llama, config_for(llama_federation, scheme))
+        train(model, steps=2, **VARIANTS[variant])
+        once = variant if variant == "gradient accumulation" else "one pass"
+        assert equal(adapter_of(model), simulated.setdefault((once,), adapter_of(model)))
 
 
 # Quality: the effect of the ring's rounding on a trained model

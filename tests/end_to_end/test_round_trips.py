@@ -20,6 +20,7 @@ from symbiosis_priv.harness.local import METRICS, LocalFederation
 from symbiosis_priv.network import wire
 from tenant import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of
+from tests.cases import cases
 from tests.waiting import until
 
 IDS = torch.arange(3, 10).view(1, 7)
@@ -67,11 +68,7 @@ def outputs(model: Any) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"ring_bits": 32}, {"ring_bits": 24}, {"ring_bits": 32, "masking": "none"}, {"ring_bits": 32, "row_bucket": 4}],
-    ids=["pad", "24 bits", "none", "bucket"],
-)
+@cases(__file__, "options")
 def test_the_bits_are_those_of_the_simulation(llama: Path, served: LocalFederation, options: dict[str, Any]) -> None:
     expected = outputs(loaded(llama, masking="simulate", round_trips=2, ring_bits=options["ring_bits"]))
     found = outputs(loaded(llama, federation=served.federation, **options))

@@ -20,6 +20,7 @@ import yaml
 from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Identity, Kind
 from tests import warm
+from tests.cases import cases
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -136,13 +137,7 @@ def test_the_services_of_compose_run_and_have_the_figures_of_the_dashboard(tiny:
         assert f"# TYPE {name} " in figures or f"# TYPE {base} " in figures, name
 
 
-@pytest.mark.parametrize(
-    ("missing", "said"),
-    [
-        ("provider.toml", "provider.toml does not exist; .*`symbiosis-priv provider init`"),
-        ("keys", "cannot read .*keys/executor.pem: No such file.*`symbiosis-priv keys`"),
-    ],
-)
+@cases(__file__, "missing")
 def test_a_container_without_its_files_ends_and_says_what_is_missing(
     tiny: Path, tmp_path: Path, missing: str, said: str
 ) -> None:

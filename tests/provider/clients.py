@@ -10,17 +10,38 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
-from provider.config.schema import ProviderConfig, to_json
+from provider.config.schema import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig, to_json
 from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.dial import ClientConnection
 from tests.warm import Popen
 
 TIMEOUT_S = 20.0
+
+
+def config_of(checkpoint: Path, *, cache: Path, own: Identity, authority: Identity, **options: Any) -> ProviderConfig:
+    """A configuration for tests, at a free port. `options`: fields of `Limits`, `TlsConfig` and `ProviderConfig`."""
+    limits, files = (
+        {name: options.pop(name) for name in kind.__struct_fields__ if name in options} for kind in (Limits, TlsConfig)
+    )
+    tls = {"certificate": own.certificate, "key": own.key, "tenant_authority": authority.certificate}
+    fields: dict[str, Any] = {
+        "name": "alpha",
+        "listen": "127.0.0.1:0",
+        "roles": ("executor", "helper"),
+        "log_level": "debug",
+        "model": ModelConfig(checkpoint=str(checkpoint), cache=cache, layers=options.pop("layers", None)),
+        "tls": TlsConfig(**tls | files),
+        "limits": msgspec.structs.replace(Limits(), **limits),
+        "executor": ExecutorConfig(threads=1),
+    }
+    return ProviderConfig(**fields | options)
 
 
 class Client:

@@ -3,22 +3,24 @@
 import contextlib
 import functools
 import ssl
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from torch import Tensor
 
-from provider.config.schema import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig
+from provider.config.schema import ProviderConfig
+from provider.products.model import ServedModel
 from provider.serve import Provider
 from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import client_context
-from tests.provider.clients import Client, Service
+from tests.provider.clients import Client, Service, config_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,27 +90,14 @@ Configure = Callable[..., ProviderConfig]
 
 @pytest.fixture(scope="session")
 def configure(keys: Keys, cache: Path, llama: Path) -> Configure:
-    """A configuration for tests: `configure(checkpoint=..., max_payload_mib=..., quota=..., ...)`, with the fields of
-    `Limits` and of `ProviderConfig`."""
+    """A configuration for tests: `configure(checkpoint=..., layers=..., max_payload_mib=..., revoked=..., quota=...)`,
+    with the fields of `Limits`, of `TlsConfig` and of `ProviderConfig`."""
+
+    sizes = {"max_payload_mib": 8, "max_inflight_mib": 64, "max_inflight_mib_per_tenant": 32}
 
     def configure(*, checkpoint: Path = llama, **options: Any) -> ProviderConfig:
-        default = Limits(max_payload_mib=8, max_inflight_mib=64, max_inflight_mib_per_tenant=32)
-        limits = {name: options.pop(name) for name in Limits.__struct_fields__ if name in options}
-        config = ProviderConfig(
-            name="alpha",
-            listen="127.0.0.1:0",
-            roles=("executor", "helper"),
-            log_level="debug",
-            model=ModelConfig(checkpoint=str(checkpoint), cache=cache),
-            tls=TlsConfig(
-                certificate=keys.provider.certificate,
-                key=keys.provider.key,
-                tenant_authority=keys.authority.certificate,
-            ),
-            limits=msgspec.structs.replace(default, **limits),
-            executor=ExecutorConfig(threads=1),
-        )
-        return msgspec.structs.replace(config, **options)
+        own, authority = keys.provider, keys.authority
+        return config_of(checkpoint, cache=cache, own=own, authority=authority, **sizes | options)
 
     return configure
 
@@ -147,6 +136,27 @@ def connect(provider: Provider, keys: Keys) -> Iterator[Connect]:
             return client
 
         yield connect
+
+
+Hold = Callable[[], tuple[threading.Event, threading.Event]]
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
+    """`begun, go_on = hold()`: from now on products wait for the second event; the first one says that one waits."""
+
+    def hold() -> tuple[threading.Event, threading.Event]:
+        begun, go_on, product = threading.Event(), threading.Event(), ServedModel.product
+
+        def held(*args: Any, **kwargs: Any) -> Tensor:
+            begun.set()
+            assert go_on.wait(20)
+            return product(*args, **kwargs)
+
+        monkeypatch.setattr(ServedModel, "product", held)
+        return begun, go_on
+
+    return hold
 
 
 Launch = Callable[..., Service]

@@ -62,16 +62,10 @@ def announcing(configure: Configure, vouching: Vouching, registry: RegistryServe
     """`announcing("gamma", layers=..., announce=..., <fields of [registry]>)`: a provider's configuration."""
 
     def announcing(name: str, *, layers: str | None = None, **changes: Any) -> ProviderConfig:
-        identity = vouching.identity(name)
-        config = configure(roles=("executor",))
+        own = vouching.identity(name)
         values: dict[str, Any] = {"announce": (registry.address,), "authority": vouching.authority.certificate}
-        return msgspec.structs.replace(
-            config,
-            name=name,
-            tls=msgspec.structs.replace(config.tls, certificate=identity.certificate, key=identity.key),
-            model=msgspec.structs.replace(config.model, layers=layers),
-            registry=AnnounceConfig(**(values | changes)),
-        )
+        names: dict[str, Any] = {"name": name, "roles": ("executor",), "certificate": own.certificate, "key": own.key}
+        return configure(**names, layers=layers, registry=AnnounceConfig(**(values | changes)))
 
     return announcing
 

@@ -17,6 +17,7 @@ from symbiosis_priv.arithmetic.keystream import SEED_BYTES
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD
 from symbiosis_priv.errors import RoleConflictError
 from tenant.core.pads import SessionSecret
+from tests.cases import cases
 from threat_model.attacks import Outcome
 from threat_model.attacks.collusion import Collusion
 from threat_model.attacks.tokens import Averaging, EvenMasks
@@ -37,29 +38,7 @@ def planted(quick: Suite, fault: str) -> Outcome:
     return next(cell.outcome for cell in quick.planted if cell.fault == fault)
 
 
-@pytest.mark.parametrize(
-    ("name", "least"),
-    [
-        ("ring masks from torch.randint", 0.99),
-        ("float masks from torch.randn", 0.95),
-        ("one-time masks in float32", 0.9),
-        ("unfused q/k/v, separate float noise", 0.4),
-        ("noises of low rank", 0.8),
-        ("scale on the wire", 0.99),
-        ("reused pad rows, forward", 1.0),
-        ("reused pad rows, backward", 1.0),
-        ("relayed effects are bare, forward", 0.2),  # products with fewer outputs than inputs leave rows open
-        ("relayed effects are bare, backward", 0.2),
-        ("relayed effects are under the masks' keystream, forward", 0.2),  # in square matrices
-        ("relayed effects are under the masks' keystream, backward", 0.2),
-        ("the second key leaves ML-KEM out, forward", 1.0),
-        ("the second key leaves ML-KEM out, backward", 1.0),
-        ("effects are under TLS alone, forward", 0.2),  # where a matrix determines the masks
-        ("effects are under TLS alone, backward", 0.2),
-        ("executor and helper of one company, forward", 1.0),
-        ("executor and helper of one company, backward", 1.0),
-    ],
-)
+@cases(__file__, "faults")
 def test_the_named_attack_finds_the_fault(quick: Suite, name: str, least: float) -> None:
     outcome = planted(quick, name)
     assert outcome.success >= least

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
-from provider.config.schema import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig
+from provider.config.schema import ExecutorConfig, ModelConfig, ProviderConfig
 from provider.executor.executor import Executor
 from provider.gateway import connection
 from provider.gateway.frames import Frames
@@ -47,6 +47,7 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from tenant.preparation.keys import prepare
 from tests.experts import write
+from tests.provider.clients import config_of
 from tests.warm import run
 from threat_model.cli import verify as verify_command
 from threat_model.conformance import trials
@@ -94,18 +95,13 @@ class Place:
         return WeightStore(self.checkpoint, cache=self.folder / "cache")
 
     def config(self, *, checkpoint: Path | None = None, floats: bool = True, **limits: float) -> ProviderConfig:
-        return ProviderConfig(
-            name="alpha",
-            listen="127.0.0.1:0",
-            roles=("executor", "helper"),
-            model=ModelConfig(checkpoint=str(checkpoint or self.checkpoint), cache=self.folder / "cache"),
-            tls=TlsConfig(
-                certificate=self.provider.certificate,
-                key=self.provider.key,
-                tenant_authority=self.authority.certificate,
-            ),
-            limits=msgspec.structs.replace(Limits(), **limits),
-            executor=ExecutorConfig(threads=1, float_memory_mib=2048 if floats else None),
+        executor = ExecutorConfig(threads=1, float_memory_mib=2048 if floats else None)
+        return config_of(
+            checkpoint or self.checkpoint,
+            cache=self.folder / "cache",
+            own=self.provider,
+            authority=self.authority,
+            **{"log_level": "info", "executor": executor} | limits,
         )
 
     def dialler(self, provider: Provider, role: wire.Role) -> Dialler:

@@ -12,16 +12,7 @@ from symbiosis_priv.errors import ConfigError
 from tests.cases import cases
 
 NO_DEFAULT = (
-    *(
-        "cache",
-        "layers",
-        "devices",
-        "threads",
-        "revoked",
-        "requests_per_s",
-        "rows_per_s",
-        "giga_",
-    ),
+    *("cache", "layers", "devices", "threads", "revoked", "requests_per_s", "rows_per_s", "giga_"),
     *("weight =", "database", "float_memory_mib =", 'listen = "127.0.0.1:9464', "hosts ="),
     *("announce =", "authority =", "address =", "capacity_layers", "to =", "from ="),
 )
@@ -64,10 +55,7 @@ def test_a_template_names_the_layers(layers: str | None, tmp_path: Path) -> None
     assert load(written(tmp_path, template(layers=layers))).model.layers == layers
 
 
-@pytest.mark.parametrize(
-    ("layers", "words"),
-    [("15-0", "layers 15-0 is not a range"), ("all", "not a range of layers"), ("auto", "capacity_layers")],
-)
+@cases(__file__, "bad_templates")
 def test_a_template_with_bad_values_is_refused(layers: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         template(layers=layers)

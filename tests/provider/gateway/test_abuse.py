@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
@@ -56,8 +55,7 @@ def bills(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(configure: Configure, launch: Launch, wide: Path, bills: Path) -> Service:
-    config = configure(checkpoint=wide, **LIMITS)
-    return launch(msgspec.structs.replace(config, usage=UsageConfig(database=bills)))
+    return launch(configure(checkpoint=wide, usage=UsageConfig(database=bills), **LIMITS))
 
 
 class Culprit:

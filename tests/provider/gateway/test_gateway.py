@@ -9,7 +9,6 @@ import threading
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
@@ -18,7 +17,6 @@ from provider.executor.client import ExecutorRequester
 from provider.executor.queues import ExecutorReport
 from provider.gateway.admission import MAX_REQUEST_ROWS, ByteBudget
 from provider.gateway.usage import read
-from provider.products.model import ServedModel
 from provider.refusal import Refusal
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import Seed
@@ -28,7 +26,7 @@ from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.hybrid import KeyOffer
 from symbiosis_priv.network.tls import TenantIdentity
 from tests.provider.clients import Client, effect, execute, failure
-from tests.provider.conftest import Configure, Connect, Keys
+from tests.provider.conftest import Configure, Connect, Hold, Keys
 from tests.waiting import until
 from threat_model.conformance.frames import MalformedFrame, malformed_frames
 
@@ -88,9 +86,7 @@ def test_hello_is_checked(connect: Connect, provider: Provider) -> None:
 def test_a_part_of_the_layers(configure: Configure, connect: Connect, provider: Provider) -> None:
     """A provider of layer 1 alone states the whole model's digest, and returns the same bits as a provider of all
     layers."""
-    whole, part = configure(), configure()
-    part = msgspec.structs.replace(whole, model=msgspec.structs.replace(whole.model, layers="1"))
-    with Provider(part) as one:
+    with Provider(configure(layers="1")) as one:
         assert one.model_digest == provider.model_digest
         client, everything = connect(to=one), connect("bob")
         reply = connect("dave", role=None, to=one).hello(one.model_digest)
@@ -159,9 +155,7 @@ def test_tenants_with_one_name_from_two_authorities_are_separate(
 ) -> None:
     both = tmp_path / "tenants.pem"
     both.write_bytes(keys.authority.certificate.read_bytes() + keys.other_authority.certificate.read_bytes())
-    config = configure(max_connections_per_tenant=1)
-    config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, tenant_authority=both))
-    with Provider(config) as provider:
+    with Provider(configure(max_connections_per_tenant=1, tenant_authority=both)) as provider:
         alice = connect("alice", to=provider)
         assert works(alice)
         namesake = connect("namesake", role=None, to=provider)  # not alice's only connection
@@ -430,18 +424,8 @@ def test_a_tenant_leaves_room_for_another() -> None:
 # Stopping
 
 
-def test_stop_answers_requests_in_flight(
-    configure: Configure, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    product = ServedModel.product
-
-    def slow(*args: object, **kwargs: object) -> torch.Tensor:
-        begun.set()
-        assert go_on.wait(20)
-        return product(*args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ServedModel, "product", slow)
+def test_stop_answers_requests_in_flight(configure: Configure, connect: Connect, hold: Hold) -> None:
+    begun, go_on = hold()
     provider = Provider(configure()).start()
     idle, busy = connect("bob", to=provider), connect(to=provider)
     busy.send(execute(0, 1), bytes(4 * WIDTH))

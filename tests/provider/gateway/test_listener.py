@@ -15,6 +15,7 @@ from provider.gateway.listener import Turns, UnauthenticatedConnection, network_
 from provider.serve import Provider
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
+from tests.cases import cases
 from tests.provider.conftest import Configure, Connect, Keys
 from tests.waiting import beside, until
 
@@ -143,16 +144,7 @@ def test_new_networks_do_not_keep_an_earlier_one_waiting() -> None:
 # Which connection is dropped when there are too many
 
 
-@pytest.mark.parametrize(
-    ("host", "network"),
-    [
-        ("192.0.2.7", "192.0.2.7"),
-        ("::ffff:192.0.2.7", "192.0.2.7"),
-        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
-        ("2001:db8:1:2::", "2001:db8:1:2::/64"),
-        ("fe80::1%eth0", "fe80::/64"),
-    ],
-)
+@cases(__file__, "networks")
 def test_networks(host: str, network: str) -> None:
     assert network_of(host) == network
 

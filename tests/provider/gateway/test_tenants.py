@@ -12,7 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -34,8 +33,8 @@ from symbiosis_priv.certificates.revocation import load_revoked, mark_of, revoke
 from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity, client_context
-from tests.provider.clients import Client, effect, execute, failure
-from tests.provider.conftest import Configure, Connect, Keys, Launch
+from tests.provider.clients import Client, effect, execute, failure, toml_of
+from tests.provider.conftest import Configure, Connect, Hold, Keys, Launch
 from tests.waiting import until
 from threat_model.active.registries import twin_of
 
@@ -237,24 +236,24 @@ def test_counters_survive_sigkill(configure: Configure, launch: Launch, connect:
     assert again["alice"]["requests"] == int(bill["alice"]["requests"]) + 1
 
 
-def test_refused_and_abandoned_requests_are_counted_apart(
-    configure: Configure, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Alice leaves while bob's product runs: her request is not computed, and not billed as answered."""
-    database = tmp_path / "usage.sqlite"
-    begun, go_on, cancelled = threading.Event(), threading.Event(), threading.Event()
-    product, cancel = ServedModel.product, ExecutorRequester.cancel
-
-    def slow(*args: Any, **kwargs: Any) -> torch.Tensor:
-        begun.set()
-        assert go_on.wait(20)
-        return product(*args, **kwargs)
+@pytest.fixture
+def cancelled(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Says that the executor has been told of a tenant that left."""
+    event, cancel = threading.Event(), ExecutorRequester.cancel
 
     def noted(self: ExecutorRequester) -> None:
         cancel(self)
-        cancelled.set()
+        event.set()
 
     monkeypatch.setattr(ExecutorRequester, "cancel", noted)
+    return event
+
+
+def test_refused_and_abandoned_requests_are_counted_apart(
+    configure: Configure, connect: Connect, tmp_path: Path, hold: Hold, cancelled: threading.Event
+) -> None:
+    """Alice leaves while bob's product runs: her request is not computed, and not billed as answered."""
+    database = tmp_path / "usage.sqlite"
     with Provider(configure(usage=UsageConfig(database=database))) as provider:
         alice, bob = connect("alice", to=provider), connect("bob", to=provider)
         assert isinstance(alice.ask(execute(0, 1), b"too little"), wire.Failure)
@@ -262,7 +261,7 @@ def test_refused_and_abandoned_requests_are_counted_apart(
         carol = connect("carol", to=provider)
         carol.send(execute(0, 1), b"half of it", announced=4 * WIDTH)
         carol.close()
-        monkeypatch.setattr(ServedModel, "product", slow)
+        begun, go_on = hold()
         bob.send(execute(0, 3), wire.RING32.pack(ones(3)))
         assert begun.wait(20)
         alice.send(execute(1, 1), wire.RING32.pack(ones(1)))
@@ -285,31 +284,26 @@ def test_refused_and_abandoned_requests_are_counted_apart(
 
 
 def test_a_tenant_that_leaves_is_billed_for_its_multiplied_rows(
-    configure: Configure, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configure: Configure,
+    connect: Connect,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hold: Hold,
+    cancelled: threading.Event,
 ) -> None:
     """Alice leaves after the first slice of her request: she is billed for that slice, and no other is multiplied."""
     database = tmp_path / "usage.sqlite"
-    begun, cancelled = threading.Event(), threading.Event()
-    product, cancel = ServedModel.product, ExecutorRequester.cancel
-
-    def slow(*args: Any, **kwargs: Any) -> torch.Tensor:
-        begun.set()
-        assert cancelled.wait(20)
-        return product(*args, **kwargs)
-
-    def noted(self: ExecutorRequester) -> None:
-        cancel(self)
-        cancelled.set()
-
     monkeypatch.setattr("provider.scheduler.scheduler.MAX_BATCH_ROWS", 5)
     with Provider(configure(usage=UsageConfig(database=database))) as provider:
         connect("bob", to=provider).product(execute(0, 5), ones(5))
-        monkeypatch.setattr(ExecutorRequester, "cancel", noted)
-        monkeypatch.setattr(ServedModel, "product", slow)
         alice = connect("alice", to=provider)
+        begun, go_on = hold()
         alice.send(execute(0, 20), wire.RING32.pack(ones(20)))
         assert begun.wait(20)
+        cancelled.clear()
         alice.close()
+        assert cancelled.wait(20)
+        go_on.set()
         until(lambda: provider.status().connections == 1)
     bill = {row["tenant"]: row for row in read(database)}
     counted = ("requests", "rows", "abandoned", "failed", "bytes_sent")
@@ -410,14 +404,9 @@ def test_unwritten_usage_is_reported_and_tolerated_for_a_limited_time(
     assert bill["requests"] == 3
 
 
-def test_export(tmp_path: Path, keys: Keys) -> None:
+def test_export(tmp_path: Path, configure: Configure) -> None:
     path = tmp_path / "provider.toml"
-    names = {"certificate": keys.provider.certificate, "key": keys.provider.key}
-    tls = "\n".join(f"{k} = {json.dumps(str(v))}" for k, v in names.items())
-    path.write_text(
-        f'name = "a"\n[model]\ncheckpoint = "m"\n[tls]\n{tls}\n'
-        f"tenant_authority = {json.dumps(str(keys.authority.certificate))}\n"
-    )
+    path.write_text(toml_of(configure()))
     run = CliRunner()
     assert isinstance(run.invoke(app, ["usage", "-c", str(path)]).exception, ConfigError)
     usage = UsageCounters(tmp_path / "provider.usage.sqlite")
@@ -444,10 +433,8 @@ def test_a_revoked_tenants_connection_is_closed_during_a_request(
     """Revocation needs no new authority, affects no other tenant, and is reported when the tenant connects again."""
     listed = tmp_path / "revoked.txt"
     listed.touch()
-    config = configure()
-    config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, revoked=listed))
     context = client_context(certificate=dora.certificate, key=dora.key, pins=(keys.provider.certificate,))
-    with Provider(config) as provider:
+    with Provider(configure(revoked=listed)) as provider:
         alice = connect("alice", to=provider)
         revoked = connect(context=context, to=provider)
         revoked.product(execute(0, 1), ones(1))
@@ -491,11 +478,9 @@ def test_a_revoked_certificate_with_the_other_signature_is_refused(
     """(r, n - s) is as valid a signature as (r, s), and everybody who has one can write the other."""
     listed = tmp_path / "revoked.txt"
     listed.touch()
-    config = configure()
-    config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, revoked=listed))
     twin = twin_of(dora, tmp_path / "twin")
     context = client_context(certificate=twin.certificate, key=twin.key, pins=(keys.provider.certificate,))
-    with Provider(config) as provider:
+    with Provider(configure(revoked=listed)) as provider:
         before = connect(context=context, to=provider)  # otherwise this test would prove nothing
         revoke(listed, [dora.certificate])
         provider.reload()
@@ -507,8 +492,7 @@ def test_a_malformed_revocation_list_changes_nothing_and_prevents_a_start(
     configure: Configure, connect: Connect, keys: Keys, tmp_path: Path, dora: Identity
 ) -> None:
     listed = tmp_path / "revoked.txt"
-    config = configure()
-    config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, revoked=listed))
+    config = configure(revoked=listed)
     with pytest.raises(CertificateError, match="keys revoke"):
         Provider(config).start()
     revoke(listed, [keys.tenants["bob"].certificate])
@@ -544,9 +528,7 @@ def test_a_new_certificate_and_new_quotas_are_taken_over(
 ) -> None:
     """After SIGHUP, existing connections stay open, and new connections see the new certificate."""
     own = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="turning")
-    config = configure()
-    tls = msgspec.structs.replace(config.tls, certificate=own.certificate, key=own.key)
-    service = launch(msgspec.structs.replace(config, tls=tls))
+    service = launch(configure(certificate=own.certificate, key=own.key))
     identity = keys.tenants["alice"]
 
     def context() -> ssl.SSLContext:

@@ -13,6 +13,7 @@ from provider.config.schema import SchedulerConfig
 from provider.scheduler import scheduler as scheduling
 from provider.scheduler.jobs import Job, Key, Piece, Stage
 from provider.scheduler.scheduler import Scheduler
+from tests.cases import cases
 from tests.provider.scheduler import swarm
 from tests.provider.scheduler.playing import (
     DISCIPLINES,
@@ -421,14 +422,7 @@ def test_added_fine_tuning_gets_no_more_than_its_share() -> None:
     assert served["rides"] - served["does not"] <= 3 * SLICE_ROWS
 
 
-@pytest.mark.parametrize(
-    ("wait_share", "reading", "max_wait", "wait"),
-    [
-        (0.5, 1.0, 1.0, 0.5),  # a share of the time of its own product
-        (9.0, 0.01, 1.0, 0.01),  # no longer than batching saves
-        (9.0, 1.0, 0.02, 0.02),  # nor longer than the policy's limit
-    ],
-)
+@cases(__file__, "waits")
 def test_a_job_waits_for_an_expected_tenant_and_no_longer(
     wait_share: float, reading: float, max_wait: float, wait: float
 ) -> None:

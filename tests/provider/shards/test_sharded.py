@@ -35,7 +35,7 @@ from symbiosis_priv.kernels import KERNELS
 from symbiosis_priv.network import wire
 from tests import warm
 from tests.experts import write
-from tests.provider.clients import execute
+from tests.provider.clients import execute, toml_of
 from tests.provider.processes import has_ended, listening_addresses
 from tests.waiting import until
 
@@ -200,18 +200,8 @@ def test_two_machines_serve_one_model(
 
     If one machine is lost, the other one ends and logs the reason.
     """
-    config = configure()
-    settings: dict[str, dict[str, Any]] = {
-        "model": {"checkpoint": config.model.checkpoint, "cache": str(config.model.cache)},
-        "tls": {name: str(getattr(config.tls, name)) for name in ("certificate", "key", "tenant_authority")},
-        "executor": {"threads": 1},
-    }
-    tables = [
-        f"[{table}]\n" + "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
-        for table, values in settings.items()
-    ]
     path = tmp_path / "provider.toml"
-    path.write_text('name = "alpha"\nlisten = "127.0.0.1:0"\n' + "\n".join(tables), encoding="utf-8")
+    path.write_text(toml_of(configure(roles=("executor",))), encoding="utf-8")
     port = free_port()
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$GLOO_SOCKET_IFNAME" "$@"\n', encoding="utf-8")

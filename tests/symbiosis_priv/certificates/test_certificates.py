@@ -26,6 +26,7 @@ from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
 from symbiosis_priv.network.tls import TenantIdentity, client_context, server_context
 from symbiosis_priv.system.files import write_atomically
+from tests.cases import cases
 
 GOOD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
@@ -505,17 +506,7 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, bytes
     )
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["provider", "--name", "alpha"],  # no authority exists yet
-        ["provider", "--name", "../gpu", "--self-signed"],
-        ["rotate", "--name", "../gpu"],
-        ["show"],
-        ["revoke", "--name", "zoe"],
-        ["sign", "nobody.csr"],
-    ],
-)
+@cases(__file__, "errors")
 def test_keys_errors_propagate_to_the_root_command(tmp_path: Path, arguments: list[str]) -> None:
     result = CliRunner().invoke(app, [*arguments, "--directory", str(tmp_path)])
     assert isinstance(result.exception, SymbiosisError)

@@ -4,11 +4,8 @@ import base64
 import re
 import shlex
 import shutil
-import socket
-import ssl
 import stat
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -27,6 +24,7 @@ from symbiosis_priv.certificates.revocation import load_revoked, mark_of
 from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
 from symbiosis_priv.network import tls
 from tests.symbiosis_priv.certificates.test_certificates import UNSAFE
+from tests.symbiosis_priv.network.test_tls import connect
 
 PEM = serialization.Encoding.PEM
 
@@ -73,26 +71,8 @@ def test_a_provider_accepts_a_tenant_with_a_signed_request(tmp_path: Path, autho
     calling = tls.client_context(
         certificate=tenant / "alice.pem", key=tenant / "alice.key", pins=[provider.certificate]
     )
-    found = handshake(serving, calling)
-    assert found.name == "alice"
-    assert found.authority == reading.key_fingerprint(reading.load_certificates(authority.certificate)[0])
-
-
-def handshake(serving: ssl.SSLContext, calling: ssl.SSLContext) -> tls.TenantIdentity:
-    def serve(listener: socket.socket) -> tls.TenantIdentity:
-        with listener.accept()[0] as raw, serving.wrap_socket(raw, server_side=True) as secured:
-            secured.sendall(b"!")
-            return tls.tenant_identity(secured)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        listener.settimeout(10)
-        served = pool.submit(serve, listener)
-        with (
-            socket.create_connection(listener.getsockname(), timeout=10) as raw,
-            calling.wrap_socket(raw, server_hostname="localhost") as secured,
-        ):
-            assert secured.recv(1) == b"!"
-        return served.result(10)
+    signer = reading.key_fingerprint(reading.load_certificates(authority.certificate)[0])
+    assert connect(serving, calling).server == tls.TenantIdentity("alice", authority=signer)
 
 
 def test_requested_extensions_are_ignored(tmp_path: Path, authority: Identity) -> None:

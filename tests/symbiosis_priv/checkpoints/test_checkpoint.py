@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint, resolve
 from symbiosis_priv.errors import CheckpointError
+from tests.cases import cases
 
 INDEX = "model.safetensors.index.json"
 
@@ -45,10 +46,7 @@ def test_shards_hold_the_same_tensors(llama_path: Path, sharded: Path) -> None:
         assert all(torch.equal(whole.tensor(name), parts.tensor(name)) for name in whole.names())
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", ".", "sub/../x", "missing.safetensors"],
-)
+@cases(__file__, "foreign_files")
 def test_an_index_names_files_of_its_own_folder_only(name: str, sharded: Path) -> None:
     (sharded.parent / "secret.safetensors").write_bytes(b"x")
     index = json.loads((sharded / INDEX).read_text())
@@ -58,10 +56,7 @@ def test_an_index_names_files_of_its_own_folder_only(name: str, sharded: Path) -
         Checkpoint(sharded)
 
 
-@pytest.mark.parametrize(
-    "index",
-    ["", "{", "[]", "{}", "null", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": null}}'],
-)
+@cases(__file__, "damaged_indexes")
 def test_a_damaged_index_is_a_checkpoint_error(index: str, sharded: Path) -> None:
     (sharded / INDEX).write_text(index)
     with pytest.raises(CheckpointError, match="damaged"):

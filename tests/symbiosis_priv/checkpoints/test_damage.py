@@ -14,13 +14,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.discovery.skeleton import discover
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, SymbiosisError
+from tests.cases import cases
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 JUNK: st.SearchStrategy[Any] = st.sampled_from(
@@ -118,42 +118,12 @@ def test_nesting_and_encodings(copies: Callable[[str], Path], name: str, content
     survives(folder)
 
 
-WEIGHTS: dict[str, Callable[[Tensor], Tensor | None]] = {
-    "0-dimensional": lambda w: w[0, 0],
-    "1-dimensional": lambda w: w[0],
-    "flat": lambda w: w.flatten(),
-    "3-dimensional": lambda w: w[None],
-    "missing": lambda w: None,
-    "transposed": lambda w: w.t(),
-    "empty": lambda w: w[:0],
-    "a row short": lambda w: w[1:],
-    "complex": lambda w: w.to(torch.complex64),
-    "integers": lambda w: w.to(torch.int8),
-    "booleans": lambda w: w > 0,
-    "8 bit floats": lambda w: w.to(torch.float8_e4m3fn),
-    "not finite": lambda w: w / 0,
-}
-
-
-BIASES: dict[str, Callable[[Tensor], Tensor | None]] = {
-    "0-dimensional": lambda b: b[0],
-    "2-dimensional": lambda b: b[None],
-    "one short": lambda b: b[1:],
-    "missing": lambda b: None,
-    "complex": lambda b: b.to(torch.complex64),
-    "integers": lambda b: b.to(torch.int32),
-}
-
-
-@pytest.mark.parametrize(
-    ("tensor", "change"),
-    [("mlp.c_proj.weight", change) for change in WEIGHTS] + [("attn.c_attn.bias", change) for change in BIASES],
-)
+@cases(__file__, "parameters")
 def test_weights_of_other_shapes_and_dtypes_are_named(copies: Callable[[str], Path], tensor: str, change: str) -> None:
     folder = copies("gpt2")
     tensors = load_file(folder / SINGLE)
     name = next(n for n in tensors if n.endswith(f"h.1.{tensor}"))
-    changed = (WEIGHTS if tensor.endswith("weight") else BIASES)[change](tensors.pop(name))
+    changed = eval(f"lambda t: {change}", {"torch": torch})(tensors.pop(name))
     save_file(
         tensors if changed is None else tensors | {name: changed.contiguous()},
         folder / SINGLE,
@@ -163,16 +133,7 @@ def test_weights_of_other_shapes_and_dtypes_are_named(copies: Callable[[str], Pa
         WeightStore(folder, cache=folder / "cache").manifest()
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("num_hidden_layers", 2**31),
-        ("num_hidden_layers", 16_000),
-        ("num_hidden_layers", 10**30),
-        ("num_labels", 10**9),
-        ("depths", [2, 2**40]),
-    ],
-)
+@cases(__file__, "sizes")
 def test_sizes_beyond_the_limits_are_refused(copies: Callable[[str], Path], key: str, value: Any) -> None:
     folder = copies("llama")
     config = json.loads((folder / "config.json").read_bytes())

@@ -332,19 +332,11 @@ def test_a_damaged_weight_is_refused_by_name(
     assert "down_proj" in str(error.value)
 
 
-HEADERS: dict[str, tuple[dict[str, list[list[int]]], int | None]] = {
-    "a header of 2^60 bytes": ({}, 1 << 60),
-    "more numbers than bytes": ({"a.weight": [[1 << 30, 1 << 30], [0, 8]]}, None),
-    "a product that overflows": ({"a.weight": [[1 << 33, 1 << 33], [0, 8]]}, None),
-    "two tensors in the same bytes": ({"a.weight": [[2, 4], [0, 8]], "b.weight": [[2, 2], [4, 8]]}, None),
-    "bytes beyond the file": ({"a.weight": [[1 << 30, 1 << 30], [0, 1 << 60]]}, None),
-    "a negative shape": ({"a.weight": [[-2, -4], [0, 8]]}, None),
-}
-
-
-@pytest.mark.parametrize("case", HEADERS)
-def test_a_file_that_promises_what_it_does_not_hold_is_refused_before_it_is_read(case: str, tmp_path: Path) -> None:
-    tensors, stated = HEADERS[case]
+@cases(__file__, "headers")
+def test_a_file_that_promises_what_it_does_not_hold_is_refused_before_it_is_read(
+    tensors: dict[str, list[list[int]]], stated: int | None, tmp_path: Path
+) -> None:
+    """`tensors`: shape and offsets of each; `stated`: the length of the header."""
     entries = {n: {"dtype": "F8_E4M3", "shape": shape, "data_offsets": at} for n, (shape, at) in tensors.items()}
     header = json.dumps(entries).encode()
     length = struct.pack("<Q", stated or len(header))

@@ -19,6 +19,7 @@ from tenant.model.loading import load_language_model
 from tenant.training.finetune import finetune
 from tenant.training.options import FineTuning
 from tests.adapters import write_adapter
+from tests.cases import cases
 
 COMMIT = "1" * 40
 ERRORS = {"gated": (403, "GatedRepo"), "gone": (404, "RepoNotFound"), "ill": (500, "")}
@@ -98,16 +99,7 @@ def test_names_become_folders_of_one_commit_and_the_cache_is_asked_first(hub: ty
     assert len(hub.asked) == asked
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("owner/gone", "has no such model that you may read; name a folder"),
-        ("owner/gated", "accepted its terms; accept them on the page of owner/gated, then run `hf auth login`"),
-        ("owner/tiny@v2", "has no revision v2 of it; name a commit"),
-        ("owner/ill", r"answers with an error \(500\)|cannot be reached"),
-        ("owner/tiny@../../refs", "does not exist"),
-    ],
-)
+@cases(__file__, "errors")
 def test_an_error_says_what_to_do(hub: type[Hub], name: str, said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         resolve(name)

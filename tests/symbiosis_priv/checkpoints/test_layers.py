@@ -7,26 +7,14 @@ from hypothesis import given, strategies as st
 
 from symbiosis_priv.checkpoints.layers import LayerRange, layers_of, spans, whole_layers
 from symbiosis_priv.errors import ConfigError
+from tests.cases import cases
 
 _parts = st.sampled_from(["model", "layers", "0", "1", "2", "17", "q_proj", "q_proj+2", "3+1", "lm_head"])
 names = st.lists(st.lists(_parts, min_size=1, max_size=5).map(".".join), min_size=1, max_size=30)
 ranges = st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda pair: LayerRange(min(pair), max(pair)))
 
 
-@pytest.mark.parametrize(
-    ("group_names", "layers"),
-    [
-        ([], ()),
-        (["lm_head"], (0,)),
-        (["model.layers.0.attn.q+2", "model.layers.0.mlp", "model.layers.1.attn.q+2", "lm_head"], (0, 0, 1, 1)),
-        (["project_in", "h.7.c_attn", "h.7.mlp", "h.9.c_attn"], (0, 0, 0, 1)),
-        (["encoder.block.0.q", "encoder.block.1.q", "decoder.block.0.q", "decoder.block.1.q"], (0, 1, 2, 3)),
-        (["layers.0.experts.0.up", "layers.0.experts.1.up", "layers.1.experts.0.up"], (0, 0, 1)),
-        (["stack.0+1", "stack.1"], (0, 1)),
-        (["layers.0.q", "shared.q", "layers.1.q", "layers.0.again"], (0, 0, 1, 1)),
-    ],
-    ids=str,
-)
+@cases(__file__, "blocks")
 def test_blocks_are_counted_in_the_manifests_order(group_names: list[str], layers: tuple[int, ...]) -> None:
     assert layers_of(group_names) == layers
 

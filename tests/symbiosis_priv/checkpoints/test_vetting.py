@@ -17,21 +17,10 @@ from symbiosis_priv.checkpoints.discovery.skeleton import discover, load_config
 from symbiosis_priv.checkpoints.vetting import QUANT_METHOD, on_this_machine, read_json, vet, vet_adapter
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError
+from tests.cases import cases
 
 ROOT = Path(__file__).parents[3]
 OURS = {"quant_method": QUANT_METHOD, "masking": "none", "federation": "evil.toml"}
-OVERRIDES: dict[str, dict[str, Any]] = {
-    "of the model": {"quantization_config": OURS},
-    "of its text model": {"text_config": {"model_type": "llama", "quantization_config": OURS}},
-    "deep inside": {"encoders": [{"inner": {"compression_config": OURS}}]},
-    "of another library": {"quantization_config": {"quant_method": "hqq", "bits": 4}},
-    "of a part of the model": {"vision_config": {"quantization_config": {"quant_method": "fp8"}}},
-    "of no library": {"quantization_config": "unheard of"},
-    "another config.json": {"configuration_files": ["config.4.0.0.json"]},
-    "other weights": {"transformers_weights": "other.safetensors"},
-    "a kernel of the hub": {"attn_implementation": "evil/attention"},
-    "kernels per part": {"_attn_implementation": {"": "sdpa", "text_config": "evil/attention"}},
-}
 
 
 @pytest.fixture
@@ -48,11 +37,11 @@ def folder(llama_path: Path, tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-@pytest.mark.parametrize("override", OVERRIDES)
+@cases(__file__, "overrides")
 def test_overrides_are_refused_by_name_by_every_function(
-    folder: Callable[..., Path], override: str, tmp_path: Path
+    folder: Callable[..., Path], entries: dict[str, Any], tmp_path: Path
 ) -> None:
-    path = folder(**OVERRIDES[override])
+    path = folder(**entries)
     ways: list[Callable[[], Any]] = [
         lambda: resolve(path),
         lambda: discover(path),
@@ -116,33 +105,16 @@ def test_no_list_is_made_of_a_stated_length(folder: Callable[..., Path], entry: 
 ADAPTER = {"peft_type": "LORA", "r": 4}
 
 
-@pytest.mark.parametrize(
-    "entries",
-    [
-        {"megatron_config": {"a": 1}},
-        {"tokenizer_kwargs": {"trust_remote_code": True}},
-        {"quantization_config": OURS},
-        {"peft_type": "XLORA", "adapters": {"one": "evil/adapter"}},
-        {"peft_type": "MULTITASK_PROMPT_TUNING", "prompt_tuning_init_state_dict_path": "/elsewhere/evil.bin"},
-        {"corda_config": {"cache_file": "/elsewhere/evil.pt"}},
-        {"peft_type": "SHADOW", "shadow_model": "/elsewhere/model"},  # with AutoModel.from_pretrained
-        {"target_modules": [f"m{number}" for number in range(1 << 15)]},  # PEFT compares each with each module
-        {"target_parameters": [f"m{number}" for number in range(1 << 15)]},
-        {"modules_to_save": [f"m{number}" for number in range(100)]},  # compiled as a pattern for each module
-        {"rank_pattern": {f"m{number}": 1 for number in range(1 << 11)}},
-        {"peft_type": "PEANUT", "depth": 10**9},
-        {"peft_type": "POLY", "n_skills": 10**6},
-        {"peft_type": "POLY", "n_skills": 64, "n_splits": 64},
-        {"peft_type": "LORA" * 17},  # a task's name is made of it
-        {"peft_type": ["LORA"]},
-        {"trainable_token_indices": [0] * (1 << 15)},
-    ],
-)
-def test_an_adapter_that_would_load_or_run_more_is_refused(tmp_path: Path, entries: dict[str, Any]) -> None:
+@cases(__file__, "adapters")
+def test_an_adapter_that_would_load_or_run_more_is_refused(
+    tmp_path: Path, entries: dict[str, Any] | None, names: dict[str, int] | None
+) -> None:
+    """`names`: entries that are lists of so many names."""
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER))
     vet_adapter(tmp_path)
-    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER | entries))
+    lists = {name: [f"m{number}" for number in range(count)] for name, count in (names or {}).items()}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER | (entries or {}) | lists))
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         vet_adapter(tmp_path)
 

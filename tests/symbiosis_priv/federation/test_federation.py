@@ -102,21 +102,7 @@ def test_helpers_are_of_enough_companies_also_for_executors_from_a_registry(writ
             assert load_federation(path).executors == ()
 
 
-@pytest.mark.parametrize(
-    ("alpha", "beta", "gamma", "helpers", "short_at"),
-    [
-        ("0-7", "0-7", "0-7", 2, None),
-        ("0-7", "0-3", "4-7", 1, None),
-        ("0-7", "0-3", "5-7", 1, 4),
-        ("0-7", "0-7", "4-7", 2, 0),
-        ("4-7", "0-7", "4-9", 2, None),
-        ("0-7", "8-9", "8-9", 1, 0),
-        ("0-7", "8-9", None, 1, None),
-        (None, "0-3", "4-7", 1, None),
-        (None, "0-3", "4-7", 2, 0),
-        (None, "0-3", "2-7", 2, None),
-    ],
-)
+@cases(__file__, "helpers")
 def test_enough_helpers_for_every_layer_that_an_executor_must_serve(
     write: Write, alpha: str | None, beta: str | None, gamma: str | None, helpers: int, short_at: int | None
 ) -> None:

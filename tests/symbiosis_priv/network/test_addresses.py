@@ -19,6 +19,7 @@ from symbiosis_priv.network.addresses import (
     ways_back,
 )
 from symbiosis_priv.network.dial import ClientConnection
+from tests.cases import cases
 
 METADATA = ["fd00:ec2::254", "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fd00:42::42"]
 """IPv6 addresses of the metadata services of AWS, Google, Oracle and Scaleway."""
@@ -39,16 +40,7 @@ def test_what_could_be_read_in_two_ways_is_refused_with_the_right_form(text: str
         parse_address(text)
 
 
-@pytest.mark.parametrize(
-    ("listen", "dialled"),
-    [
-        ("0.0.0.0:7401", "127.0.0.1:7401"),
-        ("[::]:7401", "[::1]:7401"),
-        ("[0:0::0]:7401", "[::1]:7401"),
-        ("10.0.0.1:7401", "10.0.0.1:7401"),
-        ("alpha.example:7401", "alpha.example:7401"),
-    ],
-)
+@cases(__file__, "dialled")
 def test_a_listener_on_all_addresses_is_dialled_at_loopback(listen: str, dialled: str) -> None:
     assert local_address(listen) == dialled
 

@@ -21,6 +21,7 @@ from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConnectionLostError, SymbiosisError
 from symbiosis_priv.network import tls
 from symbiosis_priv.network.tls import TenantIdentity
+from tests.cases import cases
 
 TIMEOUT = 10.0
 
@@ -287,15 +288,7 @@ def test_sessions_are_not_resumed(keys: Keys) -> None:
 # Refused by the server
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (None, "PEER_DID_NOT_RETURN_A_CERTIFICATE"),
-        ("stranger", "none of the authorities"),
-        ("lone_tenant", "none of the authorities"),
-        ("expired_tenant", "has expired"),
-    ],
-)
+@cases(__file__, "server_refuses")
 def test_the_server_refuses(keys: Keys, name: str | None, message: str) -> None:
     identity = None if name is None else getattr(keys, name)
     outcome = connect(server(keys), careless_client(identity))
@@ -328,15 +321,7 @@ def test_tls_1_2_is_refused(keys: Keys) -> None:
 # Refused by the client
 
 
-@pytest.mark.parametrize(
-    ("shown", "pinned", "message"),
-    [
-        ("sibling", ["provider"], r"not the one pinned in .*provider\.pem"),
-        ("lone", ["provider"], r"not the one pinned in .*provider\.pem"),
-        ("expired_provider", ["provider", "expired_provider"], "has expired"),
-        ("elsewhere", ["elsewhere"], "--host"),
-    ],
-)
+@cases(__file__, "client_refuses")
 def test_the_client_refuses_in_the_handshake(keys: Keys, shown: str, pinned: list[str], message: str) -> None:
     pins = [getattr(keys, name).certificate for name in pinned]
     outcome = connect(careless_server(getattr(keys, shown)), client(keys, pins), pins=pins)

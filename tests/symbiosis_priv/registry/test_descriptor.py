@@ -28,6 +28,7 @@ from symbiosis_priv.registry.descriptor import (
     sign,
     verify,
 )
+from tests.cases import cases
 
 DIGEST = "sha256:" + "0" * 64
 DOMAIN = b"symbiosis-priv descriptor 1\0"
@@ -194,18 +195,7 @@ def test_an_expired_certificate_is_refused(world: World) -> None:
                 verify(data, world.trust, now=now)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"first_layer": 3, "last_layer": 2},
-        {"expires": 0},
-        {"port": 0},
-        {"weight_bits": 40},
-        {"model_digest": "sha256:0"},
-        {"last_layer": 1 << 40},
-        {"role": "helper"},  # if readers ignored unknown fields, they would accept less than the executor has signed
-    ],
-)
+@cases(__file__, "changes")
 def test_other_fields_and_values_are_refused_even_if_they_are_signed(world: World, changes: dict[str, Any]) -> None:
     body = msgspec.msgpack.encode({**msgspec.structs.asdict(world.said()), **changes})
     with pytest.raises(DescriptorError, match="malformed"):

@@ -13,10 +13,10 @@ from symbiosis_priv import native
 from symbiosis_priv.native import Isa
 from symbiosis_priv.system import amx
 from tests.builds import switched
+from tests.cases import cases
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 AMX = "flags\t\t: fpu avx512f avx512_bf16 amx_bf16 avx512_fp16 amx_tile amx_int8"
-PLAIN = "flags\t\t: fpu avx512f avx512_bf16"
 LEAVES = "cpuid level\t: {}"
 IMPORTS = """
 import os, pathlib, subprocess, sys
@@ -44,23 +44,11 @@ def processor(*lines: str) -> None:
 
 
 @pytest.mark.parametrize("own", [{}, {VARIABLE: "AVX2"}, {"DNNL_MAX_CPU_ISA": "AVX2"}], ids=["", "own", "old name"])
-@pytest.mark.parametrize(
-    ("lines", "asked", "limit"),
-    [
-        ((LEAVES.format(28), AMX), True, "AVX512_CORE_BF16"),
-        ((LEAVES.format(29), AMX), True, None),
-        ((LEAVES.format(28), AMX.replace(" amx_int8", "")), False, "AVX512_CORE_BF16"),
-        ((LEAVES.format(29), AMX.replace(" amx_tile", "")), False, None),
-        ((LEAVES.format(28), PLAIN), False, None),
-        ((PLAIN,), False, None),
-        (("Features\t: fp asimd bf16",), False, None),
-        (None, False, None),  # another system
-    ],
-)
+@cases(__file__, "processors")
 def test_linux_is_asked_for_amx_and_onednn_is_limited_where_its_leaf_is_missing(
     machine: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    lines: tuple[str, ...] | None,
+    lines: list[str] | None,
     asked: bool,
     limit: str | None,
     own: dict[str, str],
@@ -93,15 +81,7 @@ class Announcing:
         return (1 << len(Isa)) - 1
 
 
-@pytest.mark.parametrize(
-    ("probe", "works"),
-    [
-        ("pass", True),
-        ("raise SystemExit(1)", False),  # not exact
-        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", False),
-        ("import time; time.sleep(60)", False),
-    ],
-)
+@cases(__file__, "amx_probes")
 def test_amx_is_used_if_a_child_shows_that_it_works(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, probe: str, works: bool
 ) -> None:
@@ -116,14 +96,7 @@ def test_amx_is_used_if_a_child_shows_that_it_works(
     assert len(caplog.records) == (not works)
 
 
-@pytest.mark.parametrize(
-    ("probe", "limit"),
-    [
-        ("pass", "DEFAULT"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "AVX512_CORE_BF16"),
-        ("import time; time.sleep(60)", "AVX512_CORE_BF16"),
-    ],
-)
+@cases(__file__, "onednn_probes")
 def test_a_child_decides_where_the_leaves_are_unknown(machine: pytest.MonkeyPatch, probe: str, limit: str) -> None:
     processor(AMX)
     machine.setattr(amx, "_PROBE", probe)

@@ -21,6 +21,7 @@ from symbiosis_priv.system.files import (
     write_atomically,
 )
 from symbiosis_priv.system.toml import load_toml
+from tests.cases import cases
 
 Patch = pytest.MonkeyPatch
 
@@ -237,14 +238,7 @@ def test_the_checked_folder_is_the_one_that_is_used(folder: Path) -> None:
     assert (moved / "file").read_bytes() == (moved / "sub" / "file").read_bytes() == b"content"
 
 
-@pytest.mark.parametrize(
-    ("text", "known"),
-    [
-        ("nme = 1", "did you mean name? known are name, listen, "),
-        ("[executor]\nthreds = 1", "did you mean threads?"),
-        ("[tenants.alice]\nrows = 1", "rows_per_s"),
-    ],
-)
+@cases(__file__, "fields")
 def test_an_unknown_field_comes_with_the_known_ones(text: str, known: str, tmp_path: Path) -> None:
     (tmp_path / "provider.toml").write_text(text)
     with pytest.raises(ConfigError, match="unknown field") as raised:
@@ -252,13 +246,7 @@ def test_an_unknown_field_comes_with_the_known_ones(text: str, known: str, tmp_p
     assert known in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "allowed"),
-    [
-        ('roles = ["exec"]', "'executor', 'helper'"),
-        ('log_level = "all"', "'debug', 'info', 'warning'"),
-    ],
-)
+@cases(__file__, "values")
 def test_an_unknown_value_comes_with_the_allowed_ones(text: str, allowed: str, tmp_path: Path) -> None:
     (tmp_path / "provider.toml").write_text(f'name = "alpha"\n{text}')
     with pytest.raises(ConfigError) as raised:

@@ -7,41 +7,20 @@ from pathlib import Path
 import pytest
 
 from symbiosis_priv.system.machine import look
+from tests.cases import table
 
-CLOSED = {
-    "proc/swaps": "Filename Type Size Used Priority\n/dev/zram0 partition 1 0 1\n/dev/dm-1 partition 1 0 1",
-    "sys/block/dm-1/dm/uuid": "CRYPT-LUKS2-0-swap",
-    "proc/mounts": "/dev/vda / ext4 rw 0 0\ntmpfs {cache} tmpfs rw 0 0",
-    "proc/sys/kernel/yama/ptrace_scope": "1",
-    "proc/sys/kernel/core_pattern": "|/bin/false",
-    "proc/self/status": "Name:\ttenant\nTracerPid:\t0",
-    "proc/1/status": "Uid:\t0\t0\t0\t0",
-    "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
-    "sys/kernel/mm/ksm/run": "0",
-    "run/systemd/timesync/synchronized": "",
-    "proc/cpuinfo": "processor : 0\nflags\t\t: fpu tdx_guest sse",
-}
-FAULTS = {
-    "swap": {"proc/swaps": "Filename Type Size Used Priority\n/dev/vdb partition 1 0 1"},
-    "cache": {"proc/mounts": "/dev/vda / ext4 rw 0 0"},
-    "other programs of the same user": {"proc/sys/kernel/yama/ptrace_scope": "0"},
-    "debugger": {"proc/self/status": "TracerPid:\t77"},
-    "pages": {"sys/kernel/mm/ksm/run": "1"},
-    "clock": {"run/systemd/timesync/synchronized": None},
-    "other users": {"proc/9/status": "Uid:\t4321\t4321\t4321\t4321"},
-    "isolation": {"proc/cpuinfo": "flags : fpu", ".dockerenv": ""},
-}
+CLOSED, FAULTS = (table(__file__, name) for name in ("closed", "faults"))
 
 
 @pytest.fixture
 def open_on(tmp_path: Path) -> Callable[..., set[str]]:
-    """`open_on(files)`: the names of what is open on the closed machine with these files; None: without the file."""
+    """`open_on(files)`: the names of what is open on the closed machine with these files; False: without the file."""
 
-    def open_on(files: dict[str, str | None]) -> set[str]:
+    def open_on(files: dict[str, str | bool]) -> set[str]:
         cache = tmp_path / "cache"
         cache.mkdir(mode=0o700, exist_ok=True)
         for name, text in {**CLOSED, **files}.items():
-            if text is not None:
+            if isinstance(text, str):
                 path = tmp_path / "root" / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text.format(cache=cache) if "{" in text else text)

@@ -10,38 +10,15 @@ from torch import Tensor
 from symbiosis_priv.checkpoints.discovery.linears import is_linear
 from symbiosis_priv.checkpoints.discovery.skeleton import discover
 from symbiosis_priv.errors import UnsupportedModelError
+from tests.cases import cases
 from tests.compatibility.families import build, inputs_of, small
 
-POOLED = "head.attention.out_proj"  # PyTorch's attention computes with its weight
-KEPT: dict[str, tuple[str, ...]] = {
-    "ViTForImageClassification": ("classifier",),
-    "Dinov2ForImageClassification": ("classifier",),
-    "SwinForImageClassification": ("classifier",),
-    "ConvNextForImageClassification": ("classifier",),
-    "DINOv3ViTModel": (),
-    "CLIPModel": (),
-    "SiglipModel": (POOLED,),
-    "WhisperForConditionalGeneration": ("proj_out",),
-    "Wav2Vec2ForCTC": ("lm_head",),
-    "HubertForSequenceClassification": ("projector", "classifier"),
-    "ASTForAudioClassification": ("classifier.dense",),
-    "BartForSequenceClassification": ("classification_head.dense", "classification_head.out_proj"),
-    "BlipForConditionalGeneration": ("predictions.decoder",),
-    "LlavaForConditionalGeneration": (),
-    "PaliGemmaForConditionalGeneration": ("lm_head", POOLED),
-    "Gemma3ForConditionalGeneration": ("lm_head", POOLED),
-    "InternVLForConditionalGeneration": ("lm_head",),
-    "SmolVLMForConditionalGeneration": (),
-    "Qwen2VLForConditionalGeneration": (),
-    "Qwen2_5_VLForConditionalGeneration": (),
-    "Qwen3VLForConditionalGeneration": (),
-    "VoxtralForConditionalGeneration": (),
-}
-"""Endings of the names of the linears that stay with the tenant."""
 
-
-@pytest.mark.parametrize("name", KEPT)
-def test_every_frozen_linear_is_in_a_group_of_linears_that_share_an_input(name: str, tmp_path: Path) -> None:
+@cases(__file__, "models")
+def test_every_frozen_linear_is_in_a_group_of_linears_that_share_an_input(
+    name: str, kept: list[str] | None, tmp_path: Path
+) -> None:
+    """`kept`: endings of the names of the linears that stay with the tenant."""
     model = build(name)
     model.config.architectures = [name]
     model.config.save_pretrained(tmp_path)
@@ -58,7 +35,7 @@ def test_every_frozen_linear_is_in_a_group_of_linears_that_share_an_input(name: 
     model(**inputs_of(model))
 
     offloaded = [member for group in groups for member in group.members]
-    assert set(linears) - set(offloaded) == {linear for linear in linears if linear.endswith(KEPT[name])}
+    assert set(linears) - set(offloaded) == {linear for linear in linears if linear.endswith((*(kept or ()),))}
     assert len(offloaded) == len(set(offloaded))
     for group in groups:
         first, *others = [received[member] for member in group.members]

@@ -14,6 +14,7 @@ from symbiosis_priv.checkpoints.layers import GroupSpec, LayerRange, Scope
 from symbiosis_priv.checkpoints.manifest import GroupEntry, price_of_composing, while_decoding
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import UnsupportedModelError
+from tests.cases import cases
 
 TWO = Scope(round_trips=2)
 SIZES: dict[str, Any] = {
@@ -37,20 +38,7 @@ def composed(skeleton: Skeleton) -> list[GroupSpec]:
     return [group for group in skeleton.groups if group.composed is not None]
 
 
-@pytest.mark.parametrize(
-    ("kind", "architecture", "one_plus", "centred"),
-    [
-        ("llama", "LlamaForCausalLM", False, False),
-        ("mistral", "MistralForCausalLM", False, False),
-        ("qwen2", "Qwen2ForCausalLM", False, False),
-        ("qwen3", "Qwen3ForCausalLM", False, False),
-        ("phi3", "Phi3ForCausalLM", False, False),
-        ("gemma", "GemmaForCausalLM", True, False),
-        ("stablelm", "StableLmForCausalLM", False, True),
-        ("starcoder2", "Starcoder2ForCausalLM", False, True),
-        ("nemotron", "NemotronForCausalLM", True, True),
-    ],
-)
+@cases(__file__, "found")
 def test_every_block_of_a_pre_norm_model_is_found(kind: str, architecture: str, one_plus: bool, centred: bool) -> None:
     groups = found(kind, architecture).groups
     made = [group for group in groups if group.composed is not None]
@@ -70,15 +58,7 @@ def test_every_block_of_a_pre_norm_model_is_found(kind: str, architecture: str, 
     assert mlp.composed.norm == "model.layers.1.input_layernorm"
 
 
-@pytest.mark.parametrize(
-    ("kind", "architecture"),
-    [
-        ("gemma2", "Gemma2ForCausalLM"),  # a norm after attention, before the sum
-        ("olmo2", "Olmo2ForCausalLM"),
-        ("granite", "GraniteForCausalLM"),  # multiplies the output before the sum
-        ("mixtral", "MixtralForCausalLM"),  # experts follow the norm
-    ],
-)
+@cases(__file__, "refused")
 def test_a_model_without_such_a_block_is_refused(kind: str, architecture: str) -> None:
     with pytest.raises(UnsupportedModelError, match="round_trips = 2: no block of"):
         found(kind, architecture)

@@ -15,6 +15,7 @@ from symbiosis_priv.checkpoints.discovery.linears import is_linear, widths
 from symbiosis_priv.checkpoints.discovery.skeleton import Skeleton, discover, load_config, traced
 from symbiosis_priv.checkpoints.layers import GroupSpec, Scope
 from symbiosis_priv.errors import UnsupportedModelError
+from tests.cases import table
 from tests.compatibility.families import build, small
 
 ARCHITECTURES = (
@@ -118,12 +119,7 @@ def test_a_tied_head_stays_and_an_untied_one_goes(tied: bool, tmp_path: Path) ->
     assert with_head.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
 
 
-KEPT = {
-    # its blocks share one transformer: if it were offloaded at its first use, the others would have no weights
-    "Zamba2ForCausalLM": "q_proj k_proj v_proj o_proj gate_up_proj down_proj 0 1 lm_head",
-    "Gemma3nForCausalLM": "correction_coefs prediction_coefs lm_head",  # clamped in training
-    "RwkvForCausalLM": "output value",  # divided in evaluation
-}
+KEPT, UNTRACEABLE = (table(__file__, name) for name in ("kept", "untraceable"))
 
 
 @pytest.mark.parametrize("architecture", KEPT)
@@ -220,15 +216,6 @@ def test_configurations_of_no_supported_model_are_refused(key: str, value: Any, 
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(UnsupportedModelError, match=says):
         discover(tmp_path)
-
-
-UNTRACEABLE = {
-    "PatchTSTModel": "PatchTSTModel cannot be traced",  # its inputs are unknown
-    # its experts split their rows by numbers that depend on activations
-    "JetMoeForCausalLM": r"JetMoe.* its rows by values.*\.self_attention\.experts",
-    # its largest weight is named
-    "PoolFormerForImageClassification": r"no frozen linear .*poolformer\.encoder\.patch_embeddings\.1",
-}
 
 
 @pytest.mark.parametrize("architecture", UNTRACEABLE)

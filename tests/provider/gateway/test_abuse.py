@@ -1,19 +1,17 @@
-"""Abuse by a tenant or by unauthenticated clients: waits and memory are bounded, and the bill names the abuser.
+"""A flood of requests, malformed frames and silent connections in thousands: the provider's memory is bounded.
 
-Every attack uses loopback and has a limited number of requests and time. The provider is a separate process, so that
-its memory and processor time can be measured. At the same time an honest tenant requests one row at a time.
+The provider is a separate process, so that its memory can be measured. `bench abuse` tries what a tenant can do with
+well-formed requests (`tests/threat_model/availability/test_abuse.py`).
 """
 
 import contextlib
 import itertools
 import os
 import random
-import secrets
 import socket
 import ssl
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,22 +19,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from provider.config.schema import UsageConfig
-from provider.gateway.usage import COUNTED, read
-from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from tests.provider.clients import Client, Service, effect, execute
 from tests.provider.conftest import Configure, Connect, Keys, Launch
-from tests.waiting import beside, until
+from tests.waiting import beside
 from threat_model.conformance.frames import malformed_frames
 
 MIB = 1 << 20
-WIDTH, WIDE = 512, 2048  # columns of the attacked layer group, gate and up
+WIDTH = 512  # columns of the attacked layer group, gate and up
 GATE_UP = 2
-ROWS = 8192  # a request's matrix has 16 MiB, its answer's has 64 MiB
-PATIENCE_S = 1.0
 FRAMES = malformed_frames()
 LIMITS = {"max_payload_mib": 64, "max_inflight_mib": 320, "max_inflight_mib_per_tenant": 192}
 
@@ -45,82 +38,20 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="
 
 @pytest.fixture(scope="module")
 def wide(save_llama: Callable[..., Path]) -> Path:
-    return save_llama(hidden_size=WIDTH, intermediate_size=WIDE // 2, num_hidden_layers=1)
+    return save_llama(hidden_size=WIDTH, intermediate_size=1024, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
-def bills(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("bills") / "usage.sqlite"
-
-
-@pytest.fixture(scope="module")
-def service(configure: Configure, launch: Launch, wide: Path, bills: Path) -> Service:
-    return launch(configure(checkpoint=wide, usage=UsageConfig(database=bills), **LIMITS))
-
-
-class Culprit:
-    """The usage counters of the tenant that abuses the provider in a test.
-
-    Args:
-        bills: the provider's database.
-        tenant: the abuser.
-    """
-
-    def __init__(self, bills: Path, tenant: str) -> None:
-        self._bills, self._tenant = bills, tenant
-        self._before = self._counts()
-
-    def must_have(self, **least: int) -> None:
-        """Wait until these counters have increased by at least these amounts."""
-        until(lambda: all(self._grown(name) >= count for name, count in least.items()))
-
-    def _grown(self, name: str) -> int:
-        return self._counts()[name] - self._before[name]
-
-    def _counts(self) -> Counter[str]:
-        total: Counter[str] = Counter()
-        for row in read(self._bills):
-            if row["tenant"] == self._tenant:
-                total.update({name: int(row[name]) for name in COUNTED})
-        return total
-
-
-Blame = Callable[[str], Culprit]
-
-
-@pytest.fixture
-def blame(bills: Path, victim: Service, connect: Connect) -> Blame:
-    """Wait until the counters of earlier tests are committed, by a refused request after them."""
-
-    def blame(tenant: str) -> Culprit:
-        with contextlib.closing(connect(tenant, role=None, to=victim)) as only:
-            until(lambda: getattr(only.ask(wire.FetchHealth()), "connections", None) == 1)
-            before = Culprit(bills, tenant)
-            assert isinstance(only.ask(execute(0, 0)), wire.Failure)
-            before.must_have(refused=1)
-            return Culprit(bills, tenant)
-
-    return blame
-
-
-@pytest.fixture
-def victim(service: Service, connect: Connect) -> Service:
-    """A provider that has already loaded the attacked layer group, so that later memory is not weights and kernels."""
-    client = connect("alice", to=service)
-    for rows in (1, 64):
-        for direction, width in zip(DIRECTIONS, (WIDTH, WIDE), strict=True):
-            client.product(execute(GATE_UP, rows, direction=direction), torch.ones(rows, width, dtype=torch.int32))
-    client.close()
-    return service
+def service(configure: Configure, launch: Launch, wide: Path) -> Service:
+    return launch(configure(checkpoint=wide, frame_timeout_s=5, **LIMITS))
 
 
 class Watch:
-    """Peak memory and processor time of a process while a block runs."""
+    """The peak memory of a process while a block runs."""
 
     def __init__(self, pid: int) -> None:
         self._folder = Path(f"/proc/{pid}")
         self._before = self._resident()
-        self._cpu = self._processor_time()
         self._peak = self._before
         self._over = threading.Event()
 
@@ -128,20 +59,8 @@ class Watch:
     def grown_mib(self) -> float:
         return (self._peak - self._before) / MIB
 
-    @property
-    def cpu_s(self) -> float:
-        return self._processor_time() - self._cpu
-
     def _resident(self) -> int:
         return int((self._folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    def _processor_time(self) -> float:
-        user, system = (self._folder / "stat").read_text().rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-    @property
-    def left_mib(self) -> float:
-        return (self._resident() - self._before) / MIB
 
     def _look(self) -> None:
         while not self._over.wait(0.01):
@@ -162,52 +81,24 @@ def watching(service: Service) -> contextlib.AbstractContextManager[Watch]:
     return Watch(service.process.pid).running()
 
 
-def longest_wait(client: Client, *, seconds: float) -> float:
-    """Request one row after the other, and return the longest time of a request."""
-    row, longest, end = torch.ones(1, WIDTH, dtype=torch.int32), 0.0, time.monotonic() + seconds
-    while (begun := time.monotonic()) < end:
-        client.product(execute(GATE_UP, 1), row)
-        longest = max(longest, time.monotonic() - begun)
-    return longest
-
-
-def test_effects_of_a_tenant_that_hangs_up(victim: Service, connect: Connect, blame: Blame) -> None:
-    """A hundred bytes request a large product: it is cut into slices, waits its turn, and ends when its tenant
-    leaves."""
-    honest, culprit = connect("alice", to=victim), blame("dave")
-    with watching(victim) as watch:
-        for _ in range(6):
-            attacker = connect("dave", role="helper", to=victim)
-            attacker.send(effect(GATE_UP, ROWS, seed=secrets.token_bytes(32)))
-            attacker.close()
-        assert longest_wait(honest, seconds=2.0) <= PATIENCE_S
-    assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
-    assert watch.cpu_s <= 6.0
-    culprit.must_have(abandoned=6)
-
-
-def test_a_flood_of_large_requests(victim: Service, connect: Connect, blame: Blame) -> None:
-    """Honest answers have the right bits, and the abuser is billed for the flood."""
-    honest, culprit = connect("alice", to=victim), blame("bob")
-    row = torch.arange(WIDTH, dtype=torch.int32).reshape(1, WIDTH)
+def test_a_flood_of_large_requests(service: Service, connect: Connect) -> None:
+    """Honest answers have the right bits, and the flood takes no more memory than one tenant may."""
+    honest, flood = connect("alice", to=service), [connect("bob", to=service) for _ in range(4)]
+    row, matrix = (torch.arange(rows * WIDTH, dtype=torch.int32).reshape(rows, WIDTH) for rows in (1, 2048))
     alone = honest.product(execute(GATE_UP, 1), row)
-    flood = [connect("bob", to=victim) for _ in range(4)]
-    matrix = torch.ones(2048, WIDTH, dtype=torch.int32)
+    flood[0].product(execute(GATE_UP, 2048), matrix)  # later memory is not weights and kernels
 
     def keep_asking(client: Client) -> None:
         for _ in range(6):
             client.product(execute(GATE_UP, 2048), matrix)
 
-    with watching(victim) as watch, ThreadPoolExecutor(len(flood)) as pool:
+    with watching(service) as watch, ThreadPoolExecutor(len(flood)) as pool:
         floods = [pool.submit(keep_asking, client) for client in flood]
         while not all(future.done() for future in floods):
-            begun = time.monotonic()
             assert torch.equal(honest.product(execute(GATE_UP, 1), row), alone)
-            assert time.monotonic() - begun <= PATIENCE_S
         for future in floods:
             future.result()
     assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
-    culprit.must_have(requests=24, rows=24 * 2048)
 
 
 class FarClient:
@@ -236,7 +127,7 @@ class FarClient:
                 self._in.write(self._raw.recv(65536))
 
 
-def test_silent_unauthenticated_connections(victim: Service, keys: Keys) -> None:
+def test_silent_unauthenticated_connections(service: Service, keys: Keys) -> None:
     """400 silent connections a second from 250 addresses, and a tenant with a delay of 300 ms."""
     over, opened = threading.Event(), list[socket.socket]()
 
@@ -244,19 +135,19 @@ def test_silent_unauthenticated_connections(victim: Service, keys: Keys) -> None
         begun = time.monotonic()
         while not over.is_set() and len(opened) < 2000:
             source = f"127.1.0.{1 + len(opened) % 250}"
-            connection = socket.create_connection(parse_address(victim.address), source_address=(source, 0))
+            connection = socket.create_connection(parse_address(service.address), source_address=(source, 0))
             opened.append(connection)
             over.wait(max(0.0, begun + len(opened) / 400 - time.monotonic()))
 
-    with watching(victim) as watch, contextlib.ExitStack() as connections:
+    with watching(service) as watch, contextlib.ExitStack() as connections:
         with beside(flood, over=over):
             time.sleep(0.5)  # 200 of them are open
             for _ in range(3):
-                FarClient(victim.address, keys.context("alice"), delay=0.3).health()
+                FarClient(service.address, keys.context("alice"), delay=0.3).health()
         for connection in opened:
             connections.enter_context(connection)
     assert watch.grown_mib <= 32
-    named = [line for line in victim.logged() if line["event"] in ("handshake_dropped", "handshake_refused")]
+    named = [line for line in service.logged() if line["event"] in ("handshake_dropped", "handshake_refused")]
     assert len(named) < 50
 
 
@@ -287,9 +178,8 @@ def malformed(rng: random.Random) -> tuple[bytes, bool]:
     return rng.choice(kinds), False
 
 
-def test_ten_thousand_malformed_frames(configure: Configure, launch: Launch, wide: Path, connect: Connect) -> None:
+def test_thousands_of_malformed_frames(service: Service, connect: Connect) -> None:
     """Each gets an error or ends its connection. Another tenant's answers keep their bits, and no memory is kept."""
-    service = launch(configure(checkpoint=wide, frame_timeout_s=5))
     honest, over, served = connect("bob", to=service), threading.Event(), itertools.count()
     row, rng, failures = torch.arange(WIDTH, dtype=torch.int32).reshape(1, WIDTH), random.Random(2), 0
     want = honest.product(execute(GATE_UP, 1), row)
@@ -318,9 +208,9 @@ def test_ten_thousand_malformed_frames(configure: Configure, launch: Launch, wid
     with beside(keep_asking, over=over):
         provoke(1000)
         with watching(service) as watch:
-            provoke(9000)
+            provoke(3000)
     assert next(served) > 100
-    assert failures > 5000
-    assert watch.grown_mib < 32
+    assert failures > 2000
+    assert watch.grown_mib < 12
     assert service.stop() == 0
     assert not any(line["event"] == "connection_failed" for line in service.logged())

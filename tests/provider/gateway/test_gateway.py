@@ -231,14 +231,21 @@ def test_requests_of_too_many_rows_are_refused(
             assert isinstance(reply, wire.Result) if rows == 4 else failure(reply) == wire.ErrorCode.TOO_LARGE
 
 
-def test_bytes_are_held_from_the_header_on(configure: Configure, connect: Connect) -> None:
-    """A tenant that announces rows and sends none of them holds their bytes, and those of their products."""
+@pytest.mark.parametrize("role", ["executor", "helper"])
+def test_bytes_are_held_from_the_header_on(configure: Configure, connect: Connect, hold: Hold, role: wire.Role) -> None:
+    """A tenant that announces rows and sends none of them holds their bytes, and those of their products. So does a
+    tenant that orders an effect with a hundred bytes."""
     rows = 1000
+    _, go_on = hold()
     with Provider(configure()) as provider:
-        client = connect(to=provider)
-        client.send(execute(0, rows), announced=4 * WIDTH * rows)
+        client = connect(role=role, to=provider)
+        if role == "executor":
+            client.send(execute(0, rows), announced=4 * WIDTH * rows)
+        else:
+            client.send(effect(0, rows, seed=bytes(32)))
         until(lambda: provider.status().bytes_held >= 2 * 4 * WIDTH * rows, within_s=30)
         client.close()
+        go_on.set()
         until(lambda: not provider.status().bytes_held, within_s=30)
 
 

@@ -1,8 +1,8 @@
 """Messages survive encoding and decoding, and all other data is refused. A block's id stands for one matrix."""
 
 import itertools
-import math
 import tracemalloc
+from collections.abc import Callable
 from typing import Any, get_args
 
 import msgspec
@@ -19,6 +19,7 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.block_statement import block_id, statement
 from tests import drawn
 from tests.builds import BUILDS, build
+from tests.cases import cases, table
 from threat_model.conformance.frames import MalformedFrame, good_requests, malformed_frames
 
 counts = st.integers(0, 2**63 - 1)
@@ -100,17 +101,25 @@ def split(frame: bytes, *, payload: int) -> bytes:
     return header
 
 
-@given(requests, st.integers(0, wire.MAX_PAYLOAD))
-def test_requests_round_trip(message: wire.Request, payload: int) -> None:
-    header = split(wire.encode(message, payload_bytes=payload), payload=payload)
-    assert wire.decode_request(header) == message
-    assert wire.decode_request(memoryview(header)) == message
+DECODED: dict[Callable[[bytes], wire.Message], SearchStrategy[Any]] = {
+    wire.decode_request: requests,
+    wire.decode_reply: replies,
+    wire.decode_deposit: deposits,
+    wire.decode_link_reply: st.builds(wire.Deposited, block=nonces),
+}
 
 
-@given(replies, st.integers(0, wire.MAX_PAYLOAD))
-def test_replies_round_trip(message: wire.Reply, payload: int) -> None:
+@given(st.data(), st.sampled_from([*DECODED]), st.integers(0, wire.MAX_PAYLOAD))
+def test_a_message_is_decoded_where_it_belongs_and_nowhere_else(
+    data: st.DataObject, decode: Callable[[bytes | memoryview], wire.Message], payload: int
+) -> None:
+    message = data.draw(DECODED[decode])
     header = split(wire.encode(message, payload_bytes=payload), payload=payload)
-    assert wire.decode_reply(header) == message
+    assert decode(header) == decode(memoryview(header)) == message
+    here = {wire.decode_reply, wire.decode_link_reply} if isinstance(message, wire.Failure) else {decode}
+    for other in DECODED.keys() - here:
+        with pytest.raises(ProtocolError):
+            other(header)
 
 
 def test_the_most_counts_and_blocks_fit_a_header_and_more_are_refused() -> None:
@@ -149,19 +158,6 @@ def test_the_version_of_a_hello_is_the_lowest_that_has_what_the_tenant_uses() ->
     }
 
 
-@given(deposits, requests)
-def test_a_link_carries_deposits_only(deposit: wire.Deposit, request: wire.Request) -> None:
-    header = wire.encode(deposit)[wire.PREFIX.size :]
-    assert wire.decode_deposit(header) == deposit
-    for decode in (wire.decode_request, wire.decode_reply, wire.decode_link_reply):
-        with pytest.raises(ProtocolError):
-            decode(header)
-    with pytest.raises(ProtocolError):
-        wire.decode_deposit(wire.encode(request)[wire.PREFIX.size :])
-    kept = wire.Deposited(block=deposit.nonce)
-    assert wire.decode_link_reply(wire.encode(kept)[wire.PREFIX.size :]) == kept
-
-
 def test_only_an_answer_to_a_request_with_a_relay_may_be_relayed() -> None:
     rows = wire.BlockRows(block=bytes(16), start=0, first=0, rows=3)
     effect = wire.Effect(**BINDING, seed=Seed(bytes(32)), first_row=0)
@@ -198,14 +194,6 @@ def test_a_reply_with_other_counts_does_not_match_the_request() -> None:
         assert not wire.Result(**BINDING, counts=counts).answers(request)
 
 
-@given(requests, replies)
-def test_requests_and_replies_are_not_confused(request: wire.Request, reply: wire.Reply) -> None:
-    with pytest.raises(ProtocolError):
-        wire.decode_reply(wire.encode(request)[wire.PREFIX.size :])
-    with pytest.raises(ProtocolError):
-        wire.decode_request(wire.encode(reply)[wire.PREFIX.size :])
-
-
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
 documents = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
 fields = st.sampled_from(sorted(EFFECT)) | st.text(max_size=4)
@@ -217,7 +205,7 @@ mutants = st.builds(lambda a, b: a | b, st.sampled_from([EXECUTE, EFFECT, {}]), 
 @example(b"\x82\xa1x" + b"\x91" * 4000)  # deep nesting in an unknown field
 @example(b"\x84\xa4type\xa5hello\xa7version\x01\xa4role\xa8executor\xacmodel_digest\xa2\xff\xff")  # no UTF-8
 def test_a_header_is_a_message_or_a_protocol_error(header: bytes) -> None:
-    for decode in (wire.decode_request, wire.decode_reply, wire.decode_deposit, wire.decode_link_reply):
+    for decode in DECODED:
         try:
             message = decode(header)
         except ProtocolError:
@@ -307,24 +295,12 @@ def test_a_seed_is_not_shown(effect: wire.Effect) -> None:
         assert repr(effect.relay.permit)[2:-1] not in shown
 
 
-@pytest.mark.parametrize("groups", [(1, 1), (2, 1), (0, 0), (-1, 3), (0, wire.MAX_GROUPS + 1), (0, None)])
-def test_a_welcome_that_serves_nothing_is_refused(groups: tuple[int, int | None]) -> None:
-    first, end = groups
-    document = {"type": "welcome", "version": 3, "model_digest": "x", "max_rows": 1, "max_payload": 4}
+@cases(__file__, "refused_replies")
+def test_replies_with_values_that_make_no_sense_are_refused(reply: str, changes: dict[str, Any]) -> None:
+    good = table(__file__, "replies")[reply]
+    assert wire.decode_reply(msgspec.msgpack.encode(good))
     with pytest.raises(ProtocolError):
-        wire.decode_reply(msgspec.msgpack.encode(document | {"first_group": first, "end_group": end}))
-
-
-@pytest.mark.parametrize(
-    "change", [{"time": math.nan}, {"uptime_s": math.inf}, {"time": -1.0}, {"groups": -1}, {"requests": -1}], ids=str
-)
-def test_a_report_with_a_value_that_is_not_a_number_is_refused(change: dict[str, Any]) -> None:
-    """A clock of nan seconds would be found neither ahead nor behind."""
-    counted = dict.fromkeys(("groups", "groups_loaded", "requests", "connections"), 1)
-    document = {"type": "health_report", "name": "x", "model_digest": "y", "time": 1.0, "uptime_s": 1.0, **counted}
-    assert wire.decode_reply(msgspec.msgpack.encode(document))
-    with pytest.raises(ProtocolError):
-        wire.decode_reply(msgspec.msgpack.encode(document | change))
+        wire.decode_reply(msgspec.msgpack.encode(good | changes))
 
 
 def test_no_message_has_a_field_for_a_secret() -> None:

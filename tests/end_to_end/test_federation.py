@@ -1,7 +1,5 @@
-"""Several executors and helpers in separate processes: divided layers, lying providers, killed providers.
-
-In all cases the bits are those of the simulation.
-"""
+"""Executors and helpers that are killed, or that move to other layers, while a tenant trains: the bits are those of the
+simulation."""
 
 import itertools
 import random
@@ -16,92 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from symbiosis_priv.federation import Peer
 from symbiosis_priv.harness.local import LocalFederation
-from symbiosis_priv.network import wire
 from tenant import RemoteConfig, backend_of
 from tests.end_to_end.comparing import adapter_of, equal
 from tests.end_to_end.conftest import Open, Train
 from tests.waiting import beside
-
-LAYERS = {"executor-1": "0-1", "executor-2": "1-2", "executor-3": "0-2"}
-# four layer groups per layer, and the head
-GROUPS = {"executor-1": range(8), "executor-2": range(4, 13), "executor-3": range(13)}
-STEPS = 2
-
-
-@pytest.fixture(scope="module")
-def model(save_llama: Callable[..., Path]) -> Path:
-    return save_llama(num_hidden_layers=3, pad_token_id=0)
-
-
-@pytest.fixture(scope="module")
-def federation(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFederation]:
-    """Three executors with three different ranges of layers, and two helpers, of which each pad uses one."""
-    with LocalFederation(
-        model,
-        tmp_path_factory.mktemp("federation"),
-        executors=3,
-        helpers=2,
-        pad_helpers=1,
-        layers=LAYERS,
-        provider_options={"executor": {"threads": 1}},
-    ) as federation:
-        yield federation
-
-
-Adapter = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def reference() -> Adapter:
-    """The simulation's adapter; the first test that needs it fills it in."""
-    return {}
-
-
-@pytest.fixture
-def is_exact(model: Path, open_model: Open, train: Train, reference: Adapter) -> Callable[[Any], bool]:
-    """Train a model, and return True if its adapter equals the simulation's."""
-
-    def is_exact(split: Any) -> bool:
-        train(split, steps=STEPS)
-        if not reference:
-            simulated = open_model(model, RemoteConfig(masking="simulate"))
-            train(simulated, steps=STEPS)
-            reference.update(adapter_of(simulated))
-        return equal(adapter_of(split), reference)
-
-    return is_exact
-
-
-class Tape:
-    """Records which provider gets a request for which layer group."""
-
-    def __init__(self) -> None:
-        self.asked: Counter[tuple[str, int]] = Counter()
-
-    def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        if isinstance(message, wire.Execute):
-            self.asked[peer.name, message.group] += 1
-
-    def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None: ...
-
-
-def test_layers_are_split_over_three_executors(
-    model: Path, federation: LocalFederation, open_model: Open, is_exact: Callable[[Any], bool]
-) -> None:
-    tape = Tape()
-    split = open_model(model, RemoteConfig(federation=federation.federation, wiretap=tape))
-    assert is_exact(split)
-    assert {name for name, _ in tape.asked} == set(LAYERS)
-    assert all(group in GROUPS[name] for name, group in tape.asked)
-    ledger = backend_of(split).products.ledger()  # type: ignore[attr-defined]
-    assert (ledger.answers_rejected, ledger.answers_verified) == (0, ledger.rows)
 
 
 @contextmanager

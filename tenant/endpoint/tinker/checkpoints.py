@@ -2,14 +2,15 @@
 
 Every part of a path is checked before it is joined to FOLDER: the owner is a digest, runs have the form that this
 endpoint gives them, kinds are three words, and names are those of tasks (`check_name`), which have no separator and
-begin with no dot. A folder is written beside its place and renamed, so a checkpoint is whole or absent.
+begin with no dot. A folder is written beside its place and renamed, so a checkpoint is whole or absent, and those who
+read one need not wait for those who write another.
 """
 
 import os
 import re
+import secrets
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,33 +20,33 @@ from typing import NamedTuple
 from pydantic import BaseModel, ValidationError
 from tinker import types
 
-from symbiosis_priv.errors import ConfigError, SymbiosisError
-from symbiosis_priv.system.files import lock, read_limited, replace_atomically, storing
-from tenant.endpoint.api.errors import ApiError
+from symbiosis_priv.errors import ConfigError, StorageError, SymbiosisError
+from symbiosis_priv.system.files import lock, read_limited, storing
+from tenant.endpoint.api.errors import ApiError, public, refused
+from tenant.endpoint.api.service import OWNED
+from tenant.tasks import Tasks
 from tenant.tasks.adapter import CONFIG, TENSORS, check_name
 
 WEIGHTS, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
-TYPES = {WEIGHTS: "training", SAMPLER: "sampler", EXTERNAL: "external"}
+SNAPSHOTS = "snapshots"
+"""The kind of what is saved without a name. It ends with its training client, and clients cannot name it."""
+TYPES: dict[str, types.CheckpointType] = {WEIGHTS: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 OPTIMIZER = "optimizer.safetensors"
 FILES = (CONFIG, TENSORS)
 """What makes a PEFT folder, and what clients may download."""
 _RECORD = "checkpoint.json"
 _RECORD_BYTES = 64 << 10
 _RUN = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}")
-_OWNER = re.compile(r"[0-9a-f]{16}|own")
-_NEW = ".new-"
+_RUNS, _NEW = "*:train:*", ".new-"
 
 
 class Record(BaseModel, frozen=True):
-    """What is stored with a checkpoint. Times are seconds since 1970. `snapshot`: it ends with its session."""
+    """What is stored with a checkpoint. Times are seconds since 1970."""
 
     base_model: str
     lora: types.LoraConfig
     time: float
     expires: float | None = None
-    optimizer: bool = False
-    snapshot: bool = False
-    metadata: dict[str, str] | None = None
 
     @property
     def expired(self) -> bool:
@@ -70,21 +71,18 @@ class Checkpoints:
     disk has free at the start, with them, and those of one of `owners` keys an equal part of it. Raises `ConfigError`:
     another process uses the folder; `StorageError`: the folder cannot be written."""
 
-    def __init__(self, folder: Path, *, owners: int) -> None:
-        self._folder = folder
-        self._lock = threading.RLock()
+    def __init__(self, folder: Path, tasks: Tasks, *, owners: int) -> None:
+        self._folder, self._tasks = folder, tasks
+        self._registered: dict[Place, str] = {}  # the tasks of checkpoints that were sampled from
         with storing(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         if not lock(self._descriptor):
             os.close(self._descriptor)
             raise ConfigError(f"--tinker {folder}: another process uses this folder; choose another one")
-        for left in folder.glob(f"*/*/*/{_NEW}*"):
+        for left in (*folder.glob(f"*/{_RUNS}/*/{_NEW}*"), *folder.glob(f"*/{_RUNS}/{SNAPSHOTS}")):
             shutil.rmtree(left, ignore_errors=True)
-        for place, record in list(self.all()):
-            if record.snapshot:
-                self.delete(place)
-        used = sum(self.size(place) for place, _ in self.all())
+        used = sum(self.size(place) for place, _ in self.all("*"))
         self.limit = (shutil.disk_usage(folder).free + used) // 2 // owners
 
     def close(self) -> None:
@@ -93,7 +91,7 @@ class Checkpoints:
     def place(self, owner: str, run: str, kind: str, name: str) -> Place:
         """Return a place below the folder. Raises `ApiError` for any other."""
         try:
-            if _OWNER.fullmatch(owner) and _RUN.fullmatch(run) and kind in TYPES:
+            if _RUN.fullmatch(run) and kind in TYPES:
                 return Place(owner, run, kind, check_name(name))
         except ConfigError as error:
             raise ApiError(400, f"the name of a checkpoint: {error}", param="path") from None
@@ -101,78 +99,20 @@ class Checkpoints:
 
     def parse(self, owner: str, uri: str) -> Place:
         """Return the place of `tinker://run/kind/name`. Raises `ApiError`."""
-        if (found := re.fullmatch("tinker://([^/]*)/([^/]*)/([^/]*)", uri)) is None:
-            raise ApiError(400, "write a checkpoint as tinker://RUN/weights/NAME", param="path")
-        return self.place(owner, *found.groups())
+        try:
+            found = types.ParsedCheckpointTinkerPath.from_tinker_path(uri)
+        except ValueError:
+            raise ApiError(400, "write a checkpoint as tinker://RUN/weights/NAME", param="path") from None
+        return self.place(owner, found.training_run_id, *found.checkpoint_id.split("/"))
 
     def folder(self, place: Place) -> Path:
         return self._folder.joinpath(*place)
 
-    def record(self, place: Place, *, expired: bool = False) -> Record:
-        """Read a record. Raises `ApiError` if there is none, or its time is over and not `expired`."""
-        with self._lock:
-            found = self._read(place)
-        if found is None or (found.expired and not expired):
+    def record(self, place: Place) -> Record:
+        """Read a record. Raises `ApiError` if there is none, or its time is over."""
+        if (found := self._read(place)) is None or found.expired:
             raise ApiError(404, f"there is no checkpoint {place.uri}", code="not_found", param="path")
         return found
-
-    def size(self, place: Place) -> int:
-        with os.scandir(self.folder(place)) as files:
-            return sum(one.stat(follow_symlinks=False).st_size for one in files)
-
-    def all(self, owner: str = "*") -> Iterator[tuple[Place, Record]]:
-        """All checkpoints, also snapshots and those whose time is over."""
-        for path in self._folder.glob(f"{owner}/*/*/*"):
-            place = Place(*path.relative_to(self._folder).parts)
-            if not place.name.startswith(_NEW) and (record := self._read(place)) is not None:
-                yield place, record
-
-    def listed(self, owner: str) -> list[tuple[Place, Record]]:
-        """Return the checkpoints that an owner can use by their names, the newest one first."""
-        with self._lock:
-            found = [one for one in self.all(owner) if not one[1].snapshot and not one[1].expired]
-        return sorted(found, key=lambda one: one[1].time, reverse=True)
-
-    def save(
-        self, place: Place, record: Record, write: Callable[[Path], object], *, size: int, overwrite: bool = False
-    ) -> None:
-        """Write a checkpoint. `write`: writes the files into a new folder, about `size` bytes. Raises `ApiError`: there
-        is one of this name, or the owner's part of the disk is used up; `StorageError`: the disk is full, for instance.
-        """
-        with self._lock:
-            folder = self.folder(place)
-            if folder.exists() and not overwrite:
-                raise ApiError(400, f"there is a checkpoint {place.uri} already; delete it, or choose another name")
-            if sum(self.size(one) for one, _ in self.all(place.owner)) + size > self.limit:
-                text = f"with {size:,} bytes more, this key's checkpoints exceed {self.limit:,}; delete some"
-                raise ApiError(400, text)
-            with storing(folder):
-                folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                new = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder.parent))
-                old = folder.parent / f"{_NEW}old-{new.name}"
-                try:
-                    write(new)
-                    self._write(new, record)
-                    if folder.exists():
-                        folder.replace(old)  # the rename of a folder replaces none that has files
-                    new.replace(folder)
-                finally:
-                    shutil.rmtree(old, ignore_errors=True)
-                    shutil.rmtree(new, ignore_errors=True)
-
-    def set_time(self, place: Place, expires: float | None) -> None:
-        """Let a checkpoint expire; None: never. Raises `ApiError` and `StorageError`."""
-        with self._lock:
-            self._write(self.folder(place), self.record(place).model_copy(update={"expires": expires}))
-
-    def delete(self, place: Place) -> None:
-        """Delete a checkpoint, if there is one."""
-        with self._lock:
-            folder = self.folder(place)
-            shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # there are other checkpoints
-                folder.parent.rmdir()
-                folder.parent.parent.rmdir()
 
     def _read(self, place: Place) -> Record | None:
         try:
@@ -180,5 +120,70 @@ class Checkpoints:
         except (OSError, ValidationError, SymbiosisError):
             return None
 
-    def _write(self, folder: Path, record: Record) -> None:
-        replace_atomically(folder / _RECORD, lambda path: path.write_text(record.model_dump_json()))
+    def size(self, place: Place) -> int:
+        with suppress(OSError), os.scandir(self.folder(place)) as files:  # it may be deleted meanwhile
+            return sum(one.stat(follow_symlinks=False).st_size for one in files)
+        return 0
+
+    def all(self, owner: str, run: str = _RUNS) -> Iterator[tuple[Place, Record]]:
+        """The checkpoints of an owner, snapshots too. Those whose time is over are deleted, unless samples use them."""
+        for path in self._folder.glob(f"{owner}/{run}/*/[!.]*"):
+            place = Place(*path.relative_to(self._folder).parts)
+            if (record := self._read(place)) is not None and not record.expired:
+                yield place, record
+            elif record is not None:
+                with suppress(ApiError):
+                    self.delete(place)
+
+    def save(self, place: Place, record: Record, write: Callable[[Path], object], *, size: int) -> None:
+        """Write a checkpoint. `write`: writes the files into a new folder, about `size` bytes. Raises `ApiError`: there
+        is one of this name; or, with status 507, the owner's part of the disk is used up, or the disk is full."""
+        folder = self.folder(place)
+        if folder.exists():
+            raise ApiError(400, f"there is a checkpoint {place.uri} already; delete it, or choose another name")
+        if sum(self.size(one) for one, _ in self.all(place.owner)) + size > self.limit:
+            text = f"with {size:,} bytes more, this key's checkpoints exceed {self.limit:,}; delete some"
+            raise ApiError(507, text)
+        try:
+            with storing(folder):
+                folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                new = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder.parent))
+                try:
+                    write(new)
+                    (new / _RECORD).write_text(record.model_dump_json())
+                    new.rename(folder)
+                finally:
+                    shutil.rmtree(new, ignore_errors=True)
+        except StorageError as error:
+            raise ApiError(
+                507, f"{public(str(error))}; this training client and other checkpoints are as before"
+            ) from error
+
+    def delete(self, place: Place) -> None:
+        """Delete a checkpoint, if there is one. Raises `ApiError` if samples use it."""
+        folder = self.folder(place)
+        try:
+            if (task := self._registered.get(place)) is not None:
+                self._tasks.unregister(task)
+                del self._registered[place]
+        except SymbiosisError as error:
+            raise ApiError(400, f"{place.uri} is in use; delete it later") from error
+        with suppress(OSError):  # it is gone, or there are other checkpoints
+            gone = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder.parent))
+            folder.rename(gone)
+            shutil.rmtree(gone)
+            folder.parent.rmdir()
+            folder.parent.parent.rmdir()
+
+    def task(self, place: Place) -> str:
+        """Return the task of a checkpoint, which is registered if it is not. Raises `ApiError` if there is no such
+        checkpoint, or its folder is not a PEFT folder."""
+        self.record(place)
+        if place not in self._registered:
+            task = f"{OWNED}{secrets.token_hex(16)}"
+            try:
+                self._tasks.register(task, self.folder(place), within=self.folder(place))
+            except SymbiosisError as error:
+                raise refused(error) from error
+            self._registered[place] = task
+        return self._registered[place]

@@ -15,44 +15,48 @@ from starlette.responses import JSONResponse, Response
 from symbiosis_priv import errors
 from symbiosis_priv.errors import SymbiosisError
 from tenant.endpoint.api.errors import ApiError, public
-from tenant.endpoint.tinker.wire import PROTOBUF
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 20.0  # that one request waits for a result; the client waits up to 45
 _KEPT = 2048  # of one client
+_BYTES = 256 << 20  # of requests and results of one client
 _KEPT_S = 900.0  # after the result was there
 _OF_USERS = (
-    *(ApiError, errors.ConfigError, errors.TaskError, errors.CheckpointError, errors.NonFiniteError),
+    *(errors.ConfigError, errors.TaskError, errors.CheckpointError, errors.NonFiniteError),
     *(errors.UnsupportedMethodError, errors.UnsupportedModelError),
 )
 
 
 class Future:
-    """The result of one request. Set by any thread, once."""
+    """The result of one request. Set by any thread, once. `size`: bytes that the request and its result take."""
 
-    def __init__(self, id: str) -> None:
-        self.id = id
+    def __init__(self, id: str, size: int) -> None:
+        self.id, self.size = id, size
         self.cancel: Callable[[], None] = lambda: None
         self.ended: float | None = None
         self._result: concurrent.futures.Future[Response] = concurrent.futures.Future()
 
     def set(self, result: bytes | dict[str, Any]) -> None:
         """Set the result: a protocol buffer, or a JSON object."""
-        answer = Response(result, media_type=PROTOBUF) if isinstance(result, bytes) else JSONResponse(result)
+        binary = "application/x-protobuf"
+        answer = Response(result, media_type=binary) if isinstance(result, bytes) else JSONResponse(result)
         with suppress(concurrent.futures.InvalidStateError):  # it was cancelled
             self._result.set_result(answer)
-            self.ended = time.monotonic()
+            self.size, self.ended = len(answer.body), time.monotonic()
 
     def fail(self, error: Exception) -> None:
-        """Set the error. Messages of other libraries may quote data, so only the type of their errors is reported."""
-        if isinstance(error, SymbiosisError | ApiError):
-            text = public(str(error))
+        """Set the error, as a status and a text. Messages of other libraries may quote data, so only the type of their
+        errors is reported."""
+        status, text = 500, f"the model failed on this request ({type(error).__name__}); see the log of the endpoint"
+        if isinstance(error, ApiError):
+            status, text = error.status, str(error)
+        elif isinstance(error, SymbiosisError):
+            status, text = 400 if isinstance(error, _OF_USERS) else 500, public(str(error))
         else:
             where = "".join(traceback.format_tb(error.__traceback__))
             log.error("request %s failed: %s\n%s", self.id, type(error).__name__, where)
-            text = f"the model failed on this request ({type(error).__name__}); see the log of the endpoint"
-        self.set({"error": text, "category": "user" if isinstance(error, _OF_USERS) else "server"})
+        self.set({"error": f"{status}: {text}", "category": "user" if status < 500 else "server"})
 
     async def wait(self) -> Response:
         """Return the result, or an answer that says that the client should ask again."""
@@ -68,16 +72,23 @@ class Futures:
     def __init__(self) -> None:
         self._of: dict[str, dict[str, Future]] = {}
 
-    def room(self, client: str) -> dict[str, Future]:
-        """Return the futures of a client, by id, to which one may be added. Results that are old are dropped first.
-        Raises `ApiError` if too many requests have none."""
-        kept, now = self._of.setdefault(client, {}), time.monotonic()
-        for id, one in list(kept.items()):
-            if one.ended is not None and (len(kept) >= _KEPT or now - one.ended > _KEPT_S):
-                del kept[id]
-        if len(kept) >= _KEPT:
-            raise ApiError(429, f"{len(kept):,} requests of this key have no result yet", code="overloaded")
-        return kept
-
     def find(self, client: str, id: str) -> Future | None:
         return self._of.get(client, {}).get(id)
+
+    def new(self, client: str, id: str, size: int) -> Future:
+        """Return a future, which `keep` adds. Old results are dropped, as many as its `size` needs. Raises `ApiError`
+        if requests without a result leave no room."""
+        kept, now = self._of.setdefault(client, {}), time.monotonic()
+        left = sum(one.size for one in kept.values())
+        for one in list(kept.values()):
+            full = len(kept) >= _KEPT or left + size > _BYTES
+            if one.ended is not None and (full or now - one.ended > _KEPT_S):
+                left -= kept.pop(one.id).size
+        if size > _BYTES:
+            raise ApiError(413, f"a request and its result would take {size:,} bytes, more than {_BYTES:,}")
+        if len(kept) >= _KEPT or left + size > _BYTES:
+            raise ApiError(429, f"{len(kept):,} requests of this key have no result yet", code="overloaded")
+        return Future(id, size)
+
+    def keep(self, client: str, future: Future) -> None:
+        self._of[client][future.id] = future

@@ -1,87 +1,64 @@
 """Samples from the endpoint's engine, together with the answers of its other routes."""
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from tinker import types
+
 from symbiosis_priv.errors import SymbiosisError
 from tenant.endpoint.api.errors import ApiError, refused
-from tenant.endpoint.api.service import OWNED, Service
+from tenant.endpoint.api.service import Service
 from tenant.endpoint.engine.gathered import Gathered
 from tenant.endpoint.engine.requests import Done, EngineRequest, Handle, Sampling
-from tenant.endpoint.tinker.checkpoints import Checkpoints, Place, Record
 from tenant.endpoint.tinker.futures import Future
 from tenant.endpoint.tinker.wire import sample_message
-from tenant.tasks import Tasks
 
 _MOST_SAMPLES = 256
 _MOST_TOP = 20
 _SEED = 1 << 63
 
 
-def task_name(place: Place, record: Record) -> str:
-    """Return the name of a checkpoint's task. Another checkpoint at the same place has another one."""
-    identity = "\n".join((*place, str(record.time)))
-    return f"{OWNED}{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
-
-
-def task_of(place: Place, tasks: Tasks, checkpoints: Checkpoints) -> str:
-    """Return the task of a checkpoint, which is registered if it is not. Raises `ApiError` if there is no such
-    checkpoint, or its folder is not a PEFT folder."""
-    task = task_name(place, checkpoints.record(place))
-    if task not in tasks:
-        try:
-            tasks.register(task, checkpoints.folder(place), within=checkpoints.folder(place))
-        except SymbiosisError as error:
-            raise refused(error) from error
-    return task
-
-
-def requests_of(body: Any, service: Service, *, client: str, task: str | None, id: str) -> list[EngineRequest]:
-    """Return the requests to the engine for a `SampleRequest`. Raises `ApiError`: a field is wrong, or not offered."""
-    for field in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
-        if getattr(body, field):
-            raise ApiError(400, f"{field} is not offered here; leave it out", param=field)
-    params, tokens = body.sampling_params, list[int]()
-    for chunk in body.prompt.chunks:
-        if chunk.type != "encoded_text":
-            raise ApiError(400, f"a chunk of the prompt is {chunk.type}; only text is read here", param="prompt")
-        tokens += chunk.tokens
+def requests_of(
+    body: types.SampleRequest, service: Service, *, client: str, task: str | None, id: str
+) -> list[EngineRequest]:
+    """Return the requests to the engine for a `SampleRequest`. Raises `ApiError` if a field is wrong."""
+    params, kinds = body.sampling_params, {chunk.type for chunk in body.prompt.chunks}
+    if wrong := sorted(kinds - {"encoded_text"}):
+        raise ApiError(400, f"a chunk of the prompt is {wrong[0]}; only text is read here", param="prompt")
+    tokens = tuple(body.prompt.to_ints())
     new = max(service.context - len(tokens), 1) if params.max_tokens is None else params.max_tokens
-    last, tops = body.prompt_logprobs_last_n, (body.topk_prompt_logprobs, body.topk_sample_logprobs)
     stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
     within = bool(tokens) and 0 <= min(tokens) <= max(tokens) < service.vocabulary.size
-    stops = len(stop) <= 64 and all(0 < len(one) <= 256 for one in stop if isinstance(one, str))
+    texts = [one for one in stop if isinstance(one, str)]
     for field, wanted, holds in (
         ("prompt", f"tokens of the vocabulary of {service.vocabulary.size:,}", within),
         ("num_samples", f"1 to {_MOST_SAMPLES}", 1 <= body.num_samples <= _MOST_SAMPLES),
         ("max_tokens", "at least 0", new >= 0),
-        ("topk_prompt_logprobs, topk_sample_logprobs", f"0 to {_MOST_TOP}", all(0 <= k <= _MOST_TOP for k in tops)),
-        ("prompt_logprobs_last_n", "1 to one below the prompt's tokens", last is None or 1 <= last < len(tokens)),
-        ("stop", "at most 64 tokens, or texts of 1 to 256 characters", stops),
+        ("topk_prompt_logprobs", f"0 to {_MOST_TOP}", 0 <= body.topk_prompt_logprobs <= _MOST_TOP),
+        ("topk_sample_logprobs", f"0 to {_MOST_TOP}", 0 <= body.topk_sample_logprobs <= _MOST_TOP),
+        ("stop", "64 of 1 to 256 characters", len(stop) <= 64 and all(0 < len(one) <= 256 for one in texts)),
         ("temperature", "0 to 100", 0 <= params.temperature <= 100),
         ("top_p", "above 0 and at most 1", 0 < params.top_p <= 1),
     ):
         if not holds:
             raise ApiError(400, f"{field}: {wanted}", param=field)
     ends = service.ends if params.stop is None else frozenset(one for one in stop if not isinstance(one, str))
-    wants_prompt = body.prompt_logprobs or body.topk_prompt_logprobs
     return [
         EngineRequest(
             id=f"{id}-{number}",
-            prompt=tuple(tokens),
+            prompt=tokens,
             adapter=task,
             client=client,
             max_tokens=new,
             stop_tokens=ends,
-            stop=tuple(one for one in stop if isinstance(one, str)),
+            stop=tuple(texts),
             sampling=Sampling(
                 temperature=params.temperature,
                 top_p=params.top_p,
                 top_k=max(params.top_k, 0),
                 seed=None if params.seed is None else (params.seed + number) % _SEED,
                 logprobs=body.topk_sample_logprobs,
-                prompt_logprobs=body.topk_prompt_logprobs if wants_prompt and not number else None,
+                prompt_logprobs=body.topk_prompt_logprobs if _wants_prompt(body) and not number else None,
             ),
             bucket=service.answer_bucket,
         )
@@ -89,7 +66,13 @@ def requests_of(body: Any, service: Service, *, client: str, task: str | None, i
     ]
 
 
-def start(body: Any, requests: Sequence[EngineRequest], service: Service, future: Future) -> None:
+def size_of(body: types.SampleRequest, requests: Sequence[EngineRequest]) -> int:
+    """Return the bytes of memory that a request and its longest result take."""
+    prompt, new = len(requests[0].prompt), sum(one.max_tokens for one in requests)
+    return int(8 * (prompt * (2 + body.topk_prompt_logprobs) + new * (1 + body.topk_sample_logprobs)))
+
+
+def start(body: types.SampleRequest, requests: Sequence[EngineRequest], service: Service, future: Future) -> None:
     """Send all samples of a request to the engine; `future` gets their message. Raises `ApiError` if one is refused."""
     found, handles = [Gathered() for _ in requests], list[Handle]()
 
@@ -117,13 +100,18 @@ def start(body: Any, requests: Sequence[EngineRequest], service: Service, future
         raise refused(error) from error
 
 
-def _message(body: Any, found: Sequence[Gathered], ends: Sequence[Done]) -> bytes:
+def _wants_prompt(body: types.SampleRequest) -> bool:
+    return bool(body.prompt_logprobs or body.topk_prompt_logprobs)
+
+
+def _message(body: types.SampleRequest, found: Sequence[Gathered], ends: Sequence[Done]) -> bytes:
     if any(one.finish == "cancelled" for one in ends):
         raise ApiError(503, "the sample was cancelled")
-    prompt = None
-    if body.prompt_logprobs or body.topk_prompt_logprobs:
-        scored = found[0].prompt[-(body.prompt_logprobs_last_n or len(found[0].prompt)) :]
-        prompt = [*[None] * (len(found[0].prompt) - len(scored)), *scored]
-    tops = {"top_prompt": body.topk_prompt_logprobs, "top": body.topk_sample_logprobs}
-    stopped = [one.finish == "stop" for one in ends]
-    return sample_message(found, stopped, prompt, cached=ends[0].ledger.cached_tokens, **tops)
+    return sample_message(
+        found,
+        [one.finish == "stop" for one in ends],
+        found[0].prompt if _wants_prompt(body) else None,
+        cached=ends[0].ledger.cached_tokens,
+        top_prompt=body.topk_prompt_logprobs,
+        top=body.topk_sample_logprobs,
+    )

@@ -13,8 +13,8 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis_priv.checkpoints.discovery.linears import is_linear
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.service import OWNED
-from tenant.endpoint.tinker.checkpoints import OPTIMIZER, Checkpoints, Place, Record
+from tenant.endpoint.tinker.checkpoints import OPTIMIZER, SNAPSHOTS, WEIGHTS, Checkpoints, Place, Record
 from tenant.endpoint.tinker.futures import Future
 from tenant.endpoint.tinker.together import Round
 from tenant.endpoint.tinker.wire import Example, Steps, outputs_message
@@ -44,21 +44,23 @@ ALPHA = 32  # as Tinker's, for every rank
 LOGITS = 1 << 30  # bytes of a round's logits; an example may take four times as many, alone
 
 _RANK = 512
+_RUNS = 64  # of one key
+_SNAPSHOTS = 8  # of one training client; the oldest ones are deleted
 _PASSES = 32  # passes of a round
-_SWEEP_S = 5.0
 _STOP_S = 60.0
 _AVERAGES = ("step", "exp_avg", "exp_avg_sq")
+_ADAM = {"learning_rate": "lr", "eps": "eps", "weight_decay": "weight_decay"}
 
 
 class Run:
     """A training client: its adapter, optimizer, and the requests that wait."""
 
-    def __init__(self, id: str, client: str, lora: types.LoraConfig, metadata: dict[str, str] | None = None) -> None:
-        self.id, self.client, self.lora, self.metadata = id, client, lora, metadata
+    def __init__(self, id: str, client: str, lora: types.LoraConfig) -> None:
+        self.id, self.client, self.lora = id, client, lora
         self.task = f"{OWNED}{id.replace(':', '.')}"
         self.parameters: list[nn.Parameter] = []
         self.optimizer: torch.optim.AdamW | None = None
-        self.used = time.time()
+        self.size = 0  # bytes of memory
         self.snapshots: list[Place] = []
         self.held = ExitStack()
         self.last = -1  # sequence number
@@ -87,23 +89,18 @@ class Training:
     `clients` keys take equal parts of the memory for adapters."""
 
     def __init__(self, model: Any, tasks: Tasks, checkpoints: Checkpoints, *, name: str, clients: int) -> None:
-        self._model, self.tasks, self._checkpoints = model, tasks, checkpoints
+        self._model, self._tasks, self._checkpoints = model, tasks, checkpoints
         self._name, self._memory = name, tasks.memory_limit // clients
-        self._vocabulary: int = model.get_input_embeddings().num_embeddings
+        self.vocabulary: int = model.get_input_embeddings().num_embeddings
+        self.longest = max(1, LOGITS // self.vocabulary)
+        """Largest number of tokens of an example whose logits fit the memory."""
         self._runs: dict[str, Run] = {}
         self._turns: dict[str, None] = {}  # the clients; who has computed goes to the end
         self._ended: list[Run] = []
         self._closed = False
         self._changed = threading.Condition()
-        self.sweep: Callable[[], None] = lambda: None
-        """Called by the thread every few seconds."""
         self._thread = threading.Thread(target=self._loop, name="tinker-training", daemon=True)
         self._thread.start()
-
-    @property
-    def longest(self) -> int:
-        """Largest number of tokens of an example whose logits fit the memory."""
-        return max(1, LOGITS // self._vocabulary)
 
     def close(self) -> None:
         """End all requests, after the round in progress."""
@@ -128,7 +125,6 @@ class Training:
         if run is None or run.client != client:
             text = f"there is no training client {id[:80]!a}; it may have ended with its session"
             raise ApiError(404, text, code="not_found")
-        run.used = time.time()
         return run
 
     def submit(self, seq: int, job: Job) -> None:
@@ -139,6 +135,8 @@ class Training:
                 text = f"seq_id {seq}: this training client has sent {job.run.last} already"
                 raise ApiError(400, text, param="seq_id")
             if seq == 0:
+                if sum(run.client == job.run.client for run in self._runs.values()) >= _RUNS:
+                    raise ApiError(400, f"this key has {_RUNS} training clients; end a session first")
                 self._runs[job.run.id] = job.run
                 self._turns.setdefault(job.run.client)
             job.run.last = seq
@@ -160,35 +158,32 @@ class Training:
 
     def create(self, run: Run) -> None:
         """Make a new adapter. Raises `ApiError` and `SymbiosisError`."""
-        lora = run.lora
-        if not 1 <= lora.rank <= _RANK:
-            raise ApiError(400, f"rank {lora.rank} is not from 1 to {_RANK}", param="rank")
-        if not (targets := list(self._targets(lora))):
+        if not 1 <= run.lora.rank <= _RANK:
+            raise ApiError(400, f"rank {run.lora.rank} is not from 1 to {_RANK}", param="rank")
+        if not (targets := self._targets(run.lora)):
             raise ApiError(400, "this model has no linears of the kinds to train", param="lora_config")
         config = LoraConfig(
             task_type="CAUSAL_LM",
-            r=lora.rank,
+            r=run.lora.rank,
             lora_alpha=ALPHA,
-            target_modules=targets,
+            target_modules=[*targets],
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in self._model.modules()),
         )
         with torch.random.fork_rng(devices=[]):
-            if lora.seed is None:
+            if run.lora.seed is None:
                 torch.seed()
             else:
-                torch.manual_seed(lora.seed)
-            self._adopt(run, config)
+                torch.manual_seed(run.lora.seed)
+            self._adopt(run, config, run.lora)
 
     def load(self, run: Run, place: Place, *, optimizer: bool) -> None:
         """Continue from a checkpoint. Raises `ApiError` and `SymbiosisError`."""
-        record = self._checkpoints.record(place)
+        record, folder = self._checkpoints.record(place), self._checkpoints.folder(place)
         if record.base_model != self._name:
             raise ApiError(400, f"{place.uri} is of the model {record.base_model}, and this one is {self._name}")
-        if optimizer and not record.optimizer:
+        if optimizer and not (folder / OPTIMIZER).exists():
             raise ApiError(400, f"{place.uri} has no optimizer's state; load it without the optimizer")
-        folder = self._checkpoints.folder(place)
-        run.lora = record.lora
-        self._adopt(run, folder)
+        self._adopt(run, folder, record.lora)
         if optimizer:
             run.optimizer = torch.optim.AdamW(run.parameters, foreach=False)
             for key, tensor in load_file(folder / OPTIMIZER).items():
@@ -196,12 +191,12 @@ class Training:
                 parameter = run.parameters[int(number)]
                 run.optimizer.state[parameter][name] = tensor if name == "step" else tensor.to(parameter.device)
 
-    def step(self, run: Run, adam: Mapping[str, float]) -> dict[str, Any]:
+    def step(self, run: Run, adam: types.AdamParams) -> dict[str, Any]:
         """One step of Adam with the gradients so far. Raises `ApiError`."""
-        for name, value in adam.items():
+        for name, value in adam:
             if not 0 <= value < (1 if name.startswith("beta") else inf):
                 raise ApiError(400, f"adam_params.{name} = {value}: write a number from 0, for betas below 1")
-        norm = float(nn.utils.clip_grad_norm_(run.parameters, adam["grad_clip_norm"] or inf))
+        norm = float(nn.utils.clip_grad_norm_(run.parameters, adam.grad_clip_norm or inf))
         if not isfinite(norm):
             for parameter in run.parameters:
                 parameter.grad = None
@@ -209,84 +204,84 @@ class Training:
         if run.optimizer is None:
             run.optimizer = torch.optim.AdamW(run.parameters, foreach=False)
         for group in run.optimizer.param_groups:
-            group |= {"lr": adam["learning_rate"], "betas": (adam["beta1"], adam["beta2"])}
-            group |= {name: adam[name] for name in ("eps", "weight_decay")}
+            group |= {ours: getattr(adam, name) for name, ours in _ADAM.items()} | {"betas": (adam.beta1, adam.beta2)}
         run.optimizer.step()
         run.optimizer.zero_grad()
         return {"metrics": {"grad_norm": norm}}
 
-    def save(self, run: Run, place: Place, *, optimizer: bool, overwrite: bool = False, **record: Any) -> None:
-        """Write a checkpoint. `record`: more fields of its record. Raises `ApiError` and `StorageError`."""
+    def save(self, run: Run, place: Place, *, expires: float | None) -> None:
+        """Write a checkpoint. Raises `ApiError`."""
 
         def write(folder: Path) -> None:
-            self.tasks.save(run.task, folder)
-            if optimizer:
+            self._tasks.save(run.task, folder)
+            if place.kind == WEIGHTS:
                 state = {} if run.optimizer is None else run.optimizer.state
                 numbered = [(number, state[one]) for number, one in enumerate(run.parameters) if one in state]
                 tensors = {f"{n}.{name}": found[name].contiguous() for n, found in numbered for name in _AVERAGES}
                 save_file(tensors, folder / OPTIMIZER)
 
-        about = Record(base_model=self._name, lora=run.lora, time=time.time(), optimizer=optimizer, **record)
-        size = sum(parameter.nbytes for parameter in run.parameters) * (3 if optimizer else 1) + (64 << 10)
-        self._checkpoints.save(place, about, write, size=size, overwrite=overwrite)
+        record = Record(base_model=self._name, lora=run.lora, time=time.time(), expires=expires)
+        size = sum(parameter.nbytes for parameter in run.parameters) * (3 if place.kind == WEIGHTS else 1) + (64 << 10)
+        self._checkpoints.save(place, record, write, size=size)
+        if place.kind == SNAPSHOTS:
+            run.snapshots.append(place)
+            for old in run.snapshots[:-_SNAPSHOTS]:
+                with suppress(ApiError):  # samples use it
+                    self._checkpoints.delete(old)
+                    run.snapshots.remove(old)
 
-    def _targets(self, lora: types.LoraConfig) -> Iterator[str]:
-        head = self._model.get_output_embeddings()
-        for name, module in self._model.named_modules():
-            if isinstance(module, RemoteLayer) or is_linear(module):
+    def _targets(self, lora: types.LoraConfig) -> dict[str, int]:
+        """Return the linears to train, with the number of their inputs and outputs."""
+        head, found = self._model.get_output_embeddings(), {}
+        for name, one in self._model.named_modules():
+            if isinstance(one, RemoteLayer) or is_linear(one):
                 attention = any("att" in part for part in name.split(".")[:-1])
-                if lora.train_unembed if module is head else lora.train_attn if attention else lora.train_mlp:
-                    yield name
+                if lora.train_unembed if one is head else lora.train_attn if attention else lora.train_mlp:
+                    found[name] = one.nx + one.nf if isinstance(one, Conv1D) else one.in_features + one.out_features
+        return found
 
-    def _adopt(self, run: Run, source: LoraConfig | Path) -> None:
+    def _adopt(self, run: Run, source: LoraConfig | Path, lora: types.LoraConfig) -> None:
         """Make or load the adapter of a training client, in place of the one that it has."""
+        size = 4 * 4 * lora.rank * sum(self._targets(lora).values())  # float32, with gradients and Adam's averages
+        taken = size + sum(other.size for other in self.runs(run.client) if other is not run)
+        if taken > self._memory:
+            text = f"the training clients of this key would take {taken:,} bytes of {self._memory:,}; end some first"
+            raise ApiError(400, text)
         run.held.close()
-        run.optimizer, run.parameters = None, []
-        if run.task in self.tasks:
-            self.tasks.unregister(run.task, discard=True)
-        self.tasks.register(run.task, source)
+        run.optimizer, run.parameters, run.lora = None, [], lora
+        if run.task in self._tasks:
+            self._tasks.unregister(run.task, discard=True)
+        self._tasks.register(run.task, source)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", r"Model (has|with) `tie_word_embeddings")  # nothing is merged here
-                self.tasks.load(run.task, trainable=True)
-            run.parameters = list(self.tasks.parameters(run.task))
-            # with gradients and Adam's averages
-            taken = 4 * sum(one.nbytes for other in {run, *self.runs(run.client)} for one in other.parameters)
-            if taken > self._memory:
-                text = f"the training clients of this key would take {taken:,} bytes, too many; end some first"
-                raise ApiError(400, text)
-            run.held.enter_context(self.tasks.hold(run.task))
+                self._tasks.load(run.task, trainable=True)
+            run.parameters, run.size = list(self._tasks.parameters(run.task)), size
+            run.held.enter_context(self._tasks.hold(run.task))
         except BaseException:
             run.parameters = []
-            self.tasks.unregister(run.task, discard=True)
+            self._tasks.unregister(run.task, discard=True)
             raise
 
     # The thread
 
     def _loop(self) -> None:
-        swept = time.monotonic()
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._closed or self._ended or any(run.jobs for run in self._runs.values()), _SWEEP_S
+                    lambda: self._closed or self._ended or any(run.jobs for run in self._runs.values())
                 )
                 if self._closed:
                     return
             try:
                 self._free()
-                if time.monotonic() - swept > _SWEEP_S:
-                    swept = time.monotonic()
-                    self.sweep()
-            except Exception:  # the thread must not end
-                log.exception("old checkpoints and training clients stay")
-            try:
                 done = set[str]()
                 for job in self._next():
                     if job.work is not None and job.run.client not in done:
                         done.add(job.run.client)
                         self._work(job, job.work)
                 self._compute(self._chosen())
-            except Exception as error:  # nor may it try the same again and again
+            except Exception as error:  # the thread must not end, nor try the same again and again
                 log.exception("a round failed")
                 for job in self._next():
                     job.future.fail(error)
@@ -294,15 +289,15 @@ class Training:
 
     def _free(self) -> None:
         """Free the memory and the snapshots of training clients that have ended."""
-        with self._changed:
-            ended, self._ended = self._ended, []
-        for run in ended:
+        while self._ended:
+            run = self._ended.pop()
             run.held.close()
             run.parameters, run.optimizer = [], None
-            if run.task in self.tasks:
-                self.tasks.unregister(run.task, discard=True)
+            if run.task in self._tasks:
+                self._tasks.unregister(run.task, discard=True)
             for place in run.snapshots:
-                self._checkpoints.delete(place)
+                with suppress(ApiError):  # samples use it; the next start deletes it
+                    self._checkpoints.delete(place)
 
     def _next(self) -> list[Job]:
         """The first request of each training client, in the order of their keys' turns."""
@@ -335,7 +330,7 @@ class Training:
         chosen: list[tuple[Job, Example]] = []
         room = LOGITS
         for job, example in _alternating([[*_alternating(own)] for own in of.values()]):
-            room -= 4 * self._vocabulary * len(example.tokens)
+            room -= 4 * self.vocabulary * len(example.tokens)
             if chosen and (room < 0 or len(chosen) == _PASSES):
                 break
             chosen.append((job, example))
@@ -378,12 +373,12 @@ class Training:
         def compute(part: tuple[Job, Example]) -> tuple[Tensor, float]:
             job, example = part
             assert job.steps is not None
-            with together.taking_part(), self.tasks.batch([job.run.task]), torch.enable_grad():
+            with together.taking_part(), self._tasks.batch([job.run.task]), torch.enable_grad():
                 logits = self._model(input_ids=example.tokens[None].to(device), use_cache=False).logits[0]
                 targets = example.targets.to(device)
-                found = logits.float().log_softmax(-1).gather(-1, targets.view(len(targets), -1)).view(targets.shape)
+                found = logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
                 inputs = {name: one.to(device) for name, one in example.inputs.items()}
-                loss = job.steps.loss.compute(found, inputs, job.steps.config)
+                loss = job.steps.loss.compute(found, inputs, job.steps.options)
                 if not loss.isfinite():
                     raise ApiError(400, "the loss is inf or nan; nothing was added to the gradients")
                 if job.backward:

@@ -1,42 +1,62 @@
-"""Tinker's protocol buffers: requests to train, which are checked against the model, and answers."""
+"""Tinker's protocol buffers: requests to train, which are checked against the model, their losses, and answers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import isfinite
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 from torch import Tensor
 
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.engine.gathered import Gathered
 from tenant.endpoint.engine.requests import TokenLogprob
-from tenant.endpoint.tinker.losses import LOSSES, Loss
 
-PROTOBUF = "application/x-protobuf"
-_MOST_TARGETS = 128  # target tokens per position
+_MOST_EXAMPLES = 256  # of a request, as the client is told
 _KINDS = {pb.DTYPE_FLOAT32: "float32", pb.DTYPE_INT64: "int64"}
 _NO_LOGPROB = -99999.0  # what the client takes for an empty place in a table of most probable tokens
 
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What a model can take: number of token ids, and largest number of tokens of an example or a prompt."""
-
-    vocabulary: int
-    tokens: int
+Inputs = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Example:
-    """One example: token ids int64 `[t]`, target tokens int64 `[t]` or `[t, k]`, and the loss's other inputs, float32
-    of the targets' shape."""
+class Loss(NamedTuple):
+    """A loss of the log probabilities of the targets, its inputs and options. It is a sum over the tokens of one
+    example, so it does not depend on other examples."""
+
+    compute: Callable[[Tensor, Inputs, Mapping[str, float]], Tensor]
+    inputs: tuple[str, ...] = ("logprobs", "advantages")
+    options: Mapping[str, float] = {}
+
+
+def _cross_entropy(logprobs: Tensor, inputs: Inputs, _: Mapping[str, float]) -> Tensor:
+    return -(logprobs * inputs["weights"]).sum()
+
+
+def _importance_sampling(logprobs: Tensor, inputs: Inputs, _: Mapping[str, float]) -> Tensor:
+    return -((logprobs - inputs["logprobs"]).exp() * inputs["advantages"]).sum()
+
+
+def _ppo(logprobs: Tensor, inputs: Inputs, options: Mapping[str, float]) -> Tensor:
+    ratio, advantages = (logprobs - inputs["logprobs"]).exp(), inputs["advantages"]
+    clipped = ratio.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
+    return -(ratio * advantages).minimum(clipped * advantages).sum()
+
+
+LOSSES = {
+    "cross_entropy": Loss(_cross_entropy, inputs=("weights",)),
+    "importance_sampling": Loss(_importance_sampling),
+    "ppo": Loss(_ppo, options={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+}
+
+
+class Example(NamedTuple):
+    """One example: token ids and targets, int64 `[t]`, and the loss's other inputs, float32 `[t]`."""
 
     tokens: Tensor
     targets: Tensor
-    inputs: Mapping[str, Tensor]
+    inputs: Inputs
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,7 +64,7 @@ class Steps:
     """The examples of one `forward` or `forward_backward`."""
 
     loss: Loss
-    config: Mapping[str, float]
+    options: Mapping[str, float]
     examples: Sequence[Example]
     backward: bool
 
@@ -59,68 +79,52 @@ def read_request(body: bytes) -> Any:
     return message
 
 
-def steps_of(message: Any, sizes: Sizes) -> Steps:
-    """Return the examples of a message. Raises `ApiError` if the model or the loss cannot take them."""
+def steps_of(message: Any, *, vocabulary: int, longest: int) -> Steps:
+    """Return the examples of a message. Raises `ApiError` if the loss cannot take them, or the model, which has a
+    `vocabulary` and computes examples of at most `longest` tokens."""
     if (loss := LOSSES.get(message.loss_fn)) is None:
         text = f"loss_fn {message.loss_fn[:80]!a} is not computed here; there are {', '.join(LOSSES)}"
         raise ApiError(400, f"{text}, and forward_backward_custom for other losses", param="loss_fn")
-    given: dict[str, object] = dict(message.loss_fn_config)
-    for name, value in message.loss_fn_config_v2.items():
-        given[name] = value.number if value.HasField("number") else value.text
-    if not message.data:
-        raise ApiError(400, "there is no example in data", param="data")
+    options = {name: one.number for name, one in message.loss_fn_config_v2.items()} or dict(message.loss_fn_config)
+    for name, value in options.items():
+        if name not in loss.options or not isfinite(value):
+            known = ", ".join(loss.options) or "none"
+            raise ApiError(400, f"loss_fn_config.{name[:80]} is no option of this loss with a number; it has {known}")
+    if not 1 <= len(message.data) <= _MOST_EXAMPLES:
+        raise ApiError(400, f"data has {len(message.data):,} examples; send 1 to {_MOST_EXAMPLES}", param="data")
     examples = []
     for number, datum in enumerate(message.data):
         try:
-            examples.append(_example(datum, loss, sizes))
+            examples.append(_example(datum, loss, vocabulary, longest))
         except ApiError as error:
             raise ApiError(400, f"data[{number}]: {error}", param="data") from None
-    return Steps(loss=loss, config=loss.config(given), examples=examples, backward=not message.forward_only)
+    whole = {**loss.options, **options}
+    return Steps(loss=loss, options=whole, examples=examples, backward=not message.forward_only)
 
 
-def _example(datum: Any, loss: Loss, sizes: Sizes) -> Example:
-    chunks = []
-    for chunk in datum.model_input:
-        if (kind := chunk.WhichOneof("chunk")) != "encoded_text" or len(chunk.encoded_text.tokens) % 4:
-            raise ApiError(400, f"a chunk of model_input is {kind or 'empty'}; only text can be trained here")
-        chunks.append(np.frombuffer(chunk.encoded_text.tokens, np.int32))
-    tokens = torch.from_numpy(np.concatenate(chunks or [np.zeros(0, np.int32)]).astype(np.int64))
-    if not 0 < len(tokens) <= sizes.tokens:
-        raise ApiError(400, f"model_input has {len(tokens):,} tokens; from 1 to {sizes.tokens:,} can be computed here")
-    names, given = {"target_tokens", *loss.inputs}, set(datum.loss_fn_inputs)
-    if wrong := sorted(given - names) + sorted(names - given - loss.defaults.keys()):
-        raise ApiError(400, f"loss_fn_inputs.{wrong[0][:80]}: this loss has the inputs {', '.join(sorted(names))}")
-    found = {name: _tensor(one, name, len(tokens)) for name, one in datum.loss_fn_inputs.items()}
+def _example(datum: Any, loss: Loss, vocabulary: int, longest: int) -> Example:
+    if wrong := [kind for one in datum.model_input if (kind := one.WhichOneof("chunk")) != "encoded_text"]:
+        raise ApiError(400, f"a chunk of model_input is {wrong[0] or 'empty'}; only text can be trained here")
+    packed = b"".join(one.encoded_text.tokens for one in datum.model_input)
+    if len(packed) % 4 or not 0 < len(packed) <= 4 * longest:
+        raise ApiError(400, f"model_input has {len(packed) // 4:,} tokens; from 1 to {longest:,} can be computed here")
+    tokens = torch.from_numpy(np.frombuffer(packed, np.int32).astype(np.int64))
+    names, found = {"target_tokens", *loss.inputs}, {"weights": torch.ones(len(tokens), device="cpu")}
+    for name, message in datum.loss_fn_inputs.items():
+        kind = _KINDS.get(message.dtype)
+        if name not in names or kind is None or len(message.dense) != len(tokens) * np.dtype(kind).itemsize:
+            text = f"loss_fn_inputs.{name[:80]}: this loss has the inputs {', '.join(sorted(names))}, each a dense"
+            raise ApiError(400, f"{text} tensor with one number for each of the {len(tokens):,} tokens")
+        found[name] = torch.from_numpy(np.frombuffer(message.dense, kind).copy())
+    if missing := sorted(names - found.keys()):
+        raise ApiError(400, f"loss_fn_inputs.{missing[0]} is missing")
     targets = found.pop("target_tokens")
-    if targets.is_floating_point() or any(
-        not 0 <= x < sizes.vocabulary for one in (tokens, targets) for x in one.aminmax()
-    ):
-        raise ApiError(400, f"model_input and target_tokens are integers of a vocabulary of {sizes.vocabulary:,}")
-    inputs = {
-        name: torch.full(targets.shape, value, dtype=torch.float32, device="cpu")
-        for name, value in loss.defaults.items()
-    }
-    inputs |= {name: one.float() for name, one in found.items()}
-    for name, one in inputs.items():
-        if one.shape != targets.shape or not one.isfinite().all():
-            raise ApiError(400, f"loss_fn_inputs.{name} has another shape than target_tokens, or inf or nan")
-    return Example(tokens=tokens, targets=targets, inputs=inputs)
-
-
-def _tensor(message: Any, name: str, rows: int) -> Tensor:
-    """Return a tensor `[rows]` or `[rows, k]`. Its shape is checked before a tensor is made."""
-    shape = [*message.shape] or [rows]
-    try:
-        if len(shape) > 2 or shape[0] != rows or not 1 <= (*shape, 1)[1] <= _MOST_TARGETS:
-            raise ValueError
-        kind, csr, sparse = _KINDS[message.dtype], message.sparse_csr, message.HasField("sparse_csr")
-        data = np.frombuffer(csr.values if sparse else message.dense, kind)
-        places = [np.frombuffer(one, np.int64).tolist() for one in (csr.crow_indices, csr.col_indices) if sparse]
-        found: Tensor = types.TensorData(data, kind, shape, *places).to_torch()
-        return found
-    except (ValueError, KeyError, RuntimeError):  # torch checks the columns
-        text = f"loss_fn_inputs.{name} is no tensor of {rows:,} rows, one per token of model_input"
-        raise ApiError(400, text) from None
+    if targets.is_floating_point() or any(not 0 <= x < vocabulary for x in (*tokens.aminmax(), *targets.aminmax())):
+        raise ApiError(400, f"model_input and target_tokens are integers of a vocabulary of {vocabulary:,}")
+    inputs = {name: found[name].float() for name in loss.inputs}
+    if wrong := [name for name, one in inputs.items() if not one.isfinite().all()]:
+        raise ApiError(400, f"loss_fn_inputs.{wrong[0]} has inf or nan")
+    return Example(tokens, targets, inputs)
 
 
 def outputs_message(logprobs: Sequence[Tensor], loss: float) -> bytes:
@@ -128,15 +132,9 @@ def outputs_message(logprobs: Sequence[Tensor], loss: float) -> bytes:
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics={"loss:sum": loss})
     for one in logprobs:
         data = one.numpy().tobytes()
+        offsets = np.array([0, len(data)], np.int64).tobytes()
         record = message.loss_fn_outputs.add(num_datums=1)
-        record.fields["logprobs"].CopyFrom(
-            pb.BatchedTensor(
-                data=data,
-                offsets=np.array([0, len(data)], np.int64).tobytes(),
-                dtype=pb.DTYPE_FLOAT32,
-                trailing_shape=list(one.shape[1:]),
-            )
-        )
+        record.fields["logprobs"].CopyFrom(pb.BatchedTensor(data=data, offsets=offsets, dtype=pb.DTYPE_FLOAT32))
     return bytes(message.SerializeToString())
 
 

@@ -2,13 +2,15 @@
 
 import contextlib
 import json
+import resource
 import threading
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +22,17 @@ from tenant import RemoteConfig
 from tenant.model.loading import load_language_model
 from tenant.tasks import Tasks
 from tests.tenant.endpoint.tinker.conftest import KEYS, served
-from tests.waiting import until
+from tests.waiting import beside, until
+
+pytest.importorskip("tinker")
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.types import LoraConfig as LoraOptions
+
+from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.tinker.checkpoints import Checkpoints, Record
+from tenant.endpoint.tinker.futures import Futures
+from tenant.endpoint.tinker.training import Training
+from tenant.endpoint.tinker.wire import steps_of
 
 pytestmark = [  # the client leaves a connection open
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -197,7 +209,7 @@ def test_a_custom_loss_has_the_gradients_of_the_same_built_in_loss(tinker: Any, 
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro"])
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo"])
 def test_losses_of_reinforcement_learning_are_those_of_tinkers_documents(
     tinker: Any, connect: Connect, name: str
 ) -> None:
@@ -205,7 +217,7 @@ def test_losses_of_reinforcement_learning_are_those_of_tinkers_documents(
     size = len(TEXTS[2]) - 1
     old, advantages = torch.full((size,), -5.0), torch.linspace(-1, 1, size)
     data = [datum(tinker, TEXTS[2], logprobs=old, advantages=advantages)]
-    config = {"beta": 0.1} if name == "dro" else {"clip_low_threshold": 0.7} if name in ("ppo", "cispo") else None
+    config = {"clip_low_threshold": 0.7} if name == "ppo" else None
     found = training.forward_backward(data, name, config).result()
     p = found.loss_fn_outputs[0]["logprobs"].to_torch()
     ratio = (p - old).exp()
@@ -213,8 +225,6 @@ def test_losses_of_reinforcement_learning_are_those_of_tinkers_documents(
     expected = {
         "importance_sampling": -(ratio * advantages).sum(),
         "ppo": -torch.min(ratio * advantages, clipped * advantages).sum(),
-        "cispo": -(clipped * p * advantages).sum(),
-        "dro": -(p * advantages - 0.05 * (p - old) ** 2).sum(),
     }[name]
     assert found.metrics["loss:sum"] == pytest.approx(float(expected), rel=1e-5)
     assert training.optim_step(tinker.AdamParams()).result().metrics["grad_norm"] > 0
@@ -222,14 +232,12 @@ def test_losses_of_reinforcement_learning_are_those_of_tinkers_documents(
 
 def test_checkpoints_continue_are_found_again_and_deleted(tinker: Any, checkpoint: Path, tmp_path: Path) -> None:
     with served(checkpoint, tmp_path) as address, tinker.ServiceClient(base_url=address, api_key=KEYS[0]) as service:
-        training = service.create_lora_training_client("tiny", rank=4, seed=1, user_metadata={"a": "b"}).result()
+        training = service.create_lora_training_client("tiny", rank=4, seed=1).result()
         steps(tinker, training)
-        path = training.save_state("first", user_metadata={"c": "d"}).result().path
+        path = training.save_state("first").result().path
         expected = steps(tinker, training)
         with pytest.raises(tinker.RequestFailedError, match="already"):
             training.save_state("first").result()
-        assert training.save_state("first", overwrite=True).result().path == path
-        assert equal(steps(tinker, training), steps(tinker, training)) is False
         training.save_state("second").result()
         training.save_weights_for_sampler("s").result()
         training.save_weights_and_get_sampling_client().result()
@@ -238,21 +246,19 @@ def test_checkpoints_continue_are_found_again_and_deleted(tinker: Any, checkpoin
         listed = rest.list_checkpoints(training.model_id).result().checkpoints
         assert [one.checkpoint_id for one in listed] == ["sampler_weights/s", "weights/second", "weights/first"]
         assert other.list_user_checkpoints().result().checkpoints == []
-        run = rest.get_training_run(training.model_id).result()
-        assert (run.lora_rank, run.user_metadata, run.last_checkpoint.tinker_path[-6:]) == (4, {"a": "b"}, "second")
+        [page] = rest.list_user_checkpoints(limit=1, offset=1).result().checkpoints
+        assert page.tinker_path == listed[1].tinker_path
     with (  # another process would find the same
         served(checkpoint, tmp_path) as address,
         tinker.ServiceClient(base_url=address, api_key=KEYS[0]) as service,
         tinker.ServiceClient(base_url=address, api_key=KEYS[1]) as stranger,
     ):
-        assert not list(tmp_path.glob("*/*/*/snapshot*"))
+        assert not list(tmp_path.glob("*/*/snapshots"))
         with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
             stranger.create_training_client_from_state(path).result()
         weights = service.create_training_client_from_state(path).result()
         assert weights.get_info().lora_rank == 4
         rest = tinker.RestClient(base_url=address, api_key=KEYS[0])
-        rest.set_checkpoint_ttl_from_tinker_path(path, 4000).result()
-        assert rest.list_checkpoints(training.model_id).result().checkpoints[-1].expires_at is not None
         rest.delete_checkpoint_from_tinker_path(path).result()
         with pytest.raises(tinker.NotFoundError):
             service.create_training_client_from_state(path).result()
@@ -282,6 +288,110 @@ def test_an_optimizers_state_continues_with_the_same_bits(tinker: Any, connect: 
     assert not equal(expected, steps(tinker, anew))
 
 
+def test_a_full_disk_loses_nothing_and_names_itself(tinker: Any, connect: Connect) -> None:
+    service = connect()
+    training = service.create_lora_training_client("tiny", rank=16, seed=1).result()
+    steps(tinker, training)
+    path = training.save_state("before").result().path
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(tinker.RequestFailedError, match=r"507: cannot write .* are as before"):
+            training.save_state("full").result()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    expected = steps(tinker, training)
+    assert equal(expected, steps(tinker, service.create_training_client_from_state_with_optimizer(path).result()))
+    assert training.save_state("full").result()
+
+
+def test_one_key_cannot_exhaust_memory(tinker: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with large ranks, whose memory is not taken, nor with many training clients, examples or requests."""
+    service, other = connect(), connect(1)
+    training = service.create_lora_training_client("tiny", rank=1, train_mlp=False).result()
+    with monkeypatch.context() as patched:
+        patched.setattr(Training, "_targets", lambda *_: {"model.layers.0.mlp.up_proj": 1 << 40})
+        patched.setattr(Tasks, "register", lambda *_: pytest.fail("memory was taken"))
+        with pytest.raises(tinker.RequestFailedError, match="would take"):
+            service.create_lora_training_client("tiny", rank=8).result()
+    with pytest.raises(tinker.RequestFailedError, match="rank 513"):
+        service.create_lora_training_client("tiny", rank=513).result()
+    one = datum(tinker, [1, 2, 3])
+    message = forward_backward_request_to_proto(
+        tinker.types.ForwardBackwardRequest(
+            model_id=training.model_id,
+            seq_id=1,
+            forward_backward_input=tinker.types.ForwardBackwardInput(data=[one] * 257, loss_fn="cross_entropy"),
+        )
+    )
+    with pytest.raises(ApiError, match="257 examples"):
+        steps_of(message, vocabulary=320, longest=8)
+    with monkeypatch.context() as patched:
+        patched.setattr("tenant.endpoint.tinker.training._RUNS", 2)
+        for key, refused in ((service, True), (other, False)):
+            with pytest.raises(tinker.BadRequestError, match="2 training clients") if refused else nullcontext():
+                key.create_lora_training_client("tiny", rank=1, train_mlp=False).result()
+    assert training.forward([one], "cross_entropy").result().loss_fn_outputs
+
+
+def test_the_futures_of_a_key_take_bounded_memory() -> None:
+    futures = Futures()
+    for number in range(3):
+        future = futures.new("a", f"{number}", 100 << 20) if number < 2 else futures.new("b", "2", 100 << 20)
+        futures.keep("ab"[number // 2], future)
+    with pytest.raises(ApiError, match="no result yet"):
+        futures.new("a", "3", 100 << 20)
+    with pytest.raises(ApiError, match="would take"):
+        futures.new("a", "3", 1 << 30)
+    first = futures.find("a", "0")
+    assert first is not None
+    first.set(bytes(90 << 20))
+    futures.keep("a", futures.new("a", "3", 100 << 20))
+    assert [futures.find("a", id) is None for id in "013"] == [True, False, False]
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Checkpoints]:
+    class NoTasks:
+        def unregister(self, _: str) -> None:
+            pytest.fail("nothing was sampled")
+
+    found = Checkpoints(tmp_path, cast(Tasks, NoTasks()), owners=1)
+    yield found
+    found.close()
+
+
+def test_readers_do_not_wait_for_a_checkpoint_that_is_written(kept: Checkpoints) -> None:
+    place = kept.place("a" * 16, f"{'0' * 32}:train:0", "weights", "one")
+    record = Record(base_model="tiny", lora=LoraOptions(rank=1), time=1)
+    kept.save(place, record, lambda _: None, size=0)
+    writing, read = threading.Event(), threading.Event()
+
+    def write(folder: Path) -> None:
+        writing.set()
+        assert read.wait(60)
+
+    with beside(lambda: kept.save(place._replace(name="two"), record, write, size=0)):
+        assert writing.wait(60)
+        assert [one for one, _ in kept.all("*")] == [place]
+        kept.delete(place)
+        read.set()
+    assert [one.name for one, _ in kept.all("*")] == ["two"]
+
+
+def test_time_to_live_ends_a_checkpoint_and_no_other_file(kept: Checkpoints, tmp_path: Path) -> None:
+    place = kept.place("a" * 16, f"{'0' * 32}:train:0", "weights", "one")
+    kept.save(place, Record(base_model="tiny", lora=LoraOptions(rank=1), time=1, expires=2), lambda _: None, size=0)
+    foreign = kept.folder(place._replace(name="foreign")) / "file"
+    foreign.parent.mkdir()
+    foreign.touch()
+    with pytest.raises(ApiError, match="no checkpoint"):
+        kept.record(place)
+    assert list(kept.all("*")) == []
+    assert not kept.folder(place).exists()
+    assert foreign.exists()
+
+
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "..", "a\\b", "x" * 65, "weights\n", "", "é"])
 def test_names_cannot_leave_the_folder(tinker: Any, connect: Connect, name: str) -> None:
     training = connect().create_lora_training_client("tiny", rank=1, train_mlp=False, train_unembed=False).result()
@@ -303,7 +413,7 @@ def test_what_is_not_offered_is_refused_by_name(tinker: Any, connect: Connect, a
     training = service.create_lora_training_client("tiny", rank=1, train_mlp=False).result()
     data, rest = [datum(tinker, [1, 2, 3])], tinker.RestClient(base_url=address, api_key=KEYS[0])
     refused: list[tuple[Callable[[], Any], str]] = [
-        (lambda: training.forward_backward(data, "gspo"), "gspo"),
+        (lambda: training.forward_backward(data, "cispo"), "cispo"),
         (lambda: training.forward_backward(data, "cross_entropy", {"beta": 1.0}), "beta"),
         (
             lambda: training.forward_backward([datum(tinker, [1, 2], advantages=torch.ones(1))], "cross_entropy"),
@@ -314,6 +424,13 @@ def test_what_is_not_offered_is_refused_by_name(tinker: Any, connect: Connect, a
         (lambda: training.save_weights_and_get_sampling_client(kind="inflight"), "kind"),
         (lambda: service.create_lora_training_client("other"), "other"),
         (lambda: rest.publish_checkpoint_from_tinker_path("tinker://a/weights/b"), "publish"),
+        (lambda: rest.set_checkpoint_ttl_from_tinker_path("tinker://a/weights/b", 4000), "ttl"),
+        (lambda: rest.get_training_run("a"), "training_runs"),
+        (lambda: training.save_state("a", overwrite=True), "overwrite"),
+        (
+            lambda: training.save_weights_external("a", age_encryption_recipients=["age1"]),
+            "age_encryption_recipients",
+        ),
         (lambda: service.create_sampling_client(base_model="other"), "other"),
     ]
     for call, name in refused:

@@ -132,6 +132,7 @@ class Tinker:
             ("POST", "/save_weights_for_sampler", self.save_for_sampler),
             ("POST", "/save_weights_external", self.save_external),
             ("POST", "/create_sampling_session", self.create_sampling_session),
+            ("GET", "/samplers/{sampler}", self.sampler),
             ("POST", "/asample", self.asample),
             ("POST", "/retrieve_future", self.retrieve_future),
             ("POST", "/cancel_future", self.cancel_future),
@@ -255,6 +256,11 @@ class Tinker:
             place = self.checkpoints.parse(self._owner(client), body.model_path)
             self._check(self.checkpoints.record(place).base_model)
         return self._add_sampler(session, body.sampling_session_seq_id, place)
+
+    async def sampler(self, sampler: str, client: Client) -> Answer:
+        place = self._sampler(client, sampler)
+        path = None if place is None else place.uri
+        return {"sampler_id": sampler, "base_model": self.service.name, "model_path": path}
 
     async def asample(self, body: Offered[types.SampleRequest], client: Client) -> Answer:
         if body.sampling_session_id is None or body.seq_id is None:

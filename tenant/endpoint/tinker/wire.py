@@ -109,7 +109,10 @@ def _example(datum: Any, loss: Loss, vocabulary: int, longest: int) -> Example:
     if len(packed) % 4 or not 0 < len(packed) <= 4 * longest:
         raise ApiError(400, f"model_input has {len(packed) // 4:,} tokens; from 1 to {longest:,} can be computed here")
     tokens = torch.from_numpy(np.frombuffer(packed, np.int32).astype(np.int64))
-    names, found = {"target_tokens", *loss.inputs}, {"weights": torch.ones(len(tokens), device="cpu")}
+    names, found = (
+        {"target_tokens", *loss.inputs},
+        {"weights": torch.ones(len(tokens), dtype=torch.float32, device="cpu")},
+    )
     for name, message in datum.loss_fn_inputs.items():
         kind = _KINDS.get(message.dtype)
         if name not in names or kind is None or len(message.dense) != len(tokens) * np.dtype(kind).itemsize:

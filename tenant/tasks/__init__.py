@@ -12,6 +12,7 @@ registry   `Tasks`: register, load, unload, save; at most `memory_limit` bytes o
 adapter    checks a task's name and folder, and makes its PEFT layers without changing the model
 batch      maps rows to tasks, and computes them at each layer of the model
 operators  computes the adapters of many tasks with batched products
+row_blocks  local functions of rows, with the same bits for a row in every batch
 twins      loads an adapter as a copy of a loaded one with the same configuration
 coordinated  divides queued requests into batches, by measured costs
 methods    PEFT methods of this package, and PEFT's methods that need base weights

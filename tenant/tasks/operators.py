@@ -30,6 +30,9 @@ from torch.nn import functional as F
 from symbiosis_priv.native import can_multiply, linear
 from tenant.tasks.adapter import NAME, base_layer
 from tenant.tasks.methods.outputs import BitFitLayer, BottleneckLayer
+from tenant.tasks.row_blocks import RowBlocks
+
+_ROW_BLOCKS = RowBlocks()
 
 
 class Operator(ABC):
@@ -81,11 +84,10 @@ class _Grouped(Operator):
             for weights in chain:
                 x = x @ _stacked(weights).transpose(1, 2)
             return x
-        with torch._C.DisableTorchFunction():  # the mode that computes in blocks of rows would delay each product
-            outputs = list(x.unbind())
-            for weights in chain:
-                outputs = [linear_in_block(rows, weight) for rows, weight in zip(outputs, weights, strict=True)]
-            return _stacked(outputs)
+        outputs = list(x.unbind())
+        for weights in chain:
+            outputs = [linear_in_block(rows, weight) for rows, weight in zip(outputs, weights, strict=True)]
+        return _stacked(outputs)
 
     def per_row(self, vectors: Tensor, like: Tensor) -> Tensor:
         """Repeat the vector of each task, `[tasks, width]`, for the rows of `like`, `[tasks * rows, ..., width]`."""
@@ -114,11 +116,10 @@ class Lora(_Grouped):
 
     def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
         first, (a, b) = self.layers[0], self._weights
-        with torch._C.DisableTorchFunction() if self.in_blocks else nullcontext():  # as in `linears`
-            dropped = first.lora_dropout[NAME](first._cast_input_dtype(x, a[0].dtype))
-            delta = self.linears(self.by_task(dropped), a, b) * first.scaling[NAME]
-            out: Tensor = (y + delta.view_as(y)).to(y.dtype)
-            return out
+        dropped = first.lora_dropout[NAME](first._cast_input_dtype(x, a[0].dtype))
+        delta = self.linears(self.by_task(dropped), a, b) * first.scaling[NAME]
+        out: Tensor = (y + delta.view_as(y)).to(y.dtype)
+        return out
 
     @cached_property
     def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -276,6 +277,7 @@ class ByPeft(Operator):
     def __init__(self, layers: Sequence[Any], *, in_blocks: bool) -> None:
         super().__init__(layers, in_blocks=in_blocks)
         self._layer = layers[0]
+        self._mode = _ROW_BLOCKS if in_blocks else nullcontext()
         # True once it is known that the base layer gets the layer's own input or is not used
         self._passes_on = not isinstance(self._layer, BaseTunerLayer)
 
@@ -292,7 +294,7 @@ class ByPeft(Operator):
             if self._passes_on:
                 return None
             try:
-                with base_layer(stop):
+                with base_layer(stop), self._mode:
                     self._layer(part)
                 self._passes_on = True  # the method replaces the base layer
             except _BaseLayerCalled as asked:
@@ -317,7 +319,7 @@ class ByPeft(Operator):
                 return waiting.pop()
             return base(z, *args, **kwargs)
 
-        with base_layer(run):
+        with base_layer(run), self._mode:
             out: Tensor = self._layer(x)
         return out
 

@@ -4,7 +4,6 @@ requests       requests to an engine, and their events
 answer         chooses and decodes the tokens of one request
 kv             keys and values of a sequence, and of earlier requests
 attention      attention over the keys and values of sequences
-row_blocks     local functions of rows, with the same bits for a row in every step
 packed_model   one pass of a model over tokens of many sequences
 sequence       a request in progress, and its costs
 speculation    guesses of tokens, for fewer round trips

@@ -21,9 +21,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 from symbiosis_priv.errors import UnsupportedModelError
 from tenant.endpoint.engine.attention import Attention
 from tenant.endpoint.engine.kv import KeyValues, Shape
-from tenant.endpoint.engine.row_blocks import ROWS, RowBlocks
 from tenant.tasks import Tasks
 from tenant.tasks.batch import BASE
+from tenant.tasks.row_blocks import ROWS, ModuleBlocks
 from tenant.training.corpus import context_of
 
 _PREFIX = "packed_"
@@ -79,7 +79,7 @@ class PackedModel:
         self.vocabulary: int = words.num_embeddings
         head = model.get_output_embeddings()
         self._head = next(name for name, module in model.named_modules() if module is head)
-        self._blocks = RowBlocks()
+        self._blocks = ModuleBlocks(model)
         self._original = self.config._attn_implementation
         packed = _registered(self._original)
         model.set_attn_implementation(packed)
@@ -98,6 +98,7 @@ class PackedModel:
         """Restore the model's own attention implementation."""
         for hook in self._hooks:
             hook.remove()
+        self._blocks.close()
         self.model.set_attn_implementation(self._original)
 
     def new_kv(self) -> KeyValues:
@@ -124,7 +125,8 @@ class PackedModel:
             adapted = () if self._tasks is None else {part.adapter for part in rows}
             keep_all = any(name and self._tasks and self._head in self._tasks.layers(name) for name in adapted)
             step = _Step(rows, keep_all=keep_all)
-            with nullcontext() if plain or self._tasks is None else self._tasks.batch(names, block=ROWS), self._blocks:
+            batch = nullcontext() if plain or self._tasks is None else self._tasks.batch(names, block=ROWS)
+            with batch, self._blocks.step(adapted=not plain):
                 output = self.model(
                     input_ids=column(tokens), position_ids=column(positions), past_key_values=step, use_cache=True
                 )
@@ -152,15 +154,13 @@ class _Step(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        with torch._C.DisableTorchFunction():  # the mode `RowBlocks` would only delay each call
-            self._attention.append(layer_idx, key_states[:, :, 0], value_states[:, :, 0])
-            setattr(key_states, _STEP, (self, layer_idx))
+        self._attention.append(layer_idx, key_states[:, :, 0], value_states[:, :, 0])
+        setattr(key_states, _STEP, (self, layer_idx))
         return key_states, value_states
 
     def attend(self, queries: Tensor, layer: int, **options: Any) -> Tensor:
         """Compute attention of all rows: `[rows, heads, 1, width]` to `[rows, 1, heads, width]`."""
-        with torch._C.DisableTorchFunction():
-            return self._attention.attend(layer, queries[:, :, 0], **options).unsqueeze(1)
+        return self._attention.attend(layer, queries[:, :, 0], **options).unsqueeze(1)
 
     @property
     def selected(self) -> bool:

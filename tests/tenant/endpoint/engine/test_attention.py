@@ -1,3 +1,4 @@
+import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GemmaConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 from transformers.activations import ACT2FN
@@ -17,7 +18,7 @@ from symbiosis_priv.native import linear
 from tenant.endpoint.engine.attention import FEW, Attention
 from tenant.endpoint.engine.kv import BLOCK, KeyValues, Shape, held_bytes
 from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
-from tenant.endpoint.engine.row_blocks import RowBlocks
+from tenant.tasks.row_blocks import ModuleBlocks, RowBlocks
 from tests.builds import switched
 from tests.compatibility.families import build
 
@@ -340,6 +341,65 @@ def test_a_row_has_the_same_bits_alone_and_among_others(
         alone = torch.cat([compute(row) for row in x.split(1)])
     assert torch.equal(together, alone)
     torch.testing.assert_close(together, compute(x), rtol=0.05, atol=1e-3 if dtype == torch.float32 else 0.1)
+
+
+class Plain(nn.Module):
+    """Runs `count` of its parts, and returns for itself and each part whether a mode was active."""
+
+    def __init__(self, *parts: nn.Module, count: int = 9) -> None:
+        super().__init__()
+        self.parts, self.count = nn.ModuleList(parts), count
+
+    def forward(self, x: Tensor) -> list[bool]:
+        found = [flag for part in [*self.parts][: self.count] for flag in part(x)]
+        return [torch._C._len_torch_function_stack() > 0, *found]
+
+
+class Calling(Plain):
+    def forward(self, x: Tensor) -> list[bool]:
+        x.tanh()
+        return super().forward(x)
+
+
+class Late(Plain):
+    """Runs for the first time after the first pass."""
+
+    def forward(self, x: Tensor) -> list[bool]:
+        assert x.isfinite().all()
+        return super().forward(x)
+
+
+def test_after_the_first_pass_without_adapters_the_mode_is_active_in_modules_that_need_it_only() -> None:
+    model = Plain(Calling(), Calling(Plain(Calling()), Calling()), Plain(), Late(), count=3)
+    blocks = ModuleBlocks(model)
+
+    def active(*, adapted: bool = False, of: nn.Module = model, x: float = 1.0) -> list[bool]:
+        with blocks.step(adapted=adapted):
+            found: list[bool] = of(torch.full((3, 5), x, dtype=torch.float32, device="cpu"))
+            return found
+
+    assert active(adapted=True) == active() == [True] * 7
+    model.count = 4
+    expected = [False, True, True, False, True, True, False, True]
+    assert active() == active(adapted=True) == active(of=copy.deepcopy(model)) == expected
+    with pytest.raises(AssertionError):
+        active(x=torch.nan)
+    assert not any(model(torch.ones(3, 5)))  # outside of a step, also after an error in a module with the mode
+    assert active() == expected
+    blocks.close()
+    assert not any(active())
+
+
+@pytest.mark.parametrize("name", ["GPTNeoXForCausalLM", "Gemma2ForCausalLM", "GPT2LMHeadModel", "OPTForCausalLM"])
+def test_a_token_has_the_same_bits_alone_and_among_others(name: str) -> None:
+    packed = PackedModel(build(name).eval())
+    tokens = torch.randint(3, 60, (11,), generator=torch.Generator().manual_seed(0)).tolist()
+    for _ in range(2):
+        alone = [packed([NextTokens(kv=packed.new_kv(), tokens=[token])])[0] for token in tokens]
+        together = packed([NextTokens(kv=packed.new_kv(), tokens=[token]) for token in tokens])
+        for one, other in zip(alone, together, strict=True):
+            assert torch.equal(one.logits, other.logits)
+    packed.close()
 
 
 @needs_library

@@ -9,14 +9,19 @@ bit, and the number of rows decides which of them computes an element.
                 `RowBlocks` tests that a row's place in the block does not matter; if it does, rows are computed one at
                 a time.
     functions   rows of whole vectors together, as far as no thread gets a part of a vector; all others one at a time
+
+A torch function mode delays each call of torch, and a step of a Llama makes 50 of them per layer. `ModuleBlocks` enters
+the mode only in modules that call such functions: activations, rotary embeddings and the LM head.
 """
 
 import logging
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -40,10 +45,13 @@ _SERIAL = 1 << 14  # elements up to which a loop is either serial or divided bet
 
 
 class RowBlocks(TorchFunctionMode):
-    """While this mode is active, a row of a local function does not depend on the other rows."""
+    """While this mode is active, a row of a local function does not depend on the other rows. `callers`: the classes in
+    `running` that have called such a function while they were the last one."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.running: list[type] = []
+        self.callers: set[type] = set()
         self._sizes: dict[tuple[object, ...], int] = {}
 
     def __torch_function__(
@@ -53,6 +61,7 @@ class RowBlocks(TorchFunctionMode):
         at = _ROWS_AT.get(func)
         if at is None or len(args) <= at or args[at].dim() < 2 or kwargs.get("inplace") or "out" in kwargs:
             return func(*args, **kwargs)
+        self.callers.update(self.running[-1:])
         rows = args[at]
         if func is F.linear and len(args) > 1 and can_multiply(rows, args[1]):
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
@@ -88,6 +97,91 @@ class RowBlocks(TorchFunctionMode):
             rows = filled
         blocks = [compute(block) for block in rows.split(size)]
         return (torch.cat(blocks) if len(blocks) > 1 else blocks[0])[:count]
+
+
+class ModuleBlocks:
+    """Activates `RowBlocks` in the modules of a model that call such functions themselves.
+
+    The first pass without adapters runs in the mode as a whole, and shows the classes of these modules. A class that
+    did not run in that pass is taken for one of them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._mode = model, RowBlocks()
+        self._classes: set[type] | None = None
+        self._hooks: list[Any] = []
+        self._thread = _ThreadState()
+
+    @contextmanager
+    def step(self, *, adapted: bool) -> Iterator[None]:
+        """Context manager: one pass of the model in this thread. `adapted`: True if some rows have an adapter."""
+        if self._classes is None:
+            with self._mode, nullcontext() if adapted else self._observed():
+                yield
+            return
+        states = self._thread.states = [False]
+        try:
+            yield
+        finally:
+            self._thread.states = None
+            self._switch(states[-1], False)  # active only after an error
+
+    def close(self) -> None:
+        """Remove the hooks from the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @contextmanager
+    def _observed(self) -> Iterator[None]:
+        ran: set[type] = set()
+        running = self._mode.running
+
+        def enter(module: nn.Module, _: Any) -> None:
+            running.append(type(module))
+            ran.add(type(module))
+
+        def leave(*_: Any) -> None:
+            running.pop()
+
+        try:
+            self._hook(self._model.modules(), enter, leave)
+            yield
+        finally:
+            self.close()
+            running.clear()
+        self._classes = {kind for kind in map(type, self._model.modules()) if kind not in ran} | self._mode.callers
+        around = [module for module in self._model.modules() if type(module) in self._classes]
+        inside = [child for module in around for child in module.children()]
+        self._hook({*around, *inside}, self._enter, self._leave)
+
+    def _hook(self, modules: Iterable[nn.Module], enter: Callable[..., None], leave: Callable[..., None]) -> None:
+        for module in modules:
+            self._hooks += module.register_forward_pre_hook(enter), module.register_forward_hook(leave)
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if (states := self._thread.states) is not None and self._classes is not None:
+            states.append(type(module) in self._classes)
+            self._switch(states[-2], states[-1])
+
+    def _leave(self, *_: Any) -> None:
+        if (states := self._thread.states) is not None:
+            self._switch(states.pop(), states[-1])
+
+    def _switch(self, before: bool, after: bool) -> None:
+        if after and not before:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        elif before and not after:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # of a copied module's hooks: an adapter's copy of the LM head needs the mode as well
+
+
+class _ThreadState(threading.local):
+    """Whether the mode is active in each module that runs in this thread, the innermost last; None between steps."""
+
+    states: list[bool] | None = None
 
 
 def _size(compute: Callable[[Tensor], Tensor], like: Tensor) -> int:

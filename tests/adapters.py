@@ -6,6 +6,7 @@ from typing import Any
 
 import peft
 import torch
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
 from tenant.tasks.methods import BottleneckConfig, DiffPruningConfig
 
@@ -28,6 +29,11 @@ METHODS: dict[str, peft.PeftConfig] = {
 }
 """By task name: the configuration of a PEFT method."""
 METHODS |= {f"{name}-b": METHODS[name] for name in ("lora", "ia3", "oft", "vera", "bottleneck")}
+
+
+def peft_config(kind: str, **options: Any) -> Any:
+    """A configuration from a table of cases: `kind` is the name of the method's type."""
+    return PEFT_TYPE_TO_CONFIG_MAPPING[getattr(peft.PeftType, kind)](**options)
 
 
 def write_adapter(base: Any, folder: Path, config: peft.PeftConfig, *, seed: int = 0, scale: float = 0.1) -> Any:

@@ -47,13 +47,14 @@ from symbiosis_priv.checkpoints.discovery import known_values
 from symbiosis_priv.checkpoints.vetting import QUANT_METHOD
 from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedModelError
 from symbiosis_priv.harness.base_model import private_text
-from tenant import BottleneckConfig, DiffPruningConfig, MaskBertConfig, RemoteConfig
+from tenant import DiffPruningConfig, MaskBertConfig, RemoteConfig
 from tenant.cli import app as cli
 from tenant.masking.backend import Backend
 from tenant.model import adapter_limits
 from tenant.model.connect import open_backend
 from tenant.model.loading import load_adapter, load_model, load_tokenizer
 from tenant.tasks import Tasks
+from tests.adapters import peft_config
 from tests.cases import cases
 from tests.compatibility.families import build
 from tests.tenant.scripted import ScriptedProvider
@@ -369,27 +370,15 @@ def test_the_hub_gets_no_request_about_local_folders(
 
 
 T = ["q_proj", "v_proj"]
-OVERSTATED: dict[str, tuple[peft.PeftConfig, dict[str, Any]]] = {
-    "LoRA": (peft.LoraConfig(r=4, target_modules=T), {"r": 1 << 24}),
-    "LoRA of one module": (peft.LoraConfig(r=4, target_modules=T), {"rank_pattern": {"q_proj": 1 << 24}}),
-    "VeRA": (peft.VeraConfig(r=4, target_modules=T), {"r": 1 << 23}),
-    "VB-LoRA": (peft.VBLoRAConfig(r=4, num_vectors=16, vector_length=16, target_modules=T), {"num_vectors": 1 << 24}),
-    "RandLoRA": (peft.RandLoraConfig(r=4, target_modules=T), {"r": 1 << 22}),
-    "AdaLoRA": (peft.AdaLoraConfig(total_step=10, target_modules=T), {"init_r": 1 << 24}),
-    "bottleneck": (BottleneckConfig(bottleneck_dim=4, target_modules=T), {"bottleneck_dim": 1 << 24}),
-    "Uni-LoRA": (peft.UniLoraConfig(r=4, theta_d_length=64, target_modules=T), {"theta_d_length": 1 << 30}),
-    "prompts": (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), {"num_virtual_tokens": 1 << 22}),
-    "wide prompts": (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), {"token_dim": 10**12}),
-    "repeated layers": (peft.LoraConfig(r=4, target_modules=T), {"layer_replication": [[0, 2]] * 2, "r": 10**6}),
-}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's warnings about seeds and about saving without a base model
-@pytest.mark.parametrize("method", OVERSTATED)
-def test_an_adapters_memory_is_limited_by_its_tensors(method: str, llama: Path, tmp_path: Path) -> None:
+@cases(__file__, "overstated")
+def test_an_adapters_memory_is_limited_by_its_tensors(
+    honest: dict[str, Any], change: dict[str, Any], llama: Path, tmp_path: Path
+) -> None:
     """The adapter's tensors are small, but its configuration states sizes of gigabytes."""
-    honest, change = OVERSTATED[method]
-    adapted: Any = peft.get_peft_model(load_model(llama), copy.deepcopy(honest)).eval()
+    adapted: Any = peft.get_peft_model(load_model(llama), peft_config(**honest)).eval()
     adapted.save_pretrained(str(tmp_path))
     with torch.no_grad():
         expected = adapted(input_ids=IDS).logits

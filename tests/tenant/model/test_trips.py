@@ -27,45 +27,20 @@ from tenant.options import MOST_ROWS
 from tenant.tasks import Tasks
 from tenant.tasks.batch import BASE
 from tests import splitting
+from tests.cases import table
 from tests.splitting import split_model, watched
 
 IDS = torch.arange(3, 12).view(1, 9)
 NORMS = r".*post_attention_layernorm|.*\.1\.input_layernorm"
 ORDINARY, COMPOSED = 3 * 4 + 1, 5  # layer groups of three blocks and the head; sums that a norm and linears follow
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
-    "qwen2": {},
-    "gemma": {"head_dim": 16},  # the norm multiplies by one plus its weight
-    "nemotron": {"attention_bias": True, "mlp_bias": True},  # so does this LayerNorm, which also has a bias
-}
-OTHERS: dict[str, dict[str, Any]] = {
-    "gpt2": {},  # transposed weights
-    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},  # the second sum adds rows of another shape
-    "olmo": {},  # a norm without parameters
-    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 3},  # a LayerNorm without bias
-}
-BESIDE: dict[str, dict[str, Any]] = {  # attention and MLP side by side
-    "cohere": {},
-    "falcon": {"multi_query": False, "bias": True},  # adds in place
-    "phi": {},
-    "gpt_neox": {},  # with a norm each
-}
+FAMILIES, OTHERS, BESIDE = (table(__file__, name) for name in ("families", "others", "beside"))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three blocks with norms and biases that are not the identity."""
     folder = tmp_path_factory.mktemp(request.param)
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "num_hidden_layers": 3,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 96,
-        "pad_token_id": 0,
-        "tie_word_embeddings": False,
-    }
+    sizes = table(__file__, "sizes")
     torch.manual_seed(1)
     kind: Any = CONFIG_MAPPING[request.param]
     model: Any = AutoModelForCausalLM.from_config(kind(**sizes | (FAMILIES | OTHERS | BESIDE).get(request.param, {})))

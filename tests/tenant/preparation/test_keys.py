@@ -26,6 +26,7 @@ from tenant.preparation import keys as preparation
 from tenant.preparation.keys import _alone, prepare
 from tenant.preparation.own_tensors import own_digest, write_slim
 from tenant.preparation.prepared import Preparation, tensors_of
+from tests.cases import cases
 
 DIRECT = ["gpt2_store", "store"]
 KEYS = ["keys.safetensors", "blame.safetensors", "second.safetensors"]
@@ -216,18 +217,7 @@ def test_facts_of_another_preparation_are_refused(store: WeightStore, tmp_path: 
         prepared(None, digest, tmp_path / "one")
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        ("", 0o777),
-        ("", 0o770),
-        ("facts.safetensors", 0o666),
-        ("keys.safetensors", 0o640),
-        ("blame.safetensors", 0o644),
-        ("second.safetensors", 0o644),
-        ("known", 0o777),
-    ],
-)
+@cases(__file__, "modes")
 def test_a_cache_that_others_can_change_is_refused(store: WeightStore, cache: Path, name: str, mode: int) -> None:
     """Other users could store their own facts, keys and seal."""
     digest = store.manifest().digest

@@ -14,12 +14,11 @@ from symbiosis_priv.errors import ConfigError
 from tenant.cli import check
 from tenant.training.corpus import read, to_blocks
 from tenant.training.examples import NOT_LEARNED, Example, columns, learned_parts, make_examples, rows_of
-from tests.cases import cases
+from tests.cases import cases, table
 from tests.tenant.training.conftest import TEMPLATE, Write
 from tests.tenant.training.test_corpus import CALL, reply, user
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
 
 def learned(example: Example, tokenizer: Any) -> list[str]:
@@ -34,58 +33,20 @@ def encoded(path: Path, tokenizer: Any, *, length: int = 10_000) -> list[Any]:
     return make_examples(read(path), tokenizer, length=length).found
 
 
-def turns(i: int, *, start: int = 0, **more: Any) -> list[dict[str, Any]]:
-    return [user(f"What is {i}?"), reply(f"It is {i}.", **more), user("Why?" * (1 + i % 3)), reply("So.")][start:]
+TURNS = [user("What is 1?"), reply("It is 1."), user("Why?"), reply("So.")]
+FORMS = table(__file__, "forms")
 
 
-FORMS: dict[str, tuple[str, Any]] = {
-    "text": ("llama3", lambda i: {"text": f"The number is {i}."}),
-    "prompt and completion": ("llama3", lambda i: {"prompt": f"{i} + {i} =", "completion": f" {2 * i}."}),
-    "chat": ("llama3", lambda i: {"messages": turns(i)}),
-    "chat that the assistant begins": ("llama3", lambda i: {"messages": turns(i, start=1)}),
-    "chat, a template with marks of its own": ("lfm2_2_5", lambda i: {"messages": turns(i)}),
-    "chat with thoughts": ("qwen3", lambda i: {"messages": turns(i, reasoning_content=f"They ask for {i}.")}),
-    "chat, thoughts are opened for it": ("deepseek_r1_distill", lambda i: {"messages": turns(i)}),
-    "chat with tools": (
-        "qwen3",
-        lambda i: {
-            "messages": [
-                user(f"Add {i}."),
-                reply("", tool_calls=[CALL]),
-                {"role": "tool", "content": "2"},
-                reply("2."),
-            ],
-            "tools": TOOLS,
-        },
-    ),
-    "chat with an option of the template": (
-        "qwen3",
-        lambda i: {"messages": turns(i), "chat_template_kwargs": {"enable_thinking": False}},
-    ),
-    "prompt and completion, chats": ("phi3", lambda i: {"prompt": turns(i)[:3], "completion": turns(i)[3:]}),
-    "completion, thoughts are opened for it": (
-        "deepseek_r1_distill",
-        lambda i: {"prompt": turns(i)[:3], "completion": turns(i)[3:]},
-    ),
-    "preference": ("llama3", lambda i: {"prompt": f"{i} is", "chosen": " few.", "rejected": " a lot of them."}),
-    "preference without prompt": ("llama3", lambda i: {"chosen": f"{i} is few.", "rejected": f"{i} is much."}),
-    "preference, chats": (
-        "qwen3",
-        lambda i: {"prompt": turns(i)[:1], "chosen": [reply("Few.")], "rejected": [reply("A lot.")], "tools": TOOLS},
-    ),
-    "preference without prompt, chats": (
-        "llama3",
-        lambda i: {"chosen": [*turns(i)[:3], reply("Few.")], "rejected": [*turns(i)[:3], reply("A lot.")]},
-    ),
-}
+def twenty(name: str) -> list[dict[str, Any]]:
+    """Rows of a form, with a number each; replies and questions differ in length."""
+    return [json.loads(FORMS[name]["row"].replace("$i", str(i)).replace("$w", "Why?" * (1 + i % 3))) for i in range(20)]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", FORMS)
 def test_the_tokens_are_those_that_trl_prepares(name: str, write: Write, tokenizer: Any, tmp_path: Path) -> None:
-    template, row = FORMS[name]
-    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
-    rows = [row(i) for i in range(20)]
+    tokenizer.chat_template = (TEMPLATES / f"{FORMS[name]['template']}.jinja").read_text()
+    rows = twenty(name)
     found = encoded(write(*rows), tokenizer)
     config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
     model, preferences = LlamaForCausalLM(config), "chosen" in rows[0]
@@ -118,12 +79,11 @@ def test_check_prints_examples_of_every_form_with_what_is_learned(
     name: str, write: Write, tokenizer: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`tenant check --data FILE --show 2`."""
-    template, row = FORMS[name]
-    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    tokenizer.chat_template = (TEMPLATES / f"{FORMS[name]['template']}.jinja").read_text()
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "chat_template.jinja").write_text(tokenizer.chat_template)
     monkeypatch.setattr("tenant.model.loading.load_tokenizer", lambda _: tokenizer)
-    path = write(*(row(i) for i in range(20)))
+    path = write(*twenty(name))
     check.check(model=str(tmp_path), text=path, show=2, sequence_length=10_000)
     shown = capsys.readouterr().out
     rows = rows_of(encoded(path, tokenizer)[:2])
@@ -153,12 +113,12 @@ CALLS = TEMPLATE.replace("{{ message.content }}", "{{ message.content }}{{ (mess
 @pytest.mark.parametrize(
     ("template", "chat", "expected"),
     [
-        (TEMPLATE, [*turns(1)], ["It is 1.<|end|>", "So.<|end|>"]),
+        (TEMPLATE, TURNS, ["It is 1.<|end|>", "So.<|end|>"]),
         (TEMPLATE, [user("<|assistant|>x<|end|>"), reply("y")], ["y<|end|>"]),
-        (OPENS, [*turns(1)], ["It is 1.<|end|>", "So.<|end|>"]),
+        (OPENS, TURNS, ["It is 1.<|end|>", "So.<|end|>"]),
         (OPENS, [user("Hi"), reply("<think>Hm.</think>Yes")], ["Hm.</think>Yes<|end|>"]),
         (OPENS, [user("Hi"), reply("<table>")], ["<table><|end|>"]),
-        (STRICT, [*turns(1, start=1)], ["It is 1.<|end|>", "So.<|end|>"]),
+        (STRICT, TURNS[1:], ["It is 1.<|end|>", "So.<|end|>"]),
         (CALLS, [user("Hi"), reply("", tool_calls=[CALL])], [json.dumps([CALL]) + "<|end|>"]),
     ],
 )

@@ -26,6 +26,7 @@ from tenant.training.finetune import FineTuned, finetune
 from tenant.training.options import FineTuning, check_installed
 from tenant.training.output import claimed, last_checkpoint
 from tenant.training.trainer import Progress
+from tests.cases import cases
 from tests.compatibility.families import build
 from tests.warm import Popen
 
@@ -282,18 +283,11 @@ def test_trackers_are_checked_before_loading(run: Run, tmp_path: Path, monkeypat
     assert not (tmp_path / "adapter").exists()
 
 
-OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "deeper": ({"num_hidden_layers": 3}, "down_proj"),  # PEFT ignores the other layers
-    "shallower": ({"num_hidden_layers": 1}, "down_proj"),  # PEFT starts with random values
-    "narrower": ({"intermediate_size": 64}, "down_proj"),
-    "another family": ({"n_embd": 32, "n_head": 2, "vocab_size": 97}, "c_proj"),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
+@cases(__file__, "architectures")
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")
-def test_an_adapter_of_another_architecture_is_refused(name: str, tiny: Path, tmp_path: Path) -> None:
-    config, target = OTHERS[name]
+def test_an_adapter_of_another_architecture_is_refused(
+    config: dict[str, Any], target: str, tiny: Path, tmp_path: Path
+) -> None:
     made = AutoConfig.from_pretrained(tiny, **config) if target == "down_proj" else GPT2Config(n_layer=1, **config)
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules=[target], r=2)
     get_peft_model(AutoModelForCausalLM.from_config(made), lora).save_pretrained(str(tmp_path / "adapter"))

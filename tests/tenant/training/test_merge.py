@@ -19,26 +19,11 @@ from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, 
 from tenant.cli.app import app
 from tenant.training import merge as merging
 from tests import forms
-from tests.adapters import write_adapter
+from tests.adapters import peft_config, write_adapter
+from tests.cases import table
 
 LINEARS = ["q_proj", "v_proj", "down_proj"]
-METHODS: dict[str, Any] = {
-    "lora": lambda: peft.LoraConfig(r=4, lora_alpha=7, target_modules=LINEARS),
-    "lora, its head and biases": lambda: peft.LoraConfig(
-        r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], bias="all"
-    ),
-    "rslora of embeddings": lambda: peft.LoraConfig(
-        r=4, use_rslora=True, target_modules=[*LINEARS, "embed_tokens"], rank_pattern={"v_proj": 2}
-    ),
-    "tokens": lambda: peft.LoraConfig(r=4, target_modules=LINEARS, trainable_token_indices=[3, 5]),
-    "dora": lambda: peft.LoraConfig(r=4, use_dora=True, target_modules=LINEARS),
-    "loha": lambda: peft.LoHaConfig(r=3, target_modules=LINEARS),
-    "lokr": lambda: peft.LoKrConfig(r=3, target_modules=LINEARS),
-    "ia3": lambda: peft.IA3Config(target_modules=LINEARS, feedforward_modules=["down_proj"]),
-    "vera": lambda: peft.VeraConfig(r=4, target_modules=["q_proj", "o_proj"]),
-    "delora": lambda: peft.DeloraConfig(r=4, target_modules=LINEARS),
-    "oft": lambda: peft.OFTConfig(r=0, oft_block_size=8, target_modules=["q_proj", "o_proj"]),
-}
+METHODS = table(__file__, "methods")
 
 
 def trained(model: Path, folder: Path, config: Any) -> Path:
@@ -68,7 +53,7 @@ def base(
 def test_the_weights_are_those_of_merge_and_unload(
     method: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapter = trained(base, tmp_path / "adapter", METHODS[method]())
+    adapter = trained(base, tmp_path / "adapter", peft_config(**METHODS[method]))
     monkeypatch.setattr(merging, "_FILE_BYTES", 40_000)  # several files
     assert merging.merge(base, adapter, tmp_path / "merged", progress=quiet) > 0
     whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")

@@ -5,34 +5,16 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from tenant.endpoint.api.bodies import ChatRequest, CompletionRequest, EmbeddingRequest, ResponsesRequest
+from tenant.endpoint.api import bodies
+from tenant.endpoint.api.bodies import ChatRequest, CompletionRequest, ResponsesRequest
+from tests.cases import cases
 
 MANY = 20_000
 FIELDS = {f"field-{number}": 0 for number in range(MANY)}
 WRONG: list[list[Any]] = [[0] * MANY, [{}] * MANY, [[0]] * MANY, ["x"] * MANY]
-CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
-RESPONSE: dict[str, Any] = {"model": "tiny", "input": "x"}
-PLACES = [
-    (CompletionRequest, {"model": "tiny"}, ("prompt",)),
-    (CompletionRequest, {"model": "tiny", "prompt": "x"}, ("stop",)),
-    (CompletionRequest, {"model": "tiny", "prompt": "x"}, ("logit_bias",)),
-    (EmbeddingRequest, {"model": "tiny"}, ("input",)),
-    (ChatRequest, {"model": "tiny"}, ("messages",)),
-    (ChatRequest, CHAT, ("messages", 0, "content")),
-    (ChatRequest, CHAT, ("messages", 0, "tool_calls")),
-    (ChatRequest, CHAT, ("tools",)),
-    (ChatRequest, CHAT, ("modalities",)),
-    (ChatRequest, CHAT, ("metadata",)),
-    (ChatRequest, CHAT, ("response_format",)),
-    (ResponsesRequest, {"model": "tiny"}, ("input",)),
-    (ResponsesRequest, {"model": "tiny", "input": [{"role": "user", "content": "x"}]}, ("input", 0, "content")),
-    (ResponsesRequest, RESPONSE, ("include",)),
-    (ResponsesRequest, RESPONSE, ("metadata",)),
-    (ResponsesRequest, RESPONSE, ("tools",)),
-]
 
 
-def with_value(body: Any, place: tuple[str | int, ...], value: Any) -> Any:
+def with_value(body: Any, place: list[str | int], value: Any) -> Any:
     """Return a copy of a body with another value in one place."""
     if not place:
         return value
@@ -49,14 +31,13 @@ def errors(body: type[BaseModel], given: Any) -> int:
     return 0
 
 
-@pytest.mark.parametrize(("body", "given", "place"), PLACES)
-def test_the_errors_of_a_body_are_few(
-    body: type[BaseModel], given: dict[str, Any], place: tuple[str | int, ...]
-) -> None:
+@cases(__file__, "places")
+def test_the_errors_of_a_body_are_few(body: str, place: list[str | int], given: dict[str, Any] | None) -> None:
     """pydantic describes each error in a kilobyte: a body of 8 MiB took gigabytes."""
-    assert errors(body, given | FIELDS) == 1
+    kind, sent = getattr(bodies, body), {"model": "tiny", **(given or {})}
+    assert errors(kind, sent | FIELDS) == 1
     for value in (*WRONG, FIELDS):
-        assert errors(body, with_value(given, place, value)) < 32
+        assert errors(kind, with_value(sent, place, value)) < 32
 
 
 def test_many_token_ids_are_checked_at_once() -> None:

@@ -18,6 +18,7 @@ from tenant import RemoteConfig, rounded_model
 from tenant.endpoint import serving
 from tenant.endpoint.options import Serving
 from tests.adapters import write_adapter
+from tests.cases import cases
 from tests.compatibility.families import build
 from tests.waiting import answering
 
@@ -132,24 +133,12 @@ def test_a_task_that_overflows_fails_alone(client: httpx.Client) -> None:
         assert ("inf or nan" in answer.text) == (name == "broken")
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "message"),
-    [
-        ("/classify", {"model": "other", "input": "a"}, 404, "no model 'other'"),
-        ("/classify", {"model": "judge", "input": "a", "truncate_prompt_tokens": 3}, 400, "truncate_prompt_tokens"),
-        ("/classify", {"model": "judge", "input": [[7], [10**6]]}, 400, "1000000 is not a token"),
-        ("/classify", {"model": "judge", "input": "pump " * 9999}, 400, "context"),
-        ("/score", {"model": "judge", "text_1": "a", "text_2": "b"}, 400, "several labels"),
-        ("/score", {"model": "judge", "queries": ["a", "b"], "documents": ["c"] * 3}, 400, "2 queries and 3 documents"),
-        ("/rerank", {"model": "judge", "query": "a", "documents": []}, 400, "documents"),
-        ("/v1/completions", {"model": "judge", "prompt": "a"}, 404, "no such route"),
-    ],
-)
+@cases(__file__, "refused")
 def test_what_cannot_be_answered_is_refused_by_name(
-    client: httpx.Client, path: str, body: dict[str, Any], status: int, message: str
+    client: httpx.Client, path: str, send: dict[str, Any], status: int, says: str
 ) -> None:
-    answer = client.post(path, json=body)
-    assert (answer.status_code, message in answer.text) == (status, True), answer.text
+    answer = client.post(path, json={"model": "judge", **send})
+    assert (answer.status_code, says in answer.text) == (status, True), answer.text
 
 
 @pytest.mark.parametrize("problem", [None, "regression"])

@@ -16,7 +16,7 @@ from tenant import RemoteConfig, backend_of
 from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.kv import BLOCK
 from tenant.endpoint.engine.packed_model import PackedModel
-from tenant.endpoint.engine.requests import Done, Event, Sampling
+from tenant.endpoint.engine.requests import Done, Sampling
 from tenant.model.loading import load_adapter, load_language_model
 from tenant.tasks import Tasks
 from tests.adapters import write_adapter
@@ -182,22 +182,6 @@ def test_cancellation_ends_a_request_within_a_step(engine: ContinuousEngine) -> 
     assert engine.load().running == 0
 
 
-def test_a_waiting_request_can_be_cancelled(opened: Open) -> None:
-    engine = opened(running=1)
-    other: list[Asked] = []
-    at_once: list[Event] = []
-
-    def leave() -> None:
-        other[0].handle.cancel()
-        at_once.extend(other[0].events)
-
-    first = Asked(engine, PROMPT, max_tokens=3, at={1: leave})
-    other.append(Asked(engine, PROMPT, max_tokens=3))
-    assert first.done().finish == "length"
-    assert at_once == [other[0].done()]
-    assert other[0].done().new_tokens == 0
-
-
 def test_requests_wait_for_memory_and_too_large_ones_are_refused(opened: Open, model: Any) -> None:
     block = PackedModel(model).shape.block_bytes
     engine = opened(memory=block)
@@ -210,21 +194,6 @@ def test_requests_wait_for_memory_and_too_large_ones_are_refused(opened: Open, m
         one.done()
     assert running == [1, 1, 1]
     assert engine.load().memory <= block
-
-
-def test_a_full_queue_refuses_requests(opened: Open) -> None:
-    engine = opened(running=1, waiting=1)
-    errors: list[Exception] = []
-
-    def ask_more() -> None:
-        try:
-            for _ in range(3):
-                Asked(engine, PROMPT, max_tokens=1)
-        except OverloadedError as error:
-            errors.append(error)
-
-    Asked(engine, PROMPT, max_tokens=3, at={1: ask_more}).done()
-    assert len(errors) == 1
 
 
 def test_a_failed_product_fails_its_requests_and_the_engine_lives(

@@ -13,25 +13,9 @@ from tenant.endpoint.engine.continuous import ContinuousEngine
 from tenant.endpoint.engine.sequential import SequentialEngine, open_engine
 from tenant.endpoint.engine.speculation import PromptLookup
 from tenant.model.loading import load_language_model
+from tests.cases import cases
 from tests.compatibility.families import build
 from tests.tenant.endpoint.engine.conftest import Asked, generated
-
-WINDOW = 8
-MIXED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
-LONG_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-FAMILIES: dict[str, tuple[str, dict[str, Any], type]] = {
-    "qwen2": ("Qwen2ForCausalLM", {}, ContinuousEngine),
-    "qwen3": ("Qwen3ForCausalLM", {}, ContinuousEngine),
-    "mistral": ("MistralForCausalLM", {"sliding_window": WINDOW}, ContinuousEngine),
-    "gemma2": ("Gemma2ForCausalLM", MIXED, ContinuousEngine),
-    "gemma3": ("Gemma3ForCausalLM", MIXED, ContinuousEngine),
-    "gpt2": ("GPT2LMHeadModel", {}, ContinuousEngine),
-    "opt": ("OPTForCausalLM", {}, ContinuousEngine),
-    "gpt-oss": ("GptOssForCausalLM", MIXED, ContinuousEngine),
-    "gptj": ("GPTJForCausalLM", {}, SequentialEngine),
-    "falcon": ("FalconForCausalLM", {}, SequentialEngine),
-    "dynamic rope": ("LlamaForCausalLM", {"rope_parameters": LONG_ROPE}, SequentialEngine),
-}
 
 
 class Letters:
@@ -52,18 +36,19 @@ def save(model: str, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_generate(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    name, changes, kind = FAMILIES[family]
-    remote = RemoteConfig(masking="simulate", experts="all" if family == "gpt-oss" else None)
-    model = load_language_model(save(name, tmp_path, **changes), remote=remote, dtype=torch.float32)
+@cases(__file__, "families")
+def test_greedy_tokens_are_those_of_generate(
+    kind: str, together: bool, changes: dict[str, Any] | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    remote = RemoteConfig(masking="simulate", experts="all" if kind == "GptOssForCausalLM" else None)
+    model = load_language_model(save(kind, tmp_path, **(changes or {})), remote=remote, dtype=torch.float32)
     prompts = [(5, 6, 7, 8, 9), (3, 9, 27) * 5]  # shorter and longer than the window
     expected = [generated(model, prompt, 10) for prompt in prompts]
     tokenizer: Any = Letters()
     with caplog.at_level(logging.INFO, logger="tenant.endpoint"):
         engine = open_engine(model, tokenizer)
-    assert type(engine) is kind
-    assert ("because" in caplog.text) == (kind is SequentialEngine)
+    assert type(engine) is (ContinuousEngine if together else SequentialEngine)
+    assert ("because" in caplog.text) != together
     asked = [Asked(engine, prompt, max_tokens=10) for prompt in prompts]
     assert [one.tokens for one in asked] == expected
     engine.close()

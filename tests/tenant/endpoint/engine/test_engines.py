@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from symbiosis_priv.errors import ConfigError, OverloadedError, TaskError
-from tenant.endpoint.engine.continuous import ContinuousEngine
+from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.packed_model import PackedModel
 from tenant.endpoint.engine.queued import QueuedEngine
 from tenant.endpoint.engine.requests import Done, Embedded, Sampling, Started
@@ -23,7 +23,8 @@ PROMPT = tuple(range(5, 25))
 def engine(request: pytest.FixtureRequest, model: Any, tokenizer: Any, tasks: Tasks) -> Iterator[QueuedEngine]:
     made: QueuedEngine
     if request.param == "together":
-        made = ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks)
+        limits = EngineLimits(running=1, waiting=4)
+        made = ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks, limits=limits)
     else:
         made = SequentialEngine(model, tokenizer, tasks=tasks, max_waiting=4)
     yield made
@@ -85,7 +86,6 @@ def test_a_prompt_has_tokens_of_the_model(engine: QueuedEngine, prompt: tuple[in
         Asked(engine, prompt)
 
 
-@pytest.mark.parametrize("engine", ["one after another"], indirect=True)
 def test_cancelled_requests_end_and_too_many_are_refused(engine: QueuedEngine) -> None:
     first = threading.Event()
     long = Asked(engine, PROMPT, max_tokens=200, client="a", at={1: first.set})

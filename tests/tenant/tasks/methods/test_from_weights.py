@@ -1,7 +1,6 @@
 """PEFT's methods that compute with the base weight: PEFT's own losses, from the public checkpoint on disk."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +13,15 @@ from peft.tuners.hra.layer import HRALinear
 from torch import nn
 
 from symbiosis_priv.errors import CheckpointError, UnsupportedMethodError
-from tenant import MaskBertConfig, RemoteConfig, rounded_model
+from tenant import RemoteConfig, rounded_model
 from tenant.model.connect import BaseWeights
 from tenant.model.loading import load_adapter
 from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks.methods.lora import weights_at_hand
 from tenant.tasks.methods.sparse import _flat
 from tenant.tasks.methods.start import rotated
+from tests.adapters import peft_config
+from tests.cases import table
 from tests.splitting import watched
 from tests.tenant.tasks.methods import test_own
 from tests.tenant.tasks.methods.conftest import load, logits, same_everywhere, trained
@@ -29,36 +30,22 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 IDS = torch.arange(3, 19).view(2, 8)
 SMALL: dict[str, Any] = {"target_modules": "all-linear", "r": 4}
-METHODS: dict[str, Callable[[], peft.PeftConfig]] = {
-    "dora": lambda: peft.LoraConfig(use_dora=True, **SMALL),
-    "pissa": lambda: peft.LoraConfig(init_lora_weights="pissa", **SMALL),
-    "olora": lambda: peft.LoraConfig(init_lora_weights="olora", **SMALL),
-    "delora": lambda: peft.DeloraConfig(**SMALL),
-    "tinylora": lambda: peft.TinyLoraConfig(target_modules="all-linear", u=8),
-    "supertuning": lambda: peft.SupertuningConfig(target_modules="all-linear", sparsity=0.95),
-}
-VARIANTS: dict[str, tuple[str, Callable[[], peft.PeftConfig]]] = {
-    "dora with dropout": ("exact_gpt2", lambda: peft.LoraConfig(use_dora=True, lora_dropout=0.1, **SMALL)),
-    "dora, biases trained": ("exact_gpt2", lambda: peft.LoraConfig(use_dora=True, bias="all", **SMALL)),
-    "pissa, dora": ("exact_llama", lambda: peft.LoraConfig(init_lora_weights="pissa", use_dora=True, **SMALL)),
-    "hra, Gram-Schmidt": ("exact_llama", lambda: peft.HRAConfig(apply_GS=True, init_weights=False, **SMALL)),
-    "supertuning and lora": ("exact_llama", lambda: peft.SupertuningConfig(sparsity=0.95, lora_alpha=8, **SMALL)),
-}
-"""What `tests/compatibility` does not try."""
+STARTS, VARIANTS, PASSES = (table(__file__, name) for name in ("starts", "variants", "passes"))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_trains_the_same_split_and_plain(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    model, config = VARIANTS[name]
-    same_everywhere(config, request.getfixturevalue(model), tmp_path)
+    """What `tests/compatibility` does not try."""
+    model, config = VARIANTS[name]["model"], VARIANTS[name]["config"]
+    same_everywhere(lambda: peft_config(**config), request.getfixturevalue(model), tmp_path)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", STARTS)
 def test_the_adapters_start_has_the_bits_of_pefts_own(name: str, exact_llama: Path) -> None:
     models = []
     for split in (True, False):
         torch.manual_seed(3)
-        models.append(peft.get_peft_model(load(exact_llama, split=split), METHODS[name]()))
+        models.append(peft.get_peft_model(load(exact_llama, split=split), peft_config(**STARTS[name])))
     split_model = models[0]
     split_start, plain_start = (
         {n: t for n, t in model.state_dict().items() if ".base_layer." not in n} for model in models
@@ -70,21 +57,14 @@ def test_the_adapters_start_has_the_bits_of_pefts_own(name: str, exact_llama: Pa
             assert module.weight.untyped_storage().nbytes() == 0  # the weight was at hand for the start only
 
 
-READ_IN_EACH_PASS: dict[str, peft.PeftConfig] = {
-    "dora": peft.LoraConfig(use_dora=True, init_lora_weights=False, **SMALL),
-    "dora with dropout": peft.LoraConfig(use_dora=True, lora_dropout=0.1, init_lora_weights=False, **SMALL),
-    "maskbert": MaskBertConfig(target_modules="all-linear"),
-}
-
-
-@pytest.mark.parametrize("name", READ_IN_EACH_PASS)
+@pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("checkpoint", ["llama", "gpt2"])
 def test_a_method_that_computes_with_the_weight_uses_the_rounded_one(
     name: str, checkpoint: str, request: pytest.FixtureRequest
 ) -> None:
     """Rounding changes the weights of these checkpoints, by some 1e-3 of the logits. Only the rounding of activations
     may remain, which is below 1e-4."""
-    folder, config = request.getfixturevalue(checkpoint), READ_IN_EACH_PASS[name]
+    folder, config = request.getfixturevalue(checkpoint), peft_config(**PASSES[name])
     split = trained(load(folder, split=True), copy.deepcopy(config))
     plain = trained(rounded_model(folder), copy.deepcopy(config))
     assert split.losses == pytest.approx(plain.losses, rel=1e-5)
@@ -233,20 +213,14 @@ def test_a_start_needs_the_full_checkpoint(exact_llama: Path, monkeypatch: pytes
 # Half precision, with methods that need no weights, too
 
 
-HALF: dict[str, Callable[[], peft.PeftConfig]] = {
-    "lora": lambda: peft.LoraConfig(target_modules="all-linear", init_lora_weights=False),
-    "shira": lambda: peft.ShiraConfig(init_weights=False, **SMALL),
-    "hra": lambda: peft.HRAConfig(**SMALL),
-    **test_own.METHODS,
-    **METHODS,
-}
+HALF = table(__file__, "half") | STARTS | test_own.METHODS
 
 
 @pytest.mark.parametrize("name", HALF)
 def test_half_precision(name: str, exact_gpt2: Path, exact_llama: Path) -> None:
     """The base model in bfloat16, the adapter in float32: outputs keep the base model's dtype."""
     path = exact_gpt2 if name in test_own.METHODS else exact_llama
-    model: Any = peft.get_peft_model(load(path, split=True).to(torch.bfloat16), HALF[name]())
+    model: Any = peft.get_peft_model(load(path, split=True).to(torch.bfloat16), peft_config(**HALF[name]))
     for mode in (False, True):
         output = model.train(mode)(input_ids=IDS, labels=IDS)
         assert output.logits.dtype == torch.bfloat16

@@ -1,37 +1,32 @@
 """The four methods of this package: the same losses and logits split and plain, trained, saved and loaded."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedMethodError
-from tenant import BitFitConfig, BottleneckConfig, DiffPruningConfig, MaskBertConfig, RemoteConfig
+from tenant import BitFitConfig, BottleneckConfig, DiffPruningConfig, RemoteConfig
 from tenant.model.connect import BaseWeights
 from tenant.model.remote_linear import RemoteLayer
 from tenant.preparation.own_tensors import write_slim
+from tests.adapters import peft_config
+from tests.cases import cases, table
 from tests.tenant.tasks.methods.conftest import load, logits, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about saving without a hub
 
-LINEARS = {"target_modules": "all-linear"}
-METHODS: dict[str, Callable[[], PeftConfig]] = {
-    "bottleneck": lambda: BottleneckConfig(bottleneck_dim=8, **LINEARS),  # type: ignore[arg-type]
-    "bitfit": lambda: BitFitConfig(),
-    "diff pruning": lambda: DiffPruningConfig(density=0.05, **LINEARS),  # type: ignore[arg-type]
-    "maskbert": lambda: MaskBertConfig(masked_share=0.1, **LINEARS),  # type: ignore[arg-type]
-}
+METHODS = table(__file__, "methods")
 
 
 @pytest.mark.parametrize("name", ["bottleneck", "bitfit", "diff pruning"])
 def test_a_new_adapter_changes_no_bit(name: str, exact_gpt2: Path) -> None:
     base = load(exact_gpt2, split=True)
     expected = logits(base)
-    model: Any = get_peft_model(base, METHODS[name]())
+    model: Any = get_peft_model(base, peft_config(**METHODS[name]))
     assert torch.equal(logits(model), expected)
 
 
@@ -94,7 +89,7 @@ def test_masks_need_a_full_checkpoint(exact_llama: Path, tmp_path: Path) -> None
         if isinstance(module, RemoteLayer):
             module.group.weights = slim
     with pytest.raises(UnsupportedMethodError, match="checkpoint='FULL_CHECKPOINT'"):
-        get_peft_model(model, METHODS["maskbert"]())
+        get_peft_model(model, peft_config(**METHODS["maskbert"]))
 
 
 def test_other_weights_than_the_providers_are_noticed(exact_llama: Path, llama: Path) -> None:
@@ -103,22 +98,14 @@ def test_other_weights_than_the_providers_are_noticed(exact_llama: Path, llama: 
         BaseWeights(RemoteConfig(masking="simulate", weight_bits=8), llama).read(entry, 0)
 
 
-@pytest.mark.parametrize(
-    ("config", "values"),
-    [
-        (BottleneckConfig, {"activation": "eval"}),
-        (BottleneckConfig, {"bottleneck_dim": 0}),
-        (DiffPruningConfig, {"density": 0.0}),
-        (MaskBertConfig, {"masked_share": 1.0}),
-    ],
-)
-def test_values_out_of_range_are_refused(config: type[PeftConfig], values: dict[str, Any]) -> None:
+@cases(__file__, "refused")
+def test_values_out_of_range_are_refused(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        config(**values)
+        peft_config(**config)
 
 
 @pytest.mark.parametrize("name", ["bottleneck", "maskbert"])
 def test_merging_is_refused(name: str, exact_llama: Path) -> None:
-    model: Any = get_peft_model(load(exact_llama, split=True), METHODS[name]())
+    model: Any = get_peft_model(load(exact_llama, split=True), peft_config(**METHODS[name]))
     with pytest.raises(UnsupportedMethodError, match="merg"):
         model.merge_and_unload()

@@ -127,27 +127,6 @@ def test_few_rows_are_multiplied_in_the_senders_thread(store: WeightStore, disci
         assert 0 < report.seconds < report.uptime - report.idle
 
 
-def test_requests_during_a_product_share_the_next_product(store: WeightStore) -> None:
-    model = Watched(store)
-    with running(model) as (inbox, _), ThreadPoolExecutor(1) as pool:
-        first, others = Asker(inbox, store), [Asker(inbox, store, name) for name in "bcd"]
-        pool.submit(find_it_at_rest, first, model).result()
-        model.entered.clear()
-        model.open.clear()
-        at_it = pool.submit(first.ask, 1)
-        assert model.entered.wait(TIMEOUT_S)
-        for other in others:
-            other.send(1)
-            assert other.pipe.receive(0.0) is None
-        before = len(model.taken)
-        model.open.set()
-        at_it.result()
-        for other in others:
-            assert other.pipe.receive(TIMEOUT_S) is not None
-        assert [rows for _, rows in model.taken[before:]] == [3]
-        assert model.taken[before][0] not in (threading.current_thread(), model.taken[before - 1][0])
-
-
 def test_an_exception_in_a_senders_thread_ends_the_executor(store: WeightStore) -> None:
     model = Watched(store)
     with running(model) as (inbox, ended):

@@ -6,7 +6,6 @@ well-formed requests (`tests/threat_model/availability/test_abuse.py`).
 
 import contextlib
 import itertools
-import os
 import random
 import socket
 import ssl
@@ -22,18 +21,18 @@ import torch
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
+from tests.memory import CLEAR_REFS, forget_peak, peak_kib
 from tests.provider.clients import Client, Service, effect, execute
 from tests.provider.conftest import Configure, Connect, Keys, Launch
 from tests.waiting import beside
 from threat_model.conformance.frames import malformed_frames
 
-MIB = 1 << 20
 WIDTH = 512  # columns of the attacked layer group, gate and up
 GATE_UP = 2
 FRAMES = malformed_frames()
 LIMITS = {"max_payload_mib": 64, "max_inflight_mib": 320, "max_inflight_mib_per_tenant": 192}
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+pytestmark = pytest.mark.skipif(not CLEAR_REFS.exists(), reason="the system has no peak of memory to reset")
 
 
 @pytest.fixture(scope="module")
@@ -46,39 +45,13 @@ def service(configure: Configure, launch: Launch, wide: Path) -> Service:
     return launch(configure(checkpoint=wide, frame_timeout_s=5, **LIMITS))
 
 
-class Watch:
-    """The peak memory of a process while a block runs."""
-
-    def __init__(self, pid: int) -> None:
-        self._folder = Path(f"/proc/{pid}")
-        self._before = self._resident()
-        self._peak = self._before
-        self._over = threading.Event()
-
-    @property
-    def grown_mib(self) -> float:
-        return (self._peak - self._before) / MIB
-
-    def _resident(self) -> int:
-        return int((self._folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    def _look(self) -> None:
-        while not self._over.wait(0.01):
-            self._peak = max(self._peak, self._resident())
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator["Watch"]:
-        thread = threading.Thread(target=self._look)
-        thread.start()
-        try:
-            yield self
-        finally:
-            self._over.set()
-            thread.join()
-
-
-def watching(service: Service) -> contextlib.AbstractContextManager[Watch]:
-    return Watch(service.process.pid).running()
+@contextlib.contextmanager
+def growing_at_most(service: Service, *, mib: float) -> Iterator[None]:
+    """Check the provider's peak of memory while a block runs."""
+    forget_peak(service.process.pid)
+    before = peak_kib(service.process.pid)
+    yield
+    assert peak_kib(service.process.pid) - before <= 1024 * mib
 
 
 def test_a_flood_of_large_requests(service: Service, connect: Connect) -> None:
@@ -92,13 +65,13 @@ def test_a_flood_of_large_requests(service: Service, connect: Connect) -> None:
         for _ in range(6):
             client.product(execute(GATE_UP, 2048), matrix)
 
-    with watching(service) as watch, ThreadPoolExecutor(len(flood)) as pool:
+    most = 1.1 * LIMITS["max_inflight_mib_per_tenant"]
+    with growing_at_most(service, mib=most), ThreadPoolExecutor(len(flood)) as pool:
         floods = [pool.submit(keep_asking, client) for client in flood]
         while not all(future.done() for future in floods):
             assert torch.equal(honest.product(execute(GATE_UP, 1), row), alone)
         for future in floods:
             future.result()
-    assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
 
 
 class FarClient:
@@ -139,14 +112,13 @@ def test_silent_unauthenticated_connections(service: Service, keys: Keys) -> Non
             opened.append(connection)
             over.wait(max(0.0, begun + len(opened) / 400 - time.monotonic()))
 
-    with watching(service) as watch, contextlib.ExitStack() as connections:
+    with growing_at_most(service, mib=32), contextlib.ExitStack() as connections:
         with beside(flood, over=over):
             time.sleep(0.5)  # 200 of them are open
             for _ in range(3):
                 FarClient(service.address, keys.context("alice"), delay=0.3).health()
         for connection in opened:
             connections.enter_context(connection)
-    assert watch.grown_mib <= 32
     named = [line for line in service.logged() if line["event"] in ("handshake_dropped", "handshake_refused")]
     assert len(named) < 50
 
@@ -207,10 +179,9 @@ def test_thousands_of_malformed_frames(service: Service, connect: Connect) -> No
 
     with beside(keep_asking, over=over):
         provoke(1000)
-        with watching(service) as watch:
+        with growing_at_most(service, mib=12):
             provoke(3000)
     assert next(served) > 100
     assert failures > 2000
-    assert watch.grown_mib < 12
     assert service.stop() == 0
     assert not any(line["event"] == "connection_failed" for line in service.logged())

@@ -97,7 +97,6 @@ def test_certificate_does_not_outlive_its_authority(tmp_path: Path) -> None:
 @example(name="ünïcode")
 @example(name="a" * 64)
 @example(name="a" * 65)
-@settings(max_examples=100, deadline=None)
 def test_names(name: str) -> None:
     with tempfile.TemporaryDirectory() as root:
         directory = Path(root, "keys")

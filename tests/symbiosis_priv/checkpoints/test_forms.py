@@ -28,6 +28,7 @@ from symbiosis_priv.checkpoints.widening import shape, widen
 from symbiosis_priv.errors import CheckpointError, UnsupportedModelError
 from tests import experts, forms
 from tests.cases import cases
+from tests.memory import CLEAR_REFS, forget_peak, peak_kib
 
 DOWN = "model.layers.1.mlp.down_proj"
 
@@ -68,7 +69,7 @@ def test_the_manifest_of_experts_is_that_of_the_same_weights_in_floats(moe: Path
         assert WeightStore(tmp_path / form).manifest() == WeightStore(wide).manifest()
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system has no peak of memory to reset")
+@pytest.mark.skipif(not CLEAR_REFS.exists(), reason="the system has no peak of memory to reset")
 def test_one_matrix_of_a_stack_is_widened_at_a_time(tmp_path: Path) -> None:
     """While a store reads and quantises 128 experts, its memory grows by less than their weights in float32."""
     stacked = ["compressed 4 bits", "mxfp4"]
@@ -95,16 +96,11 @@ def growth(form: str, path: str) -> tuple[int, int, int]:
         forms.publish(source, published, form, chosen=r"\.experts\.")
         store = WeightStore(published, cache=Path(path, "cache"))
         for work in (partial(store.each_group, lambda *_: None), store.manifest):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+            forget_peak()
             before = peak_kib()
             work()
             grown.append(1024 * (peak_kib() - before))
     return max(entry.stacked_outputs * entry.inputs for entry in store.manifest().groups), grown[2], grown[3]
-
-
-def peak_kib() -> int:
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
 
 
 # Against the computations of transformers

@@ -203,8 +203,11 @@ def test_a_damaged_file_is_an_error_and_no_count_is_lost(database: Path) -> None
     assert billed(database) == {"alice": 2}
 
 
-def test_an_unusable_database_is_an_error_at_the_start(tmp_path: Path, database: Path) -> None:
+def test_an_unusable_database_is_an_error_at_the_start(
+    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Damaged, of a later release, another file, or on a full disk: no tenant is served without a bill."""
+    monkeypatch.setattr(usage, "_LOCK_AT_START_S", 0.25)
     counters = UsageCounters(database)
     for number in range(300):
         count(counters, TenantIdentity(f"tenant-{number}", authority="sha256:a"))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 from typer.testing import CliRunner
 
@@ -87,44 +86,10 @@ def test_finetune_writes_a_peft_folder_and_resumes(
     again = finetuning(model, text, local, adapter)
     with pytest.raises(ConfigError, match="choose another folder, or pass --resume"):
         tenant("finetune", *again, "--steps", "3")
-    with pytest.raises(ConfigError, match="rank 8, now 4"):
-        tenant("finetune", *again, "--steps", "3", "--resume", "--rank", "4", "--alpha", "16")
     resumed = tenant("finetune", *again, "--steps", "3", "--resume", "--gradient-checkpointing")
     assert "steps" in resumed
     assert (adapter / "checkpoint-3").is_dir()
     assert tenant("finetune", *again, "--steps", "3", "--resume").count("\nfinished: ") == 1
-
-
-class Evil:
-    """An object that creates a file when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.marker),)
-
-
-def test_a_checkpoint_to_resume_from_runs_no_code_and_is_complete(
-    model: Path, text: Path, local: LocalFederation, adapter: Path, tmp_path: Path
-) -> None:
-    last = max(adapter.glob("checkpoint-*"))
-    marker = tmp_path / "marker"
-    evil = tmp_path / "evil.pt"
-    torch.save({"state": Evil(marker)}, evil)
-    files: dict[str, bytes | None] = {"optimizer.pt": evil.read_bytes(), "scheduler.pt": None}
-    for name, content in files.items():
-        output = tmp_path / "output"
-        shutil.copytree(last, output / last.name)
-        (output / last.name / name).unlink()
-        if content is not None:
-            (output / last.name / name).write_bytes(content)
-        with pytest.raises(CheckpointError, match="damaged" if content is not None else name):
-            tenant("finetune", *finetuning(model, text, local, output), "--steps", "9", "--resume")
-        shutil.rmtree(output)
-    assert not marker.exists()
-    torch.load(evil, weights_only=False)
-    assert marker.exists()  # otherwise this test would prove nothing
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"])
@@ -248,13 +213,15 @@ def test_ctrl_c_stops_an_answer_and_twice_ends_the_chat(
 
 
 def test_prepare_writes_a_slim_checkpoint_that_generates_the_same(
-    model: Path, local: LocalFederation, adapter: Path, tmp_path: Path
+    model: Path, text: Path, local: LocalFederation, adapter: Path, tmp_path: Path
 ) -> None:
     slim = tmp_path / "slim"
     shown = tenant("prepare", "--model", str(model), "--federation", str(local.federation), "--slim", str(slim))
     assert "prepared 8 layer groups" in shown
     with safe_open(slim / "model.safetensors", framework="pt") as file:
         assert not [name for name in file.keys() if "_proj" in name]  # noqa: SIM118  # not a dict
+    with pytest.raises(CheckpointError, match="full base checkpoint"):
+        tenant("check", "--model", str(slim), "--text", str(text))
 
     def generate(folder: Path, *options: str) -> str:
         where = ("--model", str(folder), "--federation", str(local.federation), "--adapter", str(adapter))
@@ -317,12 +284,6 @@ def test_check_measures_quality_without_a_provider_and_shows_its_progress(
         assert figure in shown
     for label in ("ring, 10 bits", "ring_bits = 24", "bf16"):
         assert [(done, total) for name, done, total in seen if name == label] == [(1, 2), (2, 2)]
-
-
-def test_check_needs_the_full_checkpoint(model: Path, text: Path, local: LocalFederation, tmp_path: Path) -> None:
-    tenant("prepare", "--model", str(model), "--federation", str(local.federation), "--slim", str(tmp_path / "slim"))
-    with pytest.raises(CheckpointError, match="full base checkpoint"):
-        tenant("check", "--model", str(tmp_path / "slim"), "--text", str(text))
 
 
 def changed(local: LocalFederation, path: Path, pattern: str, replacement: str) -> Path:

@@ -150,10 +150,6 @@ def test_non_finite_rows_are_an_error_before_a_byte_is_sent(
     assert executor.hellos == []
 
 
-def weights(store: WeightStore) -> Tensor:
-    return torch.cat([layer.weight.double() for layer in store.layers(0)])
-
-
 def test_a_narrow_ring_is_refused() -> None:
     config = RemoteConfig(federation="federation.toml", masking="paper-pool", ring_bits=24)
     with pytest.raises(ConfigError, match=r"RemoteConfig\(ring_bits=32\)"):

@@ -2,8 +2,9 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -16,7 +17,7 @@ from tenant.connections.executor_client import PARALLEL_CHANNELS
 from tenant.routing.known_provider import USUAL, KnownProvider, State
 from tenant.routing.routes import Routes
 from tenant.session.part_queue import PartQueue
-from tests.tenant.conftest import Identities, NewFederation
+from tests.tenant.conftest import Identities
 from tests.waiting import beside
 
 GROUP = GroupIndex(0)
@@ -34,43 +35,27 @@ class Clock:
         return self.now
 
 
-NewRoutes = Callable[..., Routes]
-
-
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture
-def peers(identities: Identities) -> Callable[[wire.Role, Sequence[str]], list[Peer]]:
-    """`peers(role, operators)`: one peer of each operator."""
-    certificates = [identities.provider(number).certificate for number in range(6)]
-    unused = iter(range(6))
-
-    def make(role: wire.Role, operators: Sequence[str]) -> list[Peer]:
-        return [
-            Peer(f"p{number}", operator, role, "127.0.0.1", 7000 + number, certificates[number])
-            for operator, number in zip(operators, unused, strict=False)
-        ]
-
-    return make
-
-
-@pytest.fixture
-def new_routes(
-    new_federation: NewFederation, peers: Callable[[wire.Role, Sequence[str]], list[Peer]], clock: Clock
-) -> NewRoutes:
-    """`new_routes(executors, helpers, pad_helpers=...)`: operators of each role; all of them serve everything."""
-
-    def make(executors: str, helpers: str = "", **options: object) -> Routes:
-        federation: Federation = new_federation(peers("executor", executors), peers("helper", helpers), **options)
-        routes = Routes(federation, with_helpers=bool(helpers), clock=clock)
-        for provider in (*routes.executors, *routes.helpers):
-            hear(provider)
-        return routes
-
-    return make
+def routes_of(
+    clock: Clock, executors: str, helpers: str = "", *, certificates: Sequence[Path] = (), **options: Any
+) -> Routes:
+    """Routes of one provider of each operator, named by a letter; all serve everything. Most tests look nothing up in
+    certificates, so they need none."""
+    nowhere = Path("nowhere")
+    roles: list[wire.Role] = [*["executor"] * len(executors), *["helper"] * len(helpers)]  # type: ignore[list-item]
+    peers = [
+        Peer(f"p{n}", operator, role, "127.0.0.1", 7000 + n, certificates[n] if certificates else nowhere)
+        for n, (operator, role) in enumerate(zip(executors + helpers, roles, strict=True))
+    ]
+    federation = Federation("sha256:0", 10, nowhere, nowhere, tuple(peers), **options)
+    routes = Routes(federation, with_helpers=bool(helpers), clock=clock)
+    for provider in (*routes.executors, *routes.helpers):
+        hear(provider)
+    return routes
 
 
 def hear(provider: KnownProvider, first: int = 0, end: int = 9) -> None:
@@ -95,7 +80,7 @@ def ask(routes: Routes, clock: Clock, cost: dict[str, float], *, size: int = SMA
 def test_small_differences_do_not_move_rows(noise: list[float]) -> None:
     """Rows stay where they are unless another executor is clearly better."""
     clock = Clock()
-    routes = bare_routes(clock, executors=2)
+    routes = routes_of(clock, "AB")
     for _ in range(6):
         ask(routes, clock, {"p0": 0.01, "p1": 0.01})
     asked = Counter[str]()
@@ -104,21 +89,8 @@ def test_small_differences_do_not_move_rows(noise: list[float]) -> None:
     assert max(asked.values()) == len(noise)
 
 
-def bare_routes(clock: Clock, *, executors: int, helpers: int = 0) -> Routes:
-    """Routes without certificates, because nothing is looked up in them here. A pad has one helper."""
-    nowhere = Path("nowhere")
-    executor: wire.Role = "executor"
-    roles: list[wire.Role] = [executor if number < executors else "helper" for number in range(executors + helpers)]
-    peers = [Peer(f"p{n}", f"O{n}", role, "127.0.0.1", 7000 + n, nowhere) for n, role in enumerate(roles)]
-    federation = Federation("sha256:0", 10, nowhere, nowhere, tuple(peers), pad_helpers=1 if helpers else None)
-    routes = Routes(federation, with_helpers=bool(helpers), clock=clock)
-    for provider in (*routes.executors, *routes.helpers):
-        hear(provider)
-    return routes
-
-
-def test_rows_leave_a_slow_executor_and_find_a_fast_one(new_routes: NewRoutes, clock: Clock) -> None:
-    routes = new_routes("AB")
+def test_rows_leave_a_slow_executor_and_find_a_fast_one(clock: Clock) -> None:
+    routes = routes_of(clock, "AB")
     cost = {"p0": 0.01, "p1": 0.05}
     assert ask(routes, clock, cost, times=200)["p0"] > 190
     cost["p0"] = 0.2
@@ -128,8 +100,8 @@ def test_rows_leave_a_slow_executor_and_find_a_fast_one(new_routes: NewRoutes, c
     assert ask(routes, clock, cost, times=600)["p0"] > 300
 
 
-def test_a_failed_executor_gets_no_request_until_it_is_probed(new_routes: NewRoutes, clock: Clock) -> None:
-    routes = new_routes("AB")
+def test_a_failed_executor_gets_no_request_until_it_is_probed(clock: Clock) -> None:
+    routes = routes_of(clock, "AB")
     ask(routes, clock, {"p0": 0.01, "p1": 0.01}, times=10)
     first = routes.executors[0]
     routes.failed(first, "lost")
@@ -146,8 +118,8 @@ def test_a_failed_executor_gets_no_request_until_it_is_probed(new_routes: NewRou
     assert first.health.state is State.UP
 
 
-def test_a_single_executor_is_asked_in_every_state_of_its_breaker(new_routes: NewRoutes) -> None:
-    routes = new_routes("A")
+def test_a_single_executor_is_asked_in_every_state_of_its_breaker(clock: Clock) -> None:
+    routes = routes_of(clock, "A")
     routes.failed(routes.executors[0], "lost")
     assert routes.choose(GROUP, SMALL, holders=()) is routes.executors[0]
 
@@ -155,7 +127,7 @@ def test_a_single_executor_is_asked_in_every_state_of_its_breaker(new_routes: Ne
 @given(failures=st.integers(0, 40), left_s=st.floats(0.0, 120.0), all_fail=st.booleans())
 def test_an_executor_that_hangs_repeatedly_leaves_time_for_others(failures: int, left_s: float, all_fail: bool) -> None:
     clock = Clock()
-    routes = bare_routes(clock, executors=2)
+    routes = routes_of(clock, "AB")
     hanging, other = routes.executors
     for _ in range(failures):
         for provider in (hanging, other) if all_fail else (hanging,):
@@ -197,7 +169,8 @@ PRODUCTS = 1000
 @given(tricks=TRICKS)
 def test_a_provider_that_is_slow_on_purpose_costs_a_tenth(helper: bool, tricks: list[str]) -> None:
     clock, adversary = Clock(), SlowOnPurpose(tricks)
-    routes, began = bare_routes(clock, executors=2 - helper, helpers=2 * helper), clock.now
+    routes = routes_of(clock, "A", "BC", pad_helpers=1) if helper else routes_of(clock, "AB")
+    began = clock.now
     for _ in range(PRODUCTS):
         done = False
         while not done:
@@ -240,43 +213,37 @@ def test_holders_are_of_k_companies_without_the_executors_company(
     companies: list[str], executors: int, k: int, down: set[int]
 ) -> None:
     """Any helpers may be absent. If k suitable helpers are left, they are found."""
-    nowhere = Path("nowhere")
     executors = min(executors, len(companies) - 1)
-    everybody = [
-        Peer(f"p{n}", company, "executor" if n < executors else "helper", "127.0.0.1", 7000 + n, nowhere)
-        for n, company in enumerate(companies)
-    ]
-    federation = Federation("sha256:0", 10, nowhere, nowhere, tuple(everybody), pad_helpers=k)
-    routes = Routes(federation, with_helpers=True, clock=Clock())
+    routes = routes_of(Clock(), "".join(companies[:executors]), "".join(companies[executors:]), pad_helpers=k)
     for number, provider in enumerate((*routes.executors, *routes.helpers)):
-        hear(provider)
         if number in down:
             routes.failed(provider, "lost")
     for executor in routes.executors:
         holders = [provider.peer.operator for provider in routes.holders(GROUP, executor)]
         assert len(set(holders)) == len(holders)
         assert executor.peer.operator not in holders
-        possible = {peer.operator for peer in federation.helpers} - {executor.peer.operator}
+        possible = {provider.peer.operator for provider in routes.helpers} - {executor.peer.operator}
         assert len(holders) == min(routes.helpers_per_pad, len(possible))
         assert set(routes.able(GROUP, [h.peer for h in routes.holders(GROUP, executor)])) >= {executor}
 
 
-def test_holders_that_leave_more_executors_a_choice_are_preferred(new_routes: NewRoutes) -> None:
-    routes = new_routes("AB", "BC", pad_helpers=1)
+def test_holders_that_leave_more_executors_a_choice_are_preferred(clock: Clock) -> None:
+    routes = routes_of(clock, "AB", "BC", pad_helpers=1)
     assert [provider.peer.operator for provider in routes.holders(GROUP)] == ["C"]
     assert routes.can_replace(GROUP, [routes.helpers[1].peer])  # the other helper, for the first executor
     assert not routes.can_replace(GROUP, [provider.peer for provider in routes.helpers])
 
 
-def test_a_company_is_more_than_an_operator(new_routes: NewRoutes) -> None:
-    routes = new_routes("AB", "CD", pad_helpers=1, companies=[Company("Holding", (), ("A", "C"))])
+def test_a_company_is_more_than_an_operator(clock: Clock) -> None:
+    routes = routes_of(clock, "AB", "CD", pad_helpers=1, companies=(Company("Holding", (), ("A", "C")),))
     first = routes.executors[0]
     assert [provider.peer.operator for provider in routes.holders(GROUP, first)] == ["D"]
     assert first not in routes.able(GROUP, [routes.helpers[0].peer])
 
 
-def test_the_providers_left_after_quarantines_must_suffice_for_a_product(new_routes: NewRoutes) -> None:
-    routes = new_routes("A", "BC", pad_helpers=1)
+def test_the_providers_left_after_quarantines_must_suffice_for_a_product(clock: Clock, identities: Identities) -> None:
+    certificates = [identities.provider(number).certificate for number in range(3)]
+    routes = routes_of(clock, "A", "BC", certificates=certificates, pad_helpers=1)
     routes.check(GROUP)
     routes.quarantine(routes.helpers[0].peer)
     routes.check(GROUP)

@@ -13,7 +13,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.keystream import Keystream, StreamKey
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import BurntRowError, DeadlineExceededError, VerificationError
+from symbiosis_priv.errors import DeadlineExceededError, VerificationError
 from symbiosis_priv.limits import GroupIndex
 from tenant.connections.executor_client import joined
 from tenant.core.pads import EffectSource, Pad, PadOrder, SessionSecret, Share
@@ -217,10 +217,3 @@ def test_a_malformed_effect_in_the_pool_is_not_dropped(preparation: Preparation)
     (pad,) = pools.take(0, FORWARD, 4)
     assert pad.shares[0].effect.exception(TIMEOUT_S) is lie
     pools.close()
-
-
-def test_a_source_does_not_survive_a_fork(preparation: Preparation, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Flaky(preparation, ValueError())
-    monkeypatch.setattr("tenant.core.pads.generation", lambda: -1)
-    with pytest.raises(BurntRowError, match="forked"):
-        source.draw(PadOrder(GroupIndex(0), FORWARD, 1))

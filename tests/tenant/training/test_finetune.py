@@ -219,7 +219,23 @@ def _say(checkpoint: Path, **entries: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
+class Evil:
+    """An object that makes a folder when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def _plant_code(checkpoint: Path) -> None:
+    torch.save({"state": Evil(checkpoint.parent / "ran")}, checkpoint / "optimizer.pt")
+
+
 _HOSTILE: dict[str, Callable[[Path], object]] = {
+    "an optimizer that runs code": _plant_code,
+    "no scheduler": lambda checkpoint: (checkpoint / "scheduler.pt").unlink(),
     "a norm of the base model": _changed_adapter(
         lambda found: found.update({"base_model.model.model.norm.weight": torch.zeros(64)})
     ),
@@ -235,6 +251,10 @@ def test_a_hostile_checkpoint_is_not_resumed(name: str, run: Run, begun: Path, t
     _HOSTILE[name](last_checkpoint(output))
     with pytest.raises(CheckpointError, match="checkpoint-1"):
         run(output, resume=True, steps=2)
+    assert not (output / "ran").exists()
+    if name == "an optimizer that runs code":  # otherwise this test would prove nothing
+        torch.load(output / "checkpoint-1" / "optimizer.pt", weights_only=False)
+        assert (output / "ran").exists()
 
 
 def test_a_checkpoint_loads_nothing_beside_the_adapter(run: Run, begun: Path, tmp_path: Path) -> None:

@@ -28,15 +28,6 @@ SCHEMA = {
 }
 
 
-def test_models(client: Any) -> None:
-    listed = {one.id: one for one in client.models.list()}
-    assert set(listed) == {"tiny", "lora"}
-    assert listed["lora"].model_extra["parent"] == "tiny"
-    assert client.models.retrieve("lora").id == "lora"
-    with pytest.raises(openai.NotFoundError, match="none-such"):
-        client.models.retrieve("none-such")
-
-
 @pytest.mark.parametrize("name", ["tiny", "lora"])
 def test_greedy_text_is_that_of_generate(
     client: Any, tokenizer: Any, checkpoint: Path, adapters: Path, name: str
@@ -318,10 +309,15 @@ def test_a_benchmark_gets_the_tokens_that_it_asked_for(client: Any, served: Serv
         assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (new, reason)
 
 
-def test_unknown_models_and_wrong_keys(client: Any) -> None:
-    with pytest.raises(openai.NotFoundError) as unknown:
-        client.completions.create(model="none-such", prompt="x")
-    assert unknown.value.code == "model_not_found"
+def test_models_are_listed_and_unknown_ones_and_wrong_keys_refused(client: Any) -> None:
+    listed = {one.id: one for one in client.models.list()}
+    assert set(listed) == {"tiny", "lora"}
+    assert listed["lora"].model_extra["parent"] == "tiny"
+    assert client.models.retrieve("lora").id == "lora"
+    for ask_for in (client.models.retrieve, partial(client.completions.create, prompt="x")):
+        with pytest.raises(openai.NotFoundError, match="none-such") as unknown:
+            ask_for(model="none-such")
+        assert unknown.value.code == "model_not_found"
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="sk-wrong").models.list()
 

@@ -393,12 +393,6 @@ ARABIC += (
 )
 
 
-ARABIC = "# الطقس\n\nاليوم **غائم** مع `LoRA` قليلا.\n\n1. أولا\n2. ثانيا\n   - فرع\n\n> قال: نعم\n\n"
-ARABIC += (
-    "| المدينة | الحرارة |\n|---|---:|\n| القاهرة | 31 |\n\nIn English: cloudy.\n\n```python\nprint(1)  # واحد\n```"
-)
-
-
 def test_languages_run_in_their_own_direction(page: Any, states: Path) -> None:
     answers_with(page, ARABIC)
     ask(page, "كيف الطقس اليوم؟")

@@ -19,7 +19,8 @@ from tenant.core.parts import MOST_FEW, FloatRows, Places
 from tenant.masking.backend import RingBackend
 from tenant.masking.registry import session_scheme
 from tenant.routing.known_provider import Tolerance
-from tenant.session import lane, session as sessions
+from tenant.session import session as sessions
+from tenant.session.lane import Lane, Unfinished
 from tenant.session.session import Session
 from tests.tenant.conftest import NewProvider, NewSession, Scripted
 from tests.tenant.scripted import Behaviour, Heard, ScriptedProvider, frame, honest, spoil
@@ -148,33 +149,29 @@ def test_both_ways_give_the_same_bits_and_verdicts(
             executor, helper = new_provider(), new_provider()
             session = new_session(masking, [executor], [helper], tolerance=HASTY, deadline_s=2.0, ring_bits=ring_bits)
             results.append(run(session, executor, steps, ring_bits, helper))
-            requests.append([(one.request.group, one.request.direction, one.request.rows) for one in executor.executed])
+            sent = [one.header for one in executor.executed]
+            asked = [(one.request.group, one.request.direction, one.request.rows) for one in executor.executed]
+            requests.append([(*one, sent.index(header)) for one, header in zip(asked, sent, strict=True)])
             same_nonce: dict[bytes, bytes] = {}
             for one in executor.executed:
                 assert same_nonce.setdefault(one.request.nonce, one.payload) == one.payload  # rule 3
+            assert session.routes.executors[0].in_flight == 0
             session.close()
     for with_lanes, without in zip(*results, strict=True):
         assert torch.equal(with_lanes, without) if isinstance(with_lanes, Tensor) else with_lanes is without
     assert requests[0] == requests[1]
 
 
-@pytest.fixture
-def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[lane.Unfinished | None]:
-    """What each product of a lane has returned."""
-    found: list[lane.Unfinished | None] = []
-    multiply_few = lane.Lane.multiply
-
-    def observed(self: lane.Lane, places: Places) -> lane.Unfinished | None:
-        found.append(multiply_few(self, places))
-        return found[-1]
-
-    monkeypatch.setattr(lane.Lane, "multiply", observed)
-    return found
-
-
 def test_repeated_products_take_the_lane(
-    executor: ScriptedProvider, outcomes: list[lane.Unfinished | None], session: Session
+    executor: ScriptedProvider, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    outcomes, multiply_few = list[Unfinished | None](), Lane.multiply
+
+    def observed(lane: Lane, places: Places) -> Unfinished | None:
+        outcomes.append(multiply_few(lane, places))
+        return outcomes[-1]
+
+    monkeypatch.setattr(Lane, "multiply", observed)
     run(session, executor, [ONE_ROW] * 18, 32)  # the first products find the providers and make the lane
     assert outcomes.count(None) > 10
     ledger = session.ledger()
@@ -194,22 +191,6 @@ def test_a_layers_rows_take_the_lane(new_session: NewSession, scripted: Scripted
     outputs = backend.forward_few(0, x[:, None], torch.float64)
     assert outputs is not None
     assert torch.equal(torch.cat(outputs, dim=-1)[:, 0], expected)
-
-
-@pytest.mark.parametrize("fault", [name for name in FAULTS if name not in ("usual", "limited")])
-def test_a_failure_is_left_to_the_usual_way(
-    fault: str, executor: ScriptedProvider, new_session: NewSession, outcomes: list[lane.Unfinished | None]
-) -> None:
-    session = new_session("none", tolerance=HASTY)
-    *_, second = run(session, executor, [replace(ONE_ROW, fault=fault)], 32)
-    assert [isinstance(one, lane.Unfinished) for one in outcomes] == [True]
-    if fault in ("lost", "busy"):
-        assert isinstance(second, Tensor)
-        assert len({one.header for one in executor.executed[2:]}) == 1  # identical bytes (rule 3)
-        assert len({one.payload for one in executor.executed[2:]}) == 1
-    else:
-        assert isinstance(second, type)
-    assert session.routes.executors[0].in_flight == 0
 
 
 def test_rows_that_are_not_finite_are_refused_before_a_pad_is_burnt(

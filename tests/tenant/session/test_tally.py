@@ -1,10 +1,6 @@
 """A session's ledger: its figures of each provider."""
 
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -93,10 +89,3 @@ def test_a_step_goes_forward_and_back_in_parts() -> None:
     assert step.turns == 7 * 4 // PARALLEL_CHANNELS
     assert of_step(groups, 1).round_trips == of_step(groups, 1).turns == 7
     assert sum([step, step], PredictedTraffic()).up == 2 * step.up
-
-
-@pytest.fixture
-def executors() -> Iterator[list[Any]]:
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        provider = SimpleNamespace(health=SimpleNamespace(seconds_for=lambda size: None))
-        yield [SimpleNamespace(provider=provider, workers=[worker, worker]) for worker in (one, other)]

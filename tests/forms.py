@@ -68,12 +68,7 @@ def floats(ending: str, block: tuple[int, int] | None, dtype: torch.dtype) -> Pa
 
 
 def integers(
-    bits: int,
-    *,
-    group: int | None = GROUP,
-    zeros: bool = False,
-    ordered: bool = False,
-    early: bool = False,
+    bits: int, *, group: int | None = GROUP, zeros: bool = False, ordered: bool = False, early: bool = False
 ) -> Packer:
     """compressed-tensors: int8 as it is (without a group), or packed integers, with zero points or groups of columns in
     any order. Its early versions did not pack zero points. Groups in order are stored as -1."""

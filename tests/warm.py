@@ -99,7 +99,9 @@ class Popen(_NewProcess[Any]):
     ) -> None:
         assert args[0] == sys.executable, f"only Python runs in a fork: {args}"
         self.args, self.returncode = args, None
-        self._text, pipes = text, list[int]()  # ends of the fork
+        self._communication_started, self._input, self._sigint_wait_secs = False, None, 0.25  # for `communicate`
+        self.text_mode, self.encoding, self.errors = text, None, None
+        pipes = list[int]()  # ends of the fork
         own: list[IO[Any] | None] = [None, None, None]
         files: list[int] = []
         for number, given in enumerate((stdin, stdout, stderr)):
@@ -148,36 +150,6 @@ class Popen(_NewProcess[Any]):
                     raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
                 self.returncode = os.waitstatus_to_exitcode(self._receive())
         return self.returncode
-
-    def send_signal(self, sig: int) -> None:
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, sig)
-
-    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
-        """As that of `subprocess`, for input that a pipe can hold."""
-        found: list[Any] = [None, None]
-
-        def read(number: int, file: IO[Any]) -> None:
-            found[number] = file.read()
-
-        readers = [
-            threading.Thread(target=read, args=(number, file), daemon=True)
-            for number, file in enumerate((self.stdout, self.stderr))
-            if file
-        ]
-        for reader in readers:
-            reader.start()
-        if self.stdin:
-            if input:
-                self.stdin.write(input)
-            self.stdin.close()
-        self.wait(timeout)
-        for reader in readers:
-            reader.join(timeout)
-            if reader.is_alive():
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-        return found[0], found[1]
 
     def _receive(self) -> int:
         data = self._connection.recv(_NUMBER.size)

@@ -26,10 +26,7 @@ from tests.waiting import until
 LAYERS = 2
 
 
-@given(
-    st.lists(st.integers(1, 20), min_size=1, max_size=7),
-    st.lists(st.integers(1, 9), min_size=1, max_size=4),
-)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_the_fullest_card_is_as_empty_as_possible(sizes: list[int], memory: list[int]) -> None:
     """By comparison with every way to divide the layers."""
 

@@ -83,8 +83,7 @@ class Asker:
 
 @contextlib.contextmanager
 def running(
-    model: Watched,
-    discipline: type[Discipline[Any]] = Discipline,
+    model: Watched, discipline: type[Discipline[Any]] = Discipline
 ) -> Iterator[tuple[LocalInbox, Future[None]]]:
     """An executor in a separate thread."""
     inbox = LocalInbox()

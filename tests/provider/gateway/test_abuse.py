@@ -134,11 +134,7 @@ def malformed(rng: random.Random) -> tuple[bytes, bool]:
     helpers = effect(0, 1, seed=bytes(32))
     size = rng.choice([size for size in (0, 1, 255, 256, 4096) if size != 4 * rows * WIDTH])
     if rng.random() < 0.05:
-        kinds = [
-            bytes(flipped),
-            rng.randbytes(rng.randrange(wire.PREFIX.size, 200)),
-            rng.choice(FRAMES).data,
-        ]
+        kinds = [bytes(flipped), rng.randbytes(rng.randrange(wire.PREFIX.size, 200)), rng.choice(FRAMES).data]
         leaves = rng.random() < 0.2
         return (good[: rng.randrange(1, len(good))] if leaves else rng.choice(kinds)), leaves
     kinds = [

@@ -61,11 +61,7 @@ def oracle(store: WeightStore, group: int, direction: Direction, rows: Tensor) -
 
 @pytest.mark.parametrize("max_batch_rows", [16_384, 3])
 def test_concurrent_tenants_get_the_same_bits_as_alone(
-    configure: Configure,
-    connect: Connect,
-    store: WeightStore,
-    monkeypatch: pytest.MonkeyPatch,
-    max_batch_rows: int,
+    configure: Configure, connect: Connect, store: WeightStore, monkeypatch: pytest.MonkeyPatch, max_batch_rows: int
 ) -> None:
     """Products have the same bits also if every request is cut into pieces of three rows."""
     monkeypatch.setattr("provider.scheduler.scheduler.MAX_BATCH_ROWS", max_batch_rows)
@@ -430,8 +426,7 @@ def test_rows_of_24_bits_stay_as_they_are_on_the_wire(
 
 
 @pytest.mark.parametrize(
-    ("settings", "narrow"),
-    [({}, False), ({"device": "cuda:1"}, True), ({"device": "cuda", "ranks": 2}, False)],
+    ("settings", "narrow"), [({}, False), ({"device": "cuda:1"}, True), ({"device": "cuda", "ranks": 2}, False)]
 )
 def test_only_a_process_with_one_gpu_takes_rows_of_24_bits(
     settings: dict[str, Any], narrow: bool, configure: Configure

@@ -9,27 +9,19 @@ cost is assumed (`Hardware`).
 import argparse
 import random
 import statistics
-import tempfile
-import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from provider.announce.announcer import LIFETIME_S
-from provider.announce.placement import Placed, better, coverage, most_needed
+from provider.announce.placement import Placed, coverage, most_needed
 from provider.config.schema import SchedulerConfig
 from provider.scheduler.scheduler import Scheduler
 from tests.provider.scheduler.rehearsal import GROUPS, ONE_CORE, Executor, Hardware, Tenant, play
-from tests.registries import CredulousRegistry, registry_config
-from tests.vouching import DIGEST, Vouching
 
 LAYERS, SERVED = 32, 8
 WARM_UP_S = 1.0
-
 
 HARDWARE = {
     "one core (measured)": ONE_CORE,
@@ -107,46 +99,6 @@ def simulate(
     )
 
 
-def after_a_loss(executors: int, *, lost: float, seed: int = 0) -> Iterator[float]:
-    """Capacity of the least served layer over the mean: at first, after a share of the executors has left (those of
-    the first layers), and after each of twelve periods of moves."""
-    rng = random.Random(seed)
-    there = placed(executors, rng=rng, operators=executors // 2)
-
-    def share() -> float:
-        served = [one.executors for one in coverage(LAYERS, there)]
-        return min(served) / statistics.fmean(served)
-
-    yield share()
-    there = sorted(there, key=lambda one: one.layers.first)[round(lost * executors) :]
-    yield share()
-    for period in range(12):
-        for own in rng.sample(there, len(there)):
-            others = [one for one in there if one.key != own.key]
-            if (to := better(LAYERS, own, others, period=period)) is not None:
-                there = [*others, own._replace(layers=to)]
-        yield share()
-
-
-def registry_load(executors: int, folder: Path, *, sessions: int = 100) -> tuple[float, float, int]:
-    """Processor seconds of an announcement and of a session's list, each with its connection and with what the client
-    does, over a real registry; and the bytes of the list."""
-    vouching = Vouching.in_folder(folder)
-    says = [vouching.says(f"e{number:03}") for number in range(executors)]
-    with CredulousRegistry(registry_config(vouching, database=folder / "registry.sqlite")) as server:
-        began = time.process_time()
-        for said in says:
-            with vouching.client(server.address) as client:
-                client.announce(said)
-        between = time.process_time()
-        for _ in range(sessions):
-            with vouching.client(server.address) as client:
-                listed = client.list(DIGEST)
-        ended = time.process_time()
-    assert sorted(listed) == sorted(says)
-    return (between - began) / executors, (ended - between) / sessions, sum(map(len, listed))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tenants", type=int, default=1000)
@@ -173,17 +125,7 @@ def main() -> None:
                 f"{statistics.fmean(found.rows_per_s):,.0f}",
                 f"{max(found.busy):.0%}",
             )
-    console = Console()
-    console.print(table)
-    with tempfile.TemporaryDirectory() as folder:
-        announcement_s, list_s, size = registry_load(arguments.executors, Path(folder))
-    console.print(
-        f"a registry gets {3 * arguments.executors / LIFETIME_S:.2f} announcements a second; processor time, with the "
-        f"client's, of one: {announcement_s * 1e3:.1f} ms; of a list, {size / 1024:.0f} KiB: {list_s * 1e3:.1f} ms"
-    )
-    before, lost, *later = after_a_loss(arguments.executors, lost=0.1)
-    shares = " ".join(f"{share:.0%}" for share in later)
-    console.print(f"least served layer over the mean: {before:.0%}; a tenth lost: {lost:.0%}; then by period {shares}")
+    Console().print(table)
 
 
 if __name__ == "__main__":

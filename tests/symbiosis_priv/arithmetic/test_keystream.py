@@ -12,15 +12,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
-from symbiosis_priv.arithmetic.keystream import (
-    MAX_ROW,
-    Keystream,
-    Seed,
-    StreamKey,
-    derive,
-    expand,
-    mask_key,
-)
+from symbiosis_priv.arithmetic.keystream import MAX_ROW, Keystream, Seed, StreamKey, derive, expand, mask_key
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.harness import strategies as testing
 from tests import drawn

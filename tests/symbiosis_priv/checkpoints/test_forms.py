@@ -388,14 +388,7 @@ _ENTRIES = (
 @given(
     entry=st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(READ),
-        lambda inner: (
-            st.lists(inner, max_size=3)
-            | st.dictionaries(
-                st.sampled_from(_ENTRIES),
-                inner,
-                max_size=6,
-            )
-        ),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_ENTRIES), inner, max_size=6),
     )
 )
 def test_any_entry_is_read_or_refused(entry: Any) -> None:

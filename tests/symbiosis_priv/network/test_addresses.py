@@ -10,14 +10,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from symbiosis_priv.errors import ConfigError, ConnectionLostError
-from symbiosis_priv.network.addresses import (
-    is_internal,
-    local_address,
-    names_host,
-    parse_address,
-    shown,
-    ways_back,
-)
+from symbiosis_priv.network.addresses import is_internal, local_address, names_host, parse_address, shown, ways_back
 from symbiosis_priv.network.dial import ClientConnection
 from tests.cases import cases
 

@@ -55,12 +55,7 @@ def test_a_tpm_gives_the_key_of_the_cache_to_a_descriptor(new_tpm: NewTpm, tmp_p
         variables = {"TPM": f"--tpm2-device=swtpm:path={tpm}", "SYMBIOSIS_PRIV_CACHE_KEY_FD": "3"}
         variables |= {"PYTHON": sys.executable, "SHOW": SHOW}
         return subprocess.run(
-            ["sh", "-c", command],
-            cwd=tmp_path,
-            env=os.environ | variables,
-            capture_output=True,
-            text=True,
-            timeout=60,
+            ["sh", "-c", command], cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, timeout=60
         )
 
     tpm, tenant = new_tpm(), f'{DECRYPT} | "$PYTHON" -c "$SHOW" 3<&0'

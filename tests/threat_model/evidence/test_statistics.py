@@ -6,12 +6,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from threat_model.evidence.statistics import (
-    agreement_by_chance,
-    binomial_tail,
-    clopper_pearson,
-    normal_tail,
-)
+from threat_model.evidence.statistics import agreement_by_chance, binomial_tail, clopper_pearson, normal_tail
 
 
 def exact_tail(successes: int, trials: int, chance: float) -> float:

@@ -6,23 +6,14 @@ import pytest
 import torch
 
 from symbiosis_priv.checkpoints.discovery.skeleton import traced
-from tenant.model.division import CONVOLUTIONS, EMBEDDINGS, HEADS, OTHERS, ROUTERS, TIED_HEAD, division
+from tenant.model.division import OTHERS, division
+from tests.cases import cases
 from tests.compatibility.families import build
 
-NORMS = {OTHERS: 5 * 32}
-MODELS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
-    "Llama": ("LlamaForCausalLM", {}, {EMBEDDINGS: 96 * 32, **NORMS}),
-    "a tied head": ("LlamaForCausalLM", {"tie_word_embeddings": True}, {TIED_HEAD: 96 * 32, **NORMS}),
-    "Mixtral": ("MixtralForCausalLM", {}, {EMBEDDINGS: 96 * 32, ROUTERS: 2 * 4 * 32, **NORMS}),
-    "BERT": ("BertForSequenceClassification", {}, {HEADS: 2 * 32}),
-    "ViT": ("ViTForImageClassification", {}, {CONVOLUTIONS: 3 * 16 * 32}),
-}
 
-
-@pytest.mark.parametrize("name", MODELS)
+@cases(__file__, "models")
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_every_parameter_is_counted_once(name: str, device: str) -> None:
-    kind, changes, kept = MODELS[name]
+def test_every_parameter_is_counted_once(kind: str, changes: dict[str, Any], kept: dict[str, int], device: str) -> None:
     with torch.device(device):
         model = build(kind, **changes)
     model.config.architectures = [kind]

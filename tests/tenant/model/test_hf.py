@@ -22,6 +22,8 @@ from symbiosis_priv.errors import CheckpointError, NonFiniteError, SymbiosisErro
 from symbiosis_priv.federation import Federation
 from tenant import RemoteConfig, backend_of
 from tenant.model.remote_linear import RemoteLayer
+from tests.adapters import peft_config
+from tests.cases import cases
 from tests.compatibility.families import build
 from tests.splitting import split_model
 from tests.tenant.conftest import Scripted, Tape
@@ -265,22 +267,12 @@ def test_layers_offloaded_to_disk_are_refused(
         type(weight)(torch.empty(2, 2), requires_grad=False)
 
 
-@pytest.mark.parametrize(
-    ("config", "works"),
-    [
-        (peft.LoraConfig(r=4, target_modules=["q_proj"]), True),
-        (peft.RoadConfig(target_modules=["q_proj"]), True),
-        (peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]), False),
-        (peft.VeraConfig(r=4, target_modules=["q_proj"]), False),
-        (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), False),
-    ],
-    ids=lambda value: type(value).__name__,
-)
+@cases(__file__, "adapter_names")
 def test_adapter_names_that_peft_would_ignore_are_an_error(
-    load: Load, llama: Path, config: peft.PeftConfig, works: bool
+    load: Load, llama: Path, config: dict[str, Any], works: bool
 ) -> None:
     """Otherwise every row would go through the active adapter without an error."""
-    model: Any = peft.get_peft_model(load(llama), config).eval()
+    model: Any = peft.get_peft_model(load(llama), peft_config(**config)).eval()
     names = ["default", "__base__"]
     with torch.no_grad():
         model(input_ids=IDS)

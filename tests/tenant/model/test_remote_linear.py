@@ -14,7 +14,6 @@ import peft
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, RANGE, Direction, quantise_rows
@@ -22,11 +21,12 @@ from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import UnsupportedMethodError
 from symbiosis_priv.harness import strategies as testing
-from tenant import rounded_model
 from tenant.masking.backend import Backend, Product, RingBackend, Simulation
 from tenant.model.hf import backend_of
 from tenant.model.offloaded import OffloadedWeight, set_dtype_and_device
 from tenant.model.remote_linear import LayerGroup, RemoteLinear
+from tests.adapters import peft_config
+from tests.cases import cases
 from tests.splitting import split_model, watched
 
 QKV, OUT = 0, 1  # layer groups of the tiny Llama's first block
@@ -357,24 +357,15 @@ def test_a_weight_cannot_be_trained(qkv: Siblings) -> None:
 # PEFT
 
 
-@pytest.mark.parametrize(
-    ("config", "of_qkv"),
-    [
-        (peft.OFTConfig(target_modules=["q_proj", "v_proj"], oft_block_size=16, use_cayley_neumann=False), 3),
-        (peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]), 1),
-        (peft.LoraConfig(target_modules="all-linear", r=4), 1),
-    ],
-    ids=["oft", "ia3", "lora"],
-)
+@cases(__file__, "inputs")
 def test_inputs_that_an_adapter_changes_are_requests_of_their_own(
-    config: peft.PeftConfig, of_qkv: int, llama: Path, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], of_qkv: int, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OFT rotates the input of q and of v, so q/k/v take three requests. IA3 changes that of `down_proj`, which has no
     siblings."""
     base: Any = split_model(llama)
     facts, calls = backend_of(base).facts, watched(base, monkeypatch)
-    config.task_type = "CAUSAL_LM"
-    peft.get_peft_model(base, config).eval()(input_ids=torch.arange(5)[None])
+    peft.get_peft_model(base, peft_config(**config)).eval()(input_ids=torch.arange(5)[None])
     asked = Counter(facts[product.group].entry.members[0].rpartition(".")[2] for (product,) in calls)
     blocks = base.config.num_hidden_layers
     others = {"o_proj": blocks, "gate_proj": blocks, "down_proj": blocks, "lm_head": 1}
@@ -415,34 +406,6 @@ def test_training_an_offloaded_layer_itself_is_refused(llama: Path) -> None:
 def biased(gpt2: Path) -> Any:
     """A split GPT-2 in simulation."""
     return split_model(gpt2)
-
-
-# a warning of plain PEFT for LoRA on GPT-2
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but the target module is `Conv1D`:UserWarning")
-@pytest.mark.parametrize("bias", ["all", "lora_only"])
-def test_the_biases_of_offloaded_layers_are_trained(biased: Any, gpt2: Path, bias: Any, tmp_path: Path) -> None:
-    """With PEFT's `bias` option, gradients and the saved adapter equal those of the plain model."""
-    saved = []
-    for model in (biased, rounded_model(gpt2)):
-        torch.manual_seed(0)
-        adapted: Any = peft.get_peft_model(
-            model, peft.LoraConfig(target_modules=["c_attn"], bias=bias, task_type="CAUSAL_LM", fan_in_fan_out=True)
-        )
-        optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=1.0)
-        adapted(input_ids=IDS, labels=IDS).loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            logits = adapted(input_ids=IDS).logits
-        adapted.save_pretrained(str(tmp_path))
-        saved.append(load_file(tmp_path / "adapter_model.safetensors") | {"logits": logits})
-    split, plain = saved
-    assert split.keys() == plain.keys()
-    assert any(name.endswith("c_attn.base_layer.bias") for name in split)
-    for name, tensor in split.items():
-        assert torch.allclose(tensor, plain[name], rtol=0, atol=1e-4), name
-    loaded = peft.PeftModel.from_pretrained(split_model(gpt2), str(tmp_path)).eval()
-    with torch.no_grad():
-        assert torch.allclose(loaded(input_ids=IDS).logits, split["logits"], rtol=0, atol=1e-3)
 
 
 def test_a_bias_is_with_the_tenant_and_is_saved_once_trained(biased: Any) -> None:

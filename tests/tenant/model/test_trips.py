@@ -5,7 +5,6 @@ four round trips.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,11 @@ from tenant.options import MOST_ROWS
 from tenant.tasks import Tasks
 from tenant.tasks.batch import BASE
 from tests import splitting
-from tests.cases import table
+from tests.adapters import peft_config
+from tests.cases import cases, table
 from tests.splitting import split_model, watched
 
 IDS = torch.arange(3, 12).view(1, 9)
-NORMS = r".*post_attention_layernorm|.*\.1\.input_layernorm"
 ORDINARY, COMPOSED = 3 * 4 + 1, 5  # layer groups of three blocks and the head; sums that a norm and linears follow
 FAMILIES, OTHERS, BESIDE = (table(__file__, name) for name in ("families", "others", "beside"))
 
@@ -109,33 +108,15 @@ def lora(**changes: Any) -> peft.LoraConfig:
     return peft.LoraConfig(task_type="CAUSAL_LM", **given | changes)
 
 
-def ia3(target: str) -> peft.IA3Config:
-    feedforward = [target] if target == "down_proj" else []
-    return peft.IA3Config(target_modules=[target], feedforward_modules=feedforward, task_type="CAUSAL_LM")
-
-
-@pytest.mark.parametrize(
-    ("make", "saved", "beside"),
-    [
-        (lora, COMPOSED, 2),
-        (partial(lora, target_modules=["o_proj", "down_proj"]), COMPOSED, 2),
-        (partial(lora, target_modules=["q_proj", "up_proj"]), COMPOSED, 2),
-        (partial(peft.VeraConfig, target_modules=["o_proj"], r=4, task_type="CAUSAL_LM"), COMPOSED, 2),
-        (partial(ia3, "down_proj"), COMPOSED, 2),  # changes the input of `down_proj`, which is what is sent
-        (partial(ia3, "o_proj"), 2, 0),  # multiplies the output: three blocks take four after their attention
-        (partial(lora, target_modules=["o_proj"], use_dora=True), 2, 0),
-        (partial(peft.LNTuningConfig, target_modules=NORMS, task_type="CAUSAL_LM"), 1, 1),
-    ],
-    ids=["lora", "o and down", "q and up", "vera", "ia3 in", "ia3 out", "dora", "norms"],
-)
+@cases(__file__, "adapters")
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
 @pytest.mark.parametrize("path", [*FAMILIES, "cohere"], indirect=True)
 def test_an_adapter_has_the_outputs_of_four_round_trips(
-    make: Callable[[], Any], saved: int, beside: int, loaded: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], saved: int, beside: int, loaded: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = []
     for round_trips in (2, 4):
-        model = peft.get_peft_model(loaded(round_trips), make()).eval()
+        model = peft.get_peft_model(loaded(round_trips), peft_config(**config, task_type="CAUSAL_LM")).eval()
         generator = torch.Generator().manual_seed(6)
         with torch.no_grad():
             for parameter in model.parameters():

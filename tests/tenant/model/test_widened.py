@@ -15,6 +15,7 @@ from tenant import RemoteConfig, backend_of, rounded_model
 from tenant.model.loading import load_model
 from tenant.preparation.own_tensors import own_digest, write_slim
 from tests import experts, forms, splitting
+from tests.cases import cases
 from tests.splitting import split_model
 
 IDS = torch.arange(1, 13).view(2, 6)
@@ -38,18 +39,7 @@ def untied(tmp_path_factory: pytest.TempPathFactory, save_llama: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        "fp8 blocks",
-        "compressed int8",
-        "compressed 4 bits, ordered",
-        "compressed nvfp4",
-        "modelopt nvfp4",
-        "gptq 4 bits",
-        "awq",
-    ],
-)
+@cases(__file__, "forms")
 def test_split_plain_and_rounded_models_are_those_of_the_same_weights_in_floats(
     form: str, untied: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,21 +10,22 @@ import peft
 import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
-from peft import HRAConfig, LNTuningConfig, LoraConfig, PeftConfig, PeftModel, PromptTuningConfig
+from peft import LNTuningConfig, LoraConfig, PeftModel, PromptTuningConfig
 from torch import Tensor, nn
 from transformers import LlamaForSequenceClassification
 
 from symbiosis_priv.errors import TaskError, UnsupportedMethodError, UnsupportedModelError
 from symbiosis_priv.native import linear
-from tenant import MaskBertConfig, RemoteConfig, backend_of
+from tenant import RemoteConfig, backend_of
 from tenant.model.loading import load_model
 from tenant.tasks import operators
 from tenant.tasks.adapter import NAME
 from tenant.tasks.batch import BASE
 from tenant.tasks.operators import operator_key
 from tenant.tasks.registry import Tasks
-from tests.adapters import METHODS, write_adapter
+from tests.adapters import METHODS, peft_config, write_adapter
 from tests.builds import BUILDS, TORCH, build as using
+from tests.cases import table
 from tests.compatibility.families import build
 
 TOKENS = 7
@@ -357,22 +358,14 @@ def test_a_method_without_layers_is_refused(split: Tasks) -> None:
         split.load("biases")
 
 
-FROM_WEIGHTS: dict[str, PeftConfig] = {
-    "dora": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=True),
-    "pissa": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="pissa"),
-    "hra": HRAConfig(r=4, target_modules=["q_proj", "v_proj"]),
-    "maskbert": MaskBertConfig(target_modules=["q_proj", "v_proj"]),
-}
-
-
 def test_methods_that_read_base_weights_share_the_product_too(llama: Path, tmp_path: Path) -> None:
     """Each method's rows are near those of PEFT's own model of that task, and far from the base model's."""
     remote = RemoteConfig(masking="simulate")
     tasks = Tasks(load_model(llama, remote=remote, dtype=torch.float32))
     expected = {}
-    for name, config in FROM_WEIGHTS.items():
+    for name, config in table(__file__, "from_weights").items():
         base = load_model(llama, remote=remote, dtype=torch.float32)
-        adapted = write_adapter(base, tmp_path / name, config)
+        adapted = write_adapter(base, tmp_path / name, peft_config(**config))
         with torch.no_grad():
             expected[name] = adapted.eval()(input_ids=ids(1, tokens=9)).logits[0]
         tasks.register(name, tmp_path / name)

@@ -1,13 +1,33 @@
 """A tiny Llama for the endpoint, and adapters."""
 
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from peft import LoraConfig
 
+from tenant import RemoteConfig
+from tenant.endpoint import serving
+from tenant.endpoint.api.service import Service
+from tenant.endpoint.options import Serving
 from tenant.model.loading import load_language_model, load_tokenizer
 from tests.adapters import write_adapter
+from tests.waiting import answering
+
+
+@contextmanager
+def served_at(
+    model: Path, remote: RemoteConfig, *, key: str, options: Serving, adapters: dict[str, Path] | None = None
+) -> Iterator[tuple[Service, str]]:
+    """The endpoint of `tenant serve` on loopback, and its address; its model is `tiny`."""
+    with serving.opened(model, remote, name="tiny", adapters=adapters or {}, options=options) as service:
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = serving.server(service, listener, keys=(key,), masking=remote.masking, options=options)
+        with answering(server):
+            yield service, f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ python -m tests.tenant.endpoint.test_rollouts MODEL    # tokens per second, by t
 import json
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from openai import OpenAI
 from peft import LoraConfig
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -24,10 +24,9 @@ from trl import GRPOConfig, GRPOTrainer
 from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig, backend_of, batched_rollouts
-from tenant.endpoint import serving
 from tenant.endpoint.options import Serving
 from tenant.model.loading import load_tokenizer
-from tests.waiting import answering
+from tests.tenant.endpoint.conftest import served_at
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")]
 PROMPTS = [{"prompt": text} for text in ("The report", "The patient has", "A", "Two pages are long and")]
@@ -119,23 +118,15 @@ def test_completions_are_those_of_the_endpoint_for_the_same_seeds(tiny: Path, tm
                 logits = trainer.model.eval()(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
             expected = (logits / 0.7).log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=1e-3, atol=1e-3)
-    options = Serving(listen="127.0.0.1:0")
-    with ExitStack() as stack:
-        listener = stack.enter_context(options.listener())
-        remote, adapters = RemoteConfig(masking="simulate"), {"a": tmp_path / "adapter"}
-        service = stack.enter_context(serving.opened(tiny, remote, name="tiny", adapters=adapters, options=options))
-        server = serving.server(service, listener, keys=("key",), masking="simulate", options=options)
-        stack.enter_context(answering(server))
-        given = {"model": "a", "temperature": 0.7, "top_k": 50, "min_p": 0.01, "max_tokens": 12}
+    remote, adapters = RemoteConfig(masking="simulate"), {"a": tmp_path / "adapter"}
+    with (
+        served_at(tiny, remote, key="key", adapters=adapters, options=Serving()) as (service, address),
+        OpenAI(base_url=address + "/v1", api_key="key", max_retries=0) as client,
+    ):
         for text, completion, seed in zip(texts, found["completion_ids"], seeds, strict=True):
-            request = urllib.request.Request(
-                f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions",
-                json.dumps({**given, "prompt": text, "seed": seed}).encode(),
-                {"Authorization": "Bearer key", "Content-Type": "application/json"},
-            )
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                given_text = json.load(answer)["choices"][0]["text"]
-            assert given_text == service.tokenizer.decode(completion, skip_special_tokens=True)
+            asked: Any = {"temperature": 0.7, "max_tokens": 12, "extra_body": {"top_k": 50, "min_p": 0.01}}
+            answer = client.completions.create(model="a", prompt=text, seed=seed, **asked)
+            assert answer.choices[0].text == service.tokenizer.decode(completion, skip_special_tokens=True)
 
 
 def test_what_cannot_be_generated_is_refused(tiny: Path, tmp_path: Path) -> None:

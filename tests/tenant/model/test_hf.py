@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
@@ -22,6 +21,7 @@ from symbiosis_priv.errors import CheckpointError, NonFiniteError, SymbiosisErro
 from symbiosis_priv.federation import Federation
 from tenant import RemoteConfig, backend_of
 from tenant.model.remote_linear import RemoteLayer
+from tenant.preparation.own_tensors import write_slim
 from tests.adapters import peft_config
 from tests.cases import cases
 from tests.compatibility.families import build
@@ -114,13 +114,8 @@ def test_offloaded_weights_count_as_parameters_but_take_no_memory(load: Load, ll
 
 def slim(source: Path, target: Path) -> Path:
     """Write a checkpoint with the tenant's tensors only."""
-    offloaded = {m for entry in WeightStore(source).manifest().groups for m in entry.members}
-    target.mkdir()
-    for file in source.glob("*.json"):
-        shutil.copy(file, target)
-    with Checkpoint(source) as full:
-        tensors = {k: full.tensor(k) for k in full.names() if k.rpartition(".")[0] not in offloaded}
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    store = WeightStore(source)
+    write_slim(store, store.manifest(), target)
     return target
 
 

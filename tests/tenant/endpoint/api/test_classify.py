@@ -1,7 +1,6 @@
 """`/classify`, `/score` and `/rerank`: each text has the model's own logits, whatever shares its pass."""
 
 import shutil
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +19,7 @@ from tenant.endpoint.options import Serving
 from tests.adapters import write_adapter
 from tests.cases import cases
 from tests.compatibility.families import build
-from tests.waiting import answering
+from tests.tenant.endpoint.conftest import served_at
 
 KEY = "sk-" + "a" * 20
 TEXTS = ["a pump", "The report is two pages long, and rather dry.", "!", "pumps and valves " * 4]
@@ -40,7 +39,7 @@ def classifier(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with three labels and no token for padding."""
     names = dict(enumerate(("good", "bad", "ugly")))
     return save(
-        tmp_path_factory.mktemp("classifier") / "judge",
+        tmp_path_factory.mktemp("classifier") / "tiny",
         tiny,
         "LlamaForSequenceClassification",
         id2label=names,
@@ -66,14 +65,12 @@ def tasks(classifier: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def client_of(model: Path, adapters: dict[str, Path]) -> Iterator[httpx.Client]:
-    options = Serving(answer_bucket=48)
-    remote = RemoteConfig(masking="simulate")
-    with serving.opened(model, remote, name="judge", adapters=adapters, options=options) as service:
-        listener = socket.create_server(("127.0.0.1", 0))
-        server = serving.server(service, listener, keys=(KEY,), masking="simulate", options=options)
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with answering(server), httpx.Client(base_url=address, headers={"Authorization": f"Bearer {KEY}"}) as client:
-            yield client
+    options, remote = Serving(answer_bucket=48), RemoteConfig(masking="simulate")
+    with (
+        served_at(model, remote, key=KEY, adapters=adapters, options=options) as (_, address),
+        httpx.Client(base_url=address, headers={"Authorization": f"Bearer {KEY}"}) as client,
+    ):
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +88,7 @@ def test_each_text_has_its_own_models_probabilities_in_any_company(
     client: httpx.Client, classifier: Path, tasks: dict[str, Path]
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(classifier)
-    models = {"judge": rounded_model(classifier, kind=AutoModelForSequenceClassification)}
+    models = {"tiny": rounded_model(classifier, kind=AutoModelForSequenceClassification)}
     for name, folder in list(tasks.items())[:2]:
         base = rounded_model(classifier, kind=AutoModelForSequenceClassification)
         models[name] = PeftModel.from_pretrained(base, folder)
@@ -113,7 +110,7 @@ def test_each_text_has_its_own_models_probabilities_in_any_company(
 def test_texts_of_different_tasks_share_a_pass(client: httpx.Client) -> None:
     """A request of many texts waits in the engine, so that its texts run together."""
     before = client.get("/metrics").text
-    answer = client.post("/classify", json={"model": "judge", "input": ["one", "two"] * 32, "use_activation": False})
+    answer = client.post("/classify", json={"model": "tiny", "input": ["one", "two"] * 32, "use_activation": False})
     after = client.get("/metrics").text
     assert len(answer.json()["data"]) == 64
 
@@ -125,7 +122,7 @@ def test_texts_of_different_tasks_share_a_pass(client: httpx.Client) -> None:
 
 
 def test_a_task_that_overflows_fails_alone(client: httpx.Client) -> None:
-    names = ["judge", "broken", "topic", "mood"] * 8
+    names = ["tiny", "broken", "topic", "mood"] * 8
     with ThreadPoolExecutor(len(names)) as threads:
         answers = list(threads.map(lambda name: client.post("/classify", json={"model": name, "input": "a"}), names))
     for name, answer in zip(names, answers, strict=True):
@@ -137,7 +134,7 @@ def test_a_task_that_overflows_fails_alone(client: httpx.Client) -> None:
 def test_what_cannot_be_answered_is_refused_by_name(
     client: httpx.Client, path: str, send: dict[str, Any], status: int, says: str
 ) -> None:
-    answer = client.post(path, json={"model": "judge", **send})
+    answer = client.post(path, json={"model": "tiny", **send})
     assert (answer.status_code, says in answer.text) == (status, True), answer.text
 
 
@@ -155,15 +152,15 @@ def test_pairs_are_scored_and_ranked_as_the_model_scores_them(tiny: Path, tmp_pa
     if problem is None:
         expected = expected.sigmoid()
     for client in client_of(path, {}):
-        scored = client.post("/v1/score", json={"model": "judge", "text_1": "a pump", "text_2": documents}).json()
+        scored = client.post("/v1/score", json={"model": "tiny", "text_1": "a pump", "text_2": documents}).json()
         found = torch.tensor([one["score"] for one in scored["data"]], dtype=torch.float64)
         assert torch.allclose(found, expected, atol=TOLERANCE)
-        pairs = client.post(
-            "/score", json={"model": "judge", "queries": ["a pump"] * 3, "documents": documents}
-        ).json()["data"]
+        pairs = client.post("/score", json={"model": "tiny", "queries": ["a pump"] * 3, "documents": documents}).json()[
+            "data"
+        ]
         assert [one["score"] for one in pairs] == pytest.approx(found.tolist(), abs=TOLERANCE)
         ranked = client.post(
-            "/v2/rerank", json={"model": "judge", "query": "a pump", "documents": documents, "top_n": 2}
+            "/v2/rerank", json={"model": "tiny", "query": "a pump", "documents": documents, "top_n": 2}
         ).json()["results"]
         order = sorted(range(3), key=lambda index: -float(expected[index]))[:2]
         assert [(one["index"], one["document"]["text"]) for one in ranked] == [(i, documents[i]) for i in order]

@@ -4,7 +4,6 @@ import base64
 import contextlib
 import io
 import re
-import socket
 import struct
 import threading
 import wave
@@ -26,7 +25,6 @@ from transformers import PreTrainedTokenizerFast
 from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig
-from tenant.endpoint import serving
 from tenant.endpoint.api import media
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.engine.answer import token_logprob
@@ -35,7 +33,7 @@ from tenant.model.hf import backend_of
 from tenant.model.loading import load_language_model, load_processor
 from tests.cases import table
 from tests.compatibility.families import build
-from tests.waiting import answering
+from tests.tenant.endpoint.conftest import served_at
 
 Image = pytest.importorskip("PIL.Image")
 KEY, RATE = "sk-0123456789abcdef", 16_000
@@ -126,19 +124,14 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if "audio_token" in FAMILIES[family]["tokens"]:
         part = sound_part(wav(NOISE))
         given = {"audio": [(NOISE / 32768).astype(np.float32)], "sampling_rate": RATE}
-    options = Serving(media=True)
     with ExitStack() as stack:
         remote = SIMULATED
         if family == REAL:
             place, threads = tmp_path_factory.mktemp("federation"), {"executor": {"threads": 1}}
             federation = stack.enter_context(LocalFederation(folder, place, provider_options=threads))
             remote = RemoteConfig(federation=federation.federation, masking="pad")
-        service = stack.enter_context(serving.opened(folder, remote, name="tiny", adapters={}, options=options))
-        listener = socket.create_server(("127.0.0.1", 0))
-        server = serving.server(service, listener, keys=(KEY,), masking="pad", options=options)
-        stack.enter_context(answering(server))
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        client = stack.enter_context(openai.OpenAI(base_url=url, api_key=KEY, max_retries=0))
+        service, address = stack.enter_context(served_at(folder, remote, key=KEY, options=Serving(media=True)))
+        client = stack.enter_context(openai.OpenAI(base_url=address + "/v1", api_key=KEY, max_retries=0))
         yield folder, part, given, client, service.engine
 
 
@@ -409,10 +402,9 @@ def test_a_processor_loads_no_other_model(tmp_path: Path) -> None:
     write(tmp_path, "Llava")
     settings = tmp_path / "processor_config.json"
     text = settings.read_text()
-    for entry, said in (('"audio_tokenizer": {"audio_tokenizer_name_or_path": "x/y"}', "audio_tokenizer"),):
-        settings.write_text(text.replace("{", "{" + entry + ",", 1))
-        with pytest.raises(CheckpointError, match=said):
-            load_processor(tmp_path)
+    settings.write_text(text.replace("{", '{"audio_tokenizer": {"audio_tokenizer_name_or_path": "x/y"},', 1))
+    with pytest.raises(CheckpointError, match="audio_tokenizer"):
+        load_processor(tmp_path)
     settings.write_text(text.replace('"height": 16', '"height": 100000'))
     with pytest.raises(CheckpointError, match="height"):
         load_processor(tmp_path)

@@ -2,7 +2,6 @@ import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -140,17 +139,13 @@ def test_all_instruction_sets_give_the_same_bits(case: tuple[Tensor, KeyValues, 
 class _Counted(dict[int, tuple[Tensor, Tensor]]):
     """Blocks that note which of them are read."""
 
-    read: list[int]
+    def __init__(self, blocks: dict[int, tuple[Tensor, Tensor]], read: list[int]) -> None:
+        super().__init__(blocks)
+        self.read = read
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         self.read.append(index)
         return super().__getitem__(index)
-
-
-def _counted(blocks: dict[int, tuple[Tensor, Tensor]], read: list[int], layer: int) -> _Counted:
-    counted = _Counted(blocks)
-    counted.read = read
-    return counted
 
 
 class OnGPU(Tensor):
@@ -171,7 +166,8 @@ def test_on_a_gpu_few_tokens_take_the_library_and_a_prompt_copies_each_block_onc
     for place, end in enumerate(ends):
         some = data.draw(st.one_of(st.integers(1, min(end, FEW + 1)), st.just(end)))
         own = kv.prefix(end)
-        own.blocks = partial(_counted, own.blocks(0), copied.setdefault(place, []))  # type: ignore[method-assign]
+        counted = _Counted(own.blocks(0), copied.setdefault(place, []))
+        own.blocks = {0: counted}.__getitem__  # type: ignore[assignment]
         new.append((own, some))
     rows = [queries[end - some : end] for end, (_, some) in zip(ends, new, strict=True)]
     found = Attention(new).attend(0, torch.cat(rows).as_subclass(OnGPU), **options)

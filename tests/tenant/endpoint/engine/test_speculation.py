@@ -1,7 +1,6 @@
 """Guesses change the number of steps, and no token; executors see the same rows for each step of an answer."""
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +18,12 @@ from tenant.endpoint.api.vocabulary import Vocabulary
 from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.kv import KeyValues
 from tenant.endpoint.engine.packed_model import Output, PackedModel
-from tenant.endpoint.engine.requests import Done, EngineRequest, Event, Failed, Sampling, Token
+from tenant.endpoint.engine.requests import Sampling, Token
 from tenant.endpoint.engine.sequence import Drafter
 from tenant.endpoint.engine.speculation import DraftModel, PromptLookup, _continued, open_drafter
 from tenant.model.loading import load_language_model
 from tests.compatibility.families import build
+from tests.tenant.endpoint.engine.conftest import Asked
 
 AHEAD = 4
 PROMPTS = [tuple(range(5, 25)), (7,), (9, 8, 7, 9, 8, 7, 9, 8)]
@@ -34,11 +34,9 @@ class Recorded(PackedModel):
     """Keeps the numbers of rows of each step, per sequence, and the guessed tokens."""
 
     steps: list[dict[KeyValues, int]]
-    guessed: set[int]
 
     def __call__(self, rows: Any) -> list[Output]:
         self.steps.append({part.kv: len(part.tokens) for part in rows})
-        self.guessed |= {token for part in rows if part.logits > 1 for token in part.tokens[1:]}
         return super().__call__(rows)
 
     def of_sequences(self) -> list[list[int]]:
@@ -62,23 +60,14 @@ def draft(checkpoint: Path, tokenizer: Any) -> Drafter:
     return open_drafter(str(checkpoint), tokenizer, model=checkpoint, ahead=AHEAD)
 
 
-def answers(packed: Recorded, tokenizer: Any, drafter: Drafter | None, **said: Any) -> list[list[Event]]:
+def answers(packed: Recorded, tokenizer: Any, drafter: Drafter | None, **said: Any) -> list[list[Token]]:
     """Generate for all prompts together, and return the tokens of each. The steps are in `packed.steps`."""
-    packed.steps, packed.guessed = [], set()
+    packed.steps = []
     with running(packed, tokenizer, drafter) as engine:
-        found: list[list[Event]] = [[] for _ in PROMPTS]
-        ended = [threading.Event() for _ in PROMPTS]
-
-        def sink(index: int, event: Event) -> None:
-            assert not isinstance(event, Failed), event
-            found[index].append(event)
-            if isinstance(event, Done):
-                ended[index].set()
-
-        for i, prompt in enumerate(PROMPTS):
-            engine.submit(EngineRequest(id=str(i), prompt=prompt, **said), lambda event, i=i: sink(i, event))  # type: ignore[misc]
-        assert all(event.wait(60) for event in ended)
-    return [[event for event in events if isinstance(event, Token)] for events in found]
+        asked = [Asked(engine, prompt, **said) for prompt in PROMPTS]
+        for one in asked:
+            one.done()
+    return [one.got for one in asked]
 
 
 @contextmanager
@@ -118,7 +107,7 @@ def test_a_guess_is_accepted_only_where_the_grammar_allows_it(packed: Recorded, 
     grammar = asyncio.run(vocabulary.grammar('start: "x,x,x,x,x,x,x,x,x,x;"', client=""))
     said = {"max_tokens": 40, "sampling": Sampling(grammar=grammar, logprobs=1)}
     expected, plain = answers(packed, tokenizer, None, **said), packed.of_sequences()
-    texts = {tokenizer.decode([token.id for token in tokens if isinstance(token, Token)]) for tokens in expected}
+    texts = {tokenizer.decode([token.id for token in tokens]) for tokens in expected}
     assert texts == {"x,x,x,x,x,x,x,x,x,x;"}
     for drafter in (PromptLookup(ahead=AHEAD), Wrong()):
         assert answers(packed, tokenizer, drafter, **said) == expected

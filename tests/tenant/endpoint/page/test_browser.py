@@ -20,7 +20,6 @@ from openai import OpenAI
 
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig
-from tenant.endpoint import serving
 from tenant.endpoint.api.application import create_app
 from tenant.endpoint.api.http_server import Server
 from tenant.endpoint.api.service import Service, Settings
@@ -34,6 +33,7 @@ from tenant.model.loading import load_language_model
 from tenant.session.tally import Ledger
 from tenant.tasks import Tasks
 from tests.tenant.endpoint.api.test_media import png, write
+from tests.tenant.endpoint.conftest import served_at
 from tests.waiting import answering
 
 INSTALL = "to test the page, install Chromium and `pip install playwright`"
@@ -166,6 +166,14 @@ def answers_with(page: Any, text: str, *, error: str = "") -> None:
     page.route(COMPLETIONS, lambda route: route.fulfill(body=body, content_type="text/event-stream"))
 
 
+def loses(page: Any, press: str) -> None:
+    """Let the answer that a button asks for fail half-way."""
+    answers_with(page, "It is", error="lost")
+    page.get_by_role("button", name=press).click()
+    page.get_by_role("alert").filter(has_text="lost").wait_for()
+    page.unroute(COMPLETIONS)
+
+
 def question(request: Any) -> Any:
     """The messages of a request."""
     return request.value.post_data_json["messages"]
@@ -269,10 +277,7 @@ def test_an_answer_that_failed_half_way_is_not_kept_and_its_question_is_sent_onc
     page.unroute(COMPLETIONS)
     for reload in (False, True):
         if reload:
-            answers_with(page, "It is", error="lost")
-            page.get_by_role("button", name="Regenerate").click()
-            page.get_by_role("alert").filter(has_text="lost").wait_for()
-            page.unroute(COMPLETIONS)
+            loses(page, "Regenerate")
             page.reload()
             assert page.locator("#chat article").count() == 1
         with page.expect_request(COMPLETIONS) as asked:
@@ -500,42 +505,38 @@ def test_a_server_of_texts_says_that_it_takes_no_pictures(page: Any) -> None:
 def test_pictures_are_dropped_pasted_and_chosen(browser: Any, tmp_path: Path) -> None:
     """An endpoint of LLaVA in miniature. The page's policy allows no address of a picture, so they are drawn."""
     write(tmp_path, "Llava")
-    options, file = Serving(media=True), base64.b64encode(png(40, 30)).decode()
-    with serving.opened(
-        tmp_path, RemoteConfig(masking="simulate"), name="tiny", adapters={}, options=options
-    ) as service:
-        listener = socket.create_server(("127.0.0.1", 0))
-        server = serving.server(service, listener, keys=(KEY,), masking="simulate", options=options)
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with answering(server), signed_in(browser, address) as page:
-            settings(page, tokens="4", temperature="0")
-            page.get_by_text("on this machine alone").wait_for()
-            for place in ("drop", "paste"):
-                page.evaluate(DROP, [place, "image/png", file])
-            page.locator("#picture").set_input_files(
-                [{"name": "c.png", "mimeType": "image/png", "buffer": png(4000, 20)}]
-            )
-            page.get_by_role("button", name="Remove picture 3").click()
-            huge = {"name": "huge.png", "mimeType": "image/png", "buffer": bytes((20 << 20) + 1)}
-            page.locator("#picture").set_input_files([huge])
-            page.get_by_text("huge.png is larger than 20 MiB").wait_for()
-            page.evaluate(DROP, ["drop", "image/png", base64.b64encode(b"no picture").decode()])
-            page.get_by_text("cannot read a.png").wait_for()
-            with page.expect_request(COMPLETIONS) as asked:
-                ask(page, "What is this?")
-            *parts, text = question(asked)[0]["content"]
-            assert [part["image_url"]["url"].partition(",")[0] for part in parts] == ["data:image/jpeg;base64"] * 2
-            assert text["text"] == "What is this?"
-            assert page.locator("#chat").get_by_role("alert").count() == 0
-            page.reload()
-            page.locator("#chat .user canvas").nth(1).wait_for()
-            page.get_by_role("button", name="Edit").click()
-            page.get_by_label("Edited message").fill("And this?")
-            page.get_by_role("option").first.wait_for(state="attached")  # the page has asked for models meanwhile
-            with page.expect_request(COMPLETIONS) as asked:
-                page.keyboard.press("Enter")
-            assert question(asked)[0]["content"] == [*parts, {"type": "text", "text": "And this?"}]
-            answer_of(page)
+    file = base64.b64encode(png(40, 30)).decode()
+    remote = RemoteConfig(masking="simulate")
+    with (
+        served_at(tmp_path, remote, key=KEY, options=Serving(media=True)) as (_, address),
+        signed_in(browser, address) as page,
+    ):
+        settings(page, tokens="4", temperature="0")
+        page.get_by_text("on this machine alone").wait_for()
+        for place in ("drop", "paste"):
+            page.evaluate(DROP, [place, "image/png", file])
+        page.locator("#picture").set_input_files([{"name": "c.png", "mimeType": "image/png", "buffer": png(4000, 20)}])
+        page.get_by_role("button", name="Remove picture 3").click()
+        huge = {"name": "huge.png", "mimeType": "image/png", "buffer": bytes((20 << 20) + 1)}
+        page.locator("#picture").set_input_files([huge])
+        page.get_by_text("huge.png is larger than 20 MiB").wait_for()
+        page.evaluate(DROP, ["drop", "image/png", base64.b64encode(b"no picture").decode()])
+        page.get_by_text("cannot read a.png").wait_for()
+        with page.expect_request(COMPLETIONS) as asked:
+            ask(page, "What is this?")
+        *parts, text = question(asked)[0]["content"]
+        assert [part["image_url"]["url"].partition(",")[0] for part in parts] == ["data:image/jpeg;base64"] * 2
+        assert text["text"] == "What is this?"
+        assert page.locator("#chat").get_by_role("alert").count() == 0
+        page.reload()
+        page.locator("#chat .user canvas").nth(1).wait_for()
+        page.get_by_role("button", name="Edit").click()
+        page.get_by_label("Edited message").fill("And this?")
+        page.get_by_role("option").first.wait_for(state="attached")  # the page has asked for models meanwhile
+        with page.expect_request(COMPLETIONS) as asked:
+            page.keyboard.press("Enter")
+        assert question(asked)[0]["content"] == [*parts, {"type": "text", "text": "And this?"}]
+        answer_of(page)
 
 
 def test_a_wrong_key_is_asked_for_again(browser: Any, served: Served) -> None:

@@ -89,6 +89,7 @@ class ContinuousEngine(QueuedEngine):
         self._due, self._late = time.monotonic(), 0
         self._pairs = limits.step_work // (2 * shape.layers * heads * (shape.key_width + shape.value_width))
         if limits.pace_s is not None:
+            packed.hides_answers = True
             answers = min(limits.running, limits.step_rows // (1 + self._ahead))
             self._limits = replace(limits, running=answers, prompt_rows=limits.step_rows)
             with self._changed:
@@ -188,9 +189,10 @@ class ContinuousEngine(QueuedEngine):
         free_places, free = self._limits.running - len(self._running) - 1, self._limits.memory - self._reserved()
         return places <= free_places and memory <= free - self._bytes(sequence.request)
 
-    def _next_rows(self) -> tuple[list[tuple[Sequence, NextTokens]], int]:
+    def _next_rows(self) -> tuple[list[tuple[Sequence, NextTokens]], int, int]:
         """Choose the rows of a step: the next token of each answer, then tokens of prompts, which take turns. Returns
-        also the number of rows without meaning that fill the prompts' buckets, or a step with a pace."""
+        also the number of rows without meaning that fill the prompts' buckets, or a step with a pace; and how many of
+        them need logits, because those of the prompt do."""
         guesses = {} if self._drafter is None else self._drafter.draft(list(self._running))
         chosen = [(s, s.rows(1, guesses.get(s, ()))) for s in self._running if s.decoding]
         free = self._limits.step_rows - sum(len(rows.tokens) for _, rows in chosen)
@@ -198,7 +200,7 @@ class ContinuousEngine(QueuedEngine):
         if not paced:
             free = max(free, self._limits.prompt_rows)
         pairs = self._pairs if len(self._running) > 1 else sys.maxsize
-        fill, shares = 0, dict[Sequence, int]()
+        fill, scored, shares = 0, 0, dict[Sequence, int]()
         reading = Turns(s for s in self._running if not s.decoding)
         while free > 0 and (pairs > 0 or not shares) and (sequence := reading.first()) is not None:
             assert sequence.kv is not None
@@ -211,6 +213,7 @@ class ContinuousEngine(QueuedEngine):
             share = min(max(most // unit, 1) * unit, left + -left % unit)
             shares[sequence] = had + min(share, left)
             fill += max(0, share - left)
+            scored += max(0, share - left) * (sequence.request.sampling.prompt_logprobs is not None)
             free -= share
             pairs -= share * done
             reading.remove(sequence)
@@ -220,20 +223,19 @@ class ContinuousEngine(QueuedEngine):
             for sequence in shares:  # in the next step, other prompts come first
                 self._running.remove(sequence)
                 self._running.add(sequence)
-        return chosen + [
-            (sequence, sequence.rows(share)) for sequence, share in shares.items()
-        ], free if paced else fill
+        chosen += [(sequence, sequence.rows(share)) for sequence, share in shares.items()]
+        return chosen, free if paced else fill, scored
 
-    def _compute(self, chosen: list[tuple[Sequence, NextTokens]], fill: int = 0) -> None:
+    def _compute(self, chosen: list[tuple[Sequence, NextTokens]], fill: int = 0, scored: int = 0) -> None:
         """Compute some rows. After an error that a single request may cause, compute each request alone. `fill`: number
-        of further rows, of a sequence without meaning."""
+        of further rows, of a sequence without meaning, of which `scored` need logits."""
         if not chosen and not fill:
             return
         if len(chosen) == 1 and chosen[0][0].request.shows_row and chosen[0][0].decoding:
             look()  # only alone: among rows of others, the first row may be another client's
         try:
             try:
-                filler = [NextTokens(kv=self._packed.new_kv(), tokens=[0] * fill, logits=0)] if fill else []
+                filler = [NextTokens(kv=self._packed.new_kv(), tokens=[0] * fill, logits=scored)] if fill else []
                 outputs = self._packed([*(rows for _, rows in chosen), *filler])[: len(chosen)]
             finally:
                 self._steps += 1

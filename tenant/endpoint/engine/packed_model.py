@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 from symbiosis_priv.errors import UnsupportedModelError
 from tenant.endpoint.engine.attention import Attention
 from tenant.endpoint.engine.kv import KeyValues, Shape
+from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks import Tasks
 from tenant.tasks.batch import BASE
 from tenant.tasks.row_blocks import ROWS, ModuleBlocks
@@ -51,11 +52,17 @@ class Output(NamedTuple):
 
 class PackedModel:
     """A model that computes tokens of many sequences in one pass. Raises `UnsupportedModelError`: the model's attention
-    cannot be computed sequence by sequence."""
+    cannot be computed sequence by sequence.
+
+    Attributes:
+        hides_answers: True if an offloaded LM head gets all rows of a pass, so that executors do not see how many
+            tokens are chosen.
+    """
 
     def __init__(self, model: PreTrainedModel, tasks: Tasks | None = None) -> None:
         self.model: Any = model
         self._tasks = tasks
+        self.hides_answers = False
         self.config: Any = model.config.get_text_config(decoder=True)
         # what the configuration shows not to be supported
         kinds = set(getattr(self.config, "layer_types", None) or ())
@@ -124,6 +131,7 @@ class PackedModel:
             # an adapter that changes the LM head needs all rows of the batch
             adapted = () if self._tasks is None else {part.adapter for part in rows}
             keep_all = any(name and self._tasks and self._head in self._tasks.layers(name) for name in adapted)
+            keep_all |= self.hides_answers and isinstance(self.model.get_output_embeddings(), RemoteLayer)
             step = _Step(rows, keep_all=keep_all)
             batch = nullcontext() if plain or self._tasks is None else self._tasks.batch(names, block=ROWS)
             with batch, self._blocks.step(adapted=not plain):

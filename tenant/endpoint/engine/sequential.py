@@ -58,6 +58,11 @@ class SequentialEngine(QueuedEngine):
 
     def check(self, request: EngineRequest) -> None:
         super().check(request)
+        if request.bucket > 1:
+            raise ConfigError(
+                "this request is answered with generate(), whose prompt is sent in its exact length; leave out "
+                "--answer-bucket and answer_bucket"
+            )
         logits = len(request.prompt) * self._model.config.get_text_config().vocab_size * 4
         if request.sampling.prompt_logprobs is not None and logits > _LOGITS:
             raise ConfigError(
@@ -108,7 +113,7 @@ class SequentialEngine(QueuedEngine):
             if answer.finish is None:
                 self._model.generate(
                     **given,
-                    generation_config=GenerationConfig(max_new_tokens=self._passes(request), do_sample=False),
+                    generation_config=GenerationConfig(max_new_tokens=request.max_tokens, do_sample=False),
                     logits_processor=LogitsProcessorList([_Steps(sequence, self)]),
                     stopping_criteria=StoppingCriteriaList([_Ended(sequence)]),
                 )
@@ -120,17 +125,11 @@ class SequentialEngine(QueuedEngine):
         self.keep_row(sequence)
         if sequence.request.shows_row:
             look()  # the next pass is of one token
-        answer = sequence.answer
-        self._tokens += not answer.ended
-        token = int(logits.argmax()) if answer.ended else answer.add(logits)
-        answer.passed()
+        self._tokens += 1
+        token = sequence.answer.add(logits)
+        sequence.answer.passed()
         self._turn.pass_on()
         return token
-
-    def _passes(self, request: EngineRequest) -> int:
-        """Return the largest number of passes. `generate()` has a new token in each, so the context is a limit."""
-        most = request.max_tokens + -request.max_tokens % request.bucket
-        return most if self._context is None else min(most, self._context - len(request.prompt))
 
 
 class MediaEngine(Engine):

@@ -166,6 +166,7 @@ async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
                 prompt=tuple(prompt),
                 adapter=adapter,
                 client=client,
+                bucket=service.answer_bucket,
                 pooling=service.pooling,
             )
             for prompt in some

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tenant import RemoteConfig
+from tenant.endpoint.engine.requests import EngineRequest
 from tenant.model.loading import load_adapter, load_language_model
 from tests.cases import cases
 from tests.tenant.endpoint.api.conftest import Served
@@ -384,20 +385,16 @@ def test_files_of_an_adapter_lead_nowhere_else(client: Any, hostile: Path, tmp_p
         client.post("/unload_lora_adapter", body={"lora_name": "hostile"}, cast_to=object)
 
 
-@pytest.mark.parametrize(("own", "asked", "passes"), [(1, 6, 6), (6, None, 6), (6, 4, 6), (4, 6, 6)])
-def test_an_answer_that_ends_early_fills_the_larger_bucket_of_endpoint_and_request(
-    client: Any,
-    served: Served,
-    tokenizer: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    own: int,
-    asked: int | None,
-    passes: int,
+@pytest.mark.parametrize(("own", "asked", "bucket"), [(1, 6, 6), (6, None, 6), (6, 4, 6), (4, 6, 6)])
+def test_rows_fill_the_larger_bucket_of_endpoint_and_request(
+    client: Any, served: Served, monkeypatch: pytest.MonkeyPatch, own: int, asked: int | None, bucket: int
 ) -> None:
+    """Those of a chat, a completion and an embedding."""
+    submitted = list[EngineRequest]()
     monkeypatch.setattr(served.service, "answer_bucket", own)
-    ends, steps = {str(tokenizer.eos_token_id): 100}, served.service.engine.load().steps
-    said = {"model": "tiny", "prompt": "Hello", "max_tokens": 3, "temperature": 0, "logit_bias": ends}
-    answer = client.completions.create(**said, extra_body={} if asked is None else {"answer_bucket": asked})
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "stop")
-    assert answer.usage.completion_tokens == 1
-    assert served.service.engine.load().steps - steps == passes
+    monkeypatch.setattr(served.service.engine, "check", submitted.append)
+    said = {"model": "tiny", "max_tokens": 3, "extra_body": {} if asked is None else {"answer_bucket": asked}}
+    client.chat.completions.create(**said, messages=HELLO)
+    client.completions.create(**said, prompt="Hello")
+    client.embeddings.create(model="tiny", input=[[1], [2, 3]])
+    assert [one.bucket for one in submitted] == [bucket, bucket, own, own]

@@ -26,9 +26,13 @@ PROMPT = tuple(range(5, 25))
 
 
 class Watched(PackedModel):
-    """Keeps the number of rows of each pass, which is what an executor sees."""
+    """Keeps the number of rows of each pass, which is what an executor sees, and those of its LM head."""
 
-    seen: list[int]
+    def __init__(self, checkpoint: Path, **changes: Any) -> None:
+        super().__init__(load_language_model(checkpoint, remote=RemoteConfig(masking="simulate", **changes)))
+        self.seen, self.scored = list[int](), list[int]()
+        head = self.model.get_output_embeddings()
+        head.register_forward_pre_hook(lambda _, given: self.scored.append(len(given[0])))
 
     def __call__(self, rows: Any) -> list[Output]:
         self.seen.append(sum(len(part.tokens) for part in rows))
@@ -37,8 +41,7 @@ class Watched(PackedModel):
 
 @pytest.fixture(scope="module", params=[None, PromptLookup(ahead=AHEAD)], ids=["one token per pass", "draft"])
 def engine(request: pytest.FixtureRequest, checkpoint: Path, tokenizer: Any) -> Iterator[ContinuousEngine]:
-    packed = Watched(load_language_model(checkpoint, remote=RemoteConfig(masking="simulate")))
-    packed.seen = []
+    packed = Watched(checkpoint, tied_head=True)
     limits = EngineLimits(step_rows=64, prompt_rows=MOST)
     engine = ContinuousEngine(packed, tokenizer, drafter=request.param, limits=limits)
     engine._prefixes.keep = lambda *_: None  # type: ignore[method-assign] # the examples begin alike
@@ -144,9 +147,9 @@ def test_a_cancelled_answer_fills_its_bucket(engine: ContinuousEngine) -> None:
 def test_with_a_pace_every_step_has_the_same_rows_also_without_requests(
     checkpoint: Path, tokenizer: Any, engine: ContinuousEngine, drafter: PromptLookup | None
 ) -> None:
-    """Prompts, answers and nothing look alike, and answers are those of an engine without a pace."""
-    packed = Watched(load_language_model(checkpoint, remote=RemoteConfig(masking="simulate")))
-    seen = packed.seen = []
+    """Prompts, answers and nothing look alike, also at an offloaded LM head, and answers are those of an engine without
+    a pace."""
+    packed = Watched(checkpoint, tied_head=True)
     paced = ContinuousEngine(
         packed, tokenizer, drafter=drafter, limits=EngineLimits(step_rows=8, pace_s=0.001, running=5)
     )
@@ -157,4 +160,12 @@ def test_with_a_pace_every_step_has_the_same_rows_also_without_requests(
     while paced.load().steps < idle:
         assert time.monotonic() < end, "no step without requests"
     paced.close()
-    assert set(seen) == {8}
+    assert {*packed.seen} == {*packed.scored} == {8}
+
+
+@pytest.mark.parametrize("length", [8, 11, 16])
+def test_log_probabilities_of_a_prompt_do_not_show_its_length(engine: ContinuousEngine, length: int) -> None:
+    scored = engine._packed.scored = []  # type: ignore[attr-defined]
+    said: dict[str, Any] = {"max_tokens": 0, "sampling": Sampling(prompt_logprobs=0), "bucket": 8}
+    Asked(engine, PROMPT[:length], **said).done()
+    assert sum(scored) % 8 == 0

@@ -118,6 +118,8 @@ def _isolation(root: Path) -> Finding:
         name for name, (device, flag) in _CONFIDENTIAL.items() if (root / device).exists() or flag in flags.split()
     ]
     container = any((root / name).exists() for name in (".dockerenv", "run/.containerenv"))
+    # read-only containers of podman, and those of systemd and LXC, show it here only
+    container |= any(one.startswith("container=") for one in _read(root / "proc/1/environ").split("\0"))
     state = f"{' and '.join(found) or 'no confidential VM'}{', in a container' if container else ''}"
     if sys.platform != "linux":
         state = "unknown on this system"

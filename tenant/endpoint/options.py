@@ -72,7 +72,7 @@ class Serving:
             min=1,
             max=MOST_BUCKET,
             help="Read prompts and compute answers in multiples of this number of rows and passes, which is all that "
-            "providers then see of their lengths. A request may ask for a larger one.",
+            "providers then see of their lengths (of prompts, 64 at most). A request may ask for a larger one.",
         ),
     ] = 1
     pace_ms: Annotated[

@@ -70,8 +70,9 @@ class EngineRequest:
         client: requests of different clients get equal shares. The API uses a digest of the API key.
         stop_tokens: token ids that end the answer and are not part of it.
         stop: texts that end the answer and are not part of it.
-        bucket: executors see row counts and passes in multiples of this number: rows of the prompt, which are filled
-            with rows of no meaning, and passes of the answer. `Done` follows the last pass of the bucket.
+        bucket: executors see row counts and passes in multiples of this number: rows of the prompt (in multiples of
+            `EngineLimits.prompt_rows` at most), which are filled with rows of no meaning, and passes of the answer.
+            `Done` follows the last pass of the bucket.
         pooling: compute an embedding of the prompt instead of an answer, or a classifier's logits.
         inputs: further tensors for the model's forward pass, of pictures or sounds, by name.
         shows_row: report a row of the last token that was computed without other requests (`Done.row`).

@@ -49,6 +49,17 @@ def test_a_cache_that_others_can_read_is_found(open_on: Callable[..., set[str]],
     assert open_on({}) == {"rights of the cache"}
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("none", ""), (".dockerenv", ""), ("run/.containerenv", ""), ("proc/1/environ", "A=b\0container=podman\0")],
+)
+def test_a_container_is_named(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(text)
+    *_, isolation = look(tmp_path, root=tmp_path)
+    assert isolation.state.endswith(", in a container") == (name != "none")
+
+
 def test_core_files_are_found(open_on: Callable[..., set[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert open_on({}) == {"core files"}

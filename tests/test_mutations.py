@@ -13,7 +13,7 @@ from tests.test_documentation import TESTS
 from tests.warm import run
 
 MUTATIONS = mutations()
-CORNERS = ("symbiosis_priv/", "provider/", "tenant/")
+CORNERS = ("symbiosis_priv/", "provider/", "tenant/", "threat_model/conformance/")
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

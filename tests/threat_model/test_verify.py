@@ -4,6 +4,7 @@ The provider runs in this process, behind its gateway and TLS. Faults are plante
 """
 
 import itertools
+import math
 import re
 import shutil
 import sys
@@ -51,7 +52,7 @@ from tests.provider.clients import config_of
 from tests.warm import run
 from threat_model.cli import verify as verify_command
 from threat_model.conformance import trials
-from threat_model.conformance.oracle import CheckpointOracle, Oracle, PreparedOracle
+from threat_model.conformance.oracle import CheckpointOracle, Oracle, PreparedOracle, first_difference
 from threat_model.conformance.properties import PROPERTIES
 from threat_model.conformance.subject import Case, Dialler, Subject, Violation
 from threat_model.conformance.trials import Property, PropertyResult, passed, verify
@@ -344,8 +345,11 @@ def alter(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, int], None]:
     return alter
 
 
-def test_one_weight_altered_by_one_unit_is_found_and_located(judge: Judge, alter: Callable[..., None]) -> None:
-    group, output, column = 2, 17, 29
+@pytest.mark.parametrize("group", [0, 2])
+def test_one_weight_altered_by_one_unit_is_found_and_located(
+    judge: Judge, alter: Callable[..., None], group: int
+) -> None:
+    output, column = 17, 29
     alter(group, output, column)
     outcome = judge("every-layer")["every-layer"]
     assert outcome.verdict == "broken"
@@ -403,6 +407,24 @@ WRONG_PRODUCTS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
         *("linear binding", "linear"),
     ),
 }
+
+
+@pytest.mark.parametrize(("answer", "said"), [("hello", "for an unknown model"), ("health", "its health report names")])
+def test_a_digest_that_a_provider_only_repeats_is_found(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch, answer: str, said: str
+) -> None:
+    """One provider welcomes tenants of any model, and one names another model in its health report."""
+    honest = getattr(connection.Connection, f"_answer_{answer}")
+
+    def lying(self: connection.Connection, *request: Any) -> None:
+        asked, own = (request[0].model_digest if request else "sha256:0"), self._state.digest
+        self._state.digest = asked
+        honest(self, *request)
+        self._state.digest = own
+
+    monkeypatch.setattr(connection.Connection, f"_answer_{answer}", lying)
+    outcome = judge("digest")["digest"]
+    assert said in violation_of(outcome).what
 
 
 @pytest.mark.parametrize("name", WRONG_PRODUCTS)
@@ -524,6 +546,21 @@ def test_bad_requests_that_are_answered(judge: Judge, monkeypatch: pytest.Monkey
     assert "a group that does not exist" in violation_of(outcomes["refusals"]).what
 
 
+def test_a_second_hello_that_is_answered(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = connection.Connection._answer_hello
+
+    def forgetful(self: connection.Connection, hello: wire.Hello) -> None:
+        if self._role is not None:
+            self._state.register.drop_role(self._tenant, self._role)
+        self._role = None
+        honest(self, hello)
+
+    monkeypatch.setattr(connection.Connection, "_answer_hello", forgetful)
+    outcomes = judge("refusals", "ring-exact")
+    assert broken(outcomes) == {"refusals"}
+    assert "answers a second hello with welcome" in violation_of(outcomes["refusals"]).what
+
+
 def test_a_malformed_frame_that_is_answered(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """A provider that ignores fields that it does not know."""
     decode = wire.decode_request
@@ -584,7 +621,12 @@ def test_one_group_backward_only(judge: Judge, tamper: Callable[..., None]) -> N
 
 
 def test_answers_that_are_wrong_only_for_many_rows(judge: Judge, tamper: Callable[..., None]) -> None:
-    tamper(lambda honest, rows, *, arithmetic, **which: honest(rows) + (arithmetic == "ring" and len(rows) > 500))
+    def last_row(honest: Product, rows: Tensor, *, arithmetic: str, **which: Any) -> Tensor:
+        y = honest(rows)
+        y[-1:] += arithmetic == "ring" and len(rows) > 500
+        return y
+
+    tamper(last_row)
     outcomes = judge("every-layer", "ring-exact", "row-counts")
     assert broken(outcomes) == {"row-counts"}
     assert len(case_of(outcomes["row-counts"]).rows) == 501  # the smallest row count
@@ -686,6 +728,21 @@ def test_the_oracle_is_the_integer_product(oracle: CheckpointOracle, data: st.Da
     for row, got in zip(rows.tolist(), oracle.ring_product(index, direction, rows), strict=True):
         exact = sum(x * int(w) for x, w in zip(row, weight[:, column], strict=True))
         assert (int(got[column]) - exact) % 2**32 == 0
+
+
+def test_nan_is_outside_every_bound() -> None:
+    got, bound = torch.tensor([[1.0, math.nan]]), np.full((1, 2), math.inf)
+    difference = first_difference(got, np.zeros((1, 2)), bound=bound)
+    assert difference is not None
+    assert difference.column == 1
+
+
+def test_a_checkpoint_that_has_changed_is_no_oracle(place: Place, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(place.checkpoint, tmp_path / "model"))
+    oracle = CheckpointOracle(WeightStore(copy, cache=tmp_path / "cache"), seed=0)
+    shutil.copy(place.other / "model.safetensors", copy)
+    with pytest.raises(CheckpointError, match="changed since its manifest was made"):
+        oracle.group(0)
 
 
 # The command

@@ -32,7 +32,6 @@ _VOCABULARY, _SMALL_VOCABULARY, _SMALL = 30522, 512, 512
 HEAD = 64
 """Dimensions of an attention head; widths are multiples of it, unless `heads` is given."""
 HALF_THE_CORES = max(1, (os.cpu_count() or 1) // 2)
-_POOL_MIB = 1024
 START_S = 900.0  # providers quantise the model at their start
 
 Repeat = Annotated[int, Option(min=1, help="Repetitions.")]
@@ -182,7 +181,6 @@ def remote_config(
         ring_bits=transport.ring_bits,
         round_trips=transport.round_trips,
         cache=local.cache,
-        pool_memory_mib=_POOL_MIB,
     )
 
 

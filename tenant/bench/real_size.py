@@ -2,7 +2,8 @@
 
 The weights are random numbers from a seed, written layer by layer, so no process ever holds the model. Executor and
 helper map the same packed file. A row is a part of the work: its time, and the memory that each process has had at
-most until its end.
+most until its end. Forecasts stand beside it: each provider's memory plan without the limits that one tenant does not
+reach, and the bytes of a step. The first step draws the pads of two, so the second one is compared.
 """
 
 import contextlib
@@ -20,14 +21,17 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from symbiosis_priv.checkpoints.discovery.skeleton import build
+from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench import measured_models as models
 from tenant.bench.options import Progress, benchmark
 from tenant.bench.processes import Child, check_supported, cpu_seconds, peak_mib
 from tenant.bench.report import Goal, Row, by, figure, number
 from tenant.cli.options import quiet
 from tenant.preparation.keys import prepare
+from tenant.session.traffic import of_step
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-2-7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000},
@@ -44,6 +48,9 @@ _LAYERS, _WEIGHT_BITS, _PROMPT = 32, 8, 16
 _PREPARE_S = 7200.0
 _MIB = 1 << 20
 _SPARE_PROVIDER_MIB, _SPARE_TENANT_MIB = 1536, 2560
+_STEP = models.Step(batch=1, tokens=128)
+_LIMITS = ("matrices in flight", "connections")  # of a memory plan, for all tenants
+_OFF_BY = 0.05
 _CPU_TICK_S = 0.01  # Linux counts a process's time in these steps
 
 
@@ -83,6 +90,18 @@ def serve_preparation(model: Path, cache: Path, weight_bits: int) -> Iterator[Ca
     yield do
 
 
+def planned_mib(local: LocalFederation, name: str) -> float:
+    """What a provider's memory plan, in its log, expects it to take for one tenant."""
+    plan = [json.loads(line) for line in local.logs(name).split("\n") if '"event": "memory_plan"' in line]
+    return float(sum(need["mib"] for need in plan if need["what"] not in _LIMITS))
+
+
+def forecast_mib(manifest: Manifest) -> float:
+    """The bytes of a step, and of the effects of its pads."""
+    traffic = of_step(manifest.groups, _STEP.batch * _STEP.tokens)
+    return (traffic.up + traffic.down + traffic.effects) / _MIB
+
+
 def size_goals(rows: Sequence[Row]) -> Iterator[Goal]:
     parts = by(rows, "part")
     token = parts["a token"]
@@ -92,6 +111,13 @@ def size_goals(rows: Sequence[Row]) -> Iterator[Goal]:
     step = parts["a LoRA step"]
     tenant = figure(step, "tenant_peak_mib") - figure(step, "embedding_mib")
     yield Goal("tenant's peak memory beyond the embedding, MiB", tenant, at_most=_SPARE_TENANT_MIB)
+    for name, forecast, measured in (
+        ("executor's peak memory", "executor_plan_mib", "executor_peak_mib"),
+        ("helper's peak memory", "helper_plan_mib", "helper_peak_mib"),
+        ("bytes of a step", "moved_forecast_mib", "moved_mib"),
+    ):
+        error = abs(figure(step, forecast) / figure(step, measured) - 1)
+        yield Goal(f"error of the forecast of the {name}", error, at_most=_OFF_BY)
     busy = max(figure(token, "executor_cpu_s"), figure(token, "helper_cpu_s"), _CPU_TICK_S)
     yield Goal("a token's wall time over its products", figure(token, "wall_s") / busy, at_most=1.15)
 
@@ -116,6 +142,7 @@ def size(
     model, cache = folder / "model", folder / "cache"
     embedding = 2 * config.vocab_size * config.hidden_size / _MIB
     shared: Row = {"shape": shape, "layers": layers, "weights_mib": None, "embedding_mib": embedding}
+    forecasts: Row = dict.fromkeys(("executor_plan_mib", "helper_plan_mib", "moved_forecast_mib"))
     pids: dict[str, int] = {}
     effort = models.Effort()
 
@@ -141,6 +168,7 @@ def size(
             **{f"{who}_cpu_s": (spent[who] - begun(who)) / count if who in spent else None for who in _PROCESSES},
             **{f"{who}_peak_mib": peak_mib([pids[who]]) if who in pids else None for who in _PROCESSES},
             "moved_mib": moved / count / _MIB if costs else None,
+            **forecasts,
         }
 
     yield part("write the checkpoint", partial(write_checkpoint, config, model))
@@ -159,6 +187,7 @@ def size(
     with contextlib.ExitStack() as running:
         running.callback(local.stop)
         yield part("start the providers", start)
+        forecasts |= {f"{name}_plan_mib": planned_mib(local, name) for name in pids}
         remote = models.remote_config(local, models.MaskingVariant.parse("pad"), effort)
         tenant = running.enter_context(Child("tenant", models.serve_tenant, model, remote, effort.threads, "auto"))
         pids["tenant"] = tenant.pid
@@ -168,5 +197,8 @@ def size(
         yield (before := part("a prompt", prompt))
         generate = partial(tenant.ask, models.Generate(prompt=_PROMPT, tokens=tokens), timeout_s=_PREPARE_S)
         yield part("a token", generate, count=tokens, without=before)
-        step = models.Step(batch=1, tokens=128)
-        yield part("a LoRA step", partial(tenant.ask, step, timeout_s=_PREPARE_S))
+        step = partial(tenant.ask, _STEP, timeout_s=_PREPARE_S)
+        yield part("the first LoRA step", step)
+        store = WeightStore(model, weight_bits=_WEIGHT_BITS, cache=cache)
+        forecasts["moved_forecast_mib"] = forecast_mib(store.manifest())
+        yield part("a LoRA step", step)

@@ -167,12 +167,15 @@ def test_size_writes_packs_and_uses_a_model_layer_by_layer(monkeypatch: pytest.M
     monkeypatch.setitem(real_size.SHAPES, "tiny", tiny)
     bench("size", "--shape", "tiny", "--layers", "2", "--tokens", "2", "--json", str(tmp_path / "size.json"))
     report = read(tmp_path / "size.json")
-    assert [row["part"] for row in report.rows][-3:] == ["a prompt", "a token", "a LoRA step"]
-    token, step = report.rows[-2:]
+    assert [row["part"] for row in report.rows][-3:] == ["a token", "the first LoRA step", "a LoRA step"]
+    token, first, step = report.rows[-3:]
     for who in ("tenant", "executor", "helper"):
         assert number(step[f"{who}_peak_mib"]) >= number(token[f"{who}_peak_mib"]) > 0
-    assert number(step["moved_mib"]) > number(token["moved_mib"]) > 0
-    assert len(report.goals) == 4
+    assert number(first["moved_mib"]) > number(step["moved_mib"]) > number(token["moved_mib"]) > 0
+    assert number(step["moved_forecast_mib"]) == pytest.approx(number(step["moved_mib"]), rel=0.05)
+    for who in ("executor", "helper"):  # of which the weights of this model take next to nothing
+        assert 300 < number(step[f"{who}_plan_mib"]) < 600
+    assert len(report.goals) == 7
     with pytest.raises(ConfigError, match=r"--shape 'gpt-9' is not one of llama-2-7b"):
         bench("size", "--shape", "gpt-9")
 
@@ -193,7 +196,13 @@ def test_network_measures_each_way_over_each_link(monkeypatch: pytest.MonkeyPatc
     assert 0 < number(two["length_128_per_s"]) < 1 / (4 * 0.005)
     assert offloaded["condition"] is None
     assert all(number(offloaded[name]) > 0 for name in network._FIGURES)
-    assert len(report.goals) == 2
+    measured = {goal.what: goal.measured for goal in report.goals}
+    assert len(measured) == 5
+    for rate in ("length 128", "length 2048", "batch 1", "batch 64"):
+        name = f"{rate.replace(' ', '_')}_per_s"
+        best = max(number(way[name] or 0) for way in (alone, guessed))
+        over = measured[f"rate, {rate}, over offloading's, 200 Mbit/s, 5 ms"]
+        assert over == pytest.approx(best / number(offloaded[name]))
 
 
 def test_a_sessions_traffic_is_the_predicted_one_to_the_byte(tmp_path: Path) -> None:

@@ -93,7 +93,8 @@ class ExecutorThread(ExecutorHandle):
             os._exit(1)  # torchrun restarts a rank's group; no thread of this process can use a lost device again
         except Exception as error:
             log.failure("executor_failed", error)
-            if dist.is_initialized():  # the other ranks wait for this one
+            # the other ranks wait for this one, and a GPU has no room for the same weights again
+            if dist.is_initialized() or self.config.executor.device != "cpu":
                 os._exit(1)
             try:
                 self._build()

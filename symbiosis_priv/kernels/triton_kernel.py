@@ -159,7 +159,9 @@ class TritonKernel(Kernel):
                 if variant not in self._compiled:
                     self._compiled.add(variant)
                     for ring_bits in _RING_BITS:
-                        self._multiply(tile, packed, *_probe(packed, direction, 1), direction, ring_bits)
+                        # `split` has a program for more than a few rows
+                        operands = _probe(packed, direction, min(most, _FEW.rows + 1))
+                        self._multiply(tile, packed, *operands, direction, ring_bits)
 
     def choose(
         self, packed: Packed, results: Path | None, *, milliseconds: Callable[[Callable[[], None]], float]
@@ -173,8 +175,13 @@ class TritonKernel(Kernel):
             if known.get(key) in candidates:
                 self._fastest[key] = known[key]
             if key not in self._fastest:
-                operands = _probe(packed, direction, min(most, _MANY))
-                times = {t: milliseconds(partial(self._multiply, t, packed, *operands, direction)) for t in candidates}
+                try:
+                    operands = _probe(packed, direction, min(most, _MANY))
+                    times = {
+                        t: milliseconds(partial(self._multiply, t, packed, *operands, direction)) for t in candidates
+                    }
+                except torch.OutOfMemoryError:  # of a card full of weights: timing takes memory too
+                    continue
                 found[key] = self._fastest[key] = min(times, key=times.__getitem__)
         if found and results is not None:
             with contextlib.suppress(OSError):  # without a cache, they are timed at every start

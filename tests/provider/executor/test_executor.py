@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from provider.config.schema import SchedulerConfig
+from provider.config.schema import ExecutorConfig, SchedulerConfig
 from provider.executor.executor import Executor
 from provider.executor.queues import ExecutorReport, LocalInbox, ProductRequest, ReportRequest, RequestPipe
+from provider.executor.supervisor import ExecutorThread
 from provider.products.model import ServedModel
 from provider.scheduler.jobs import Stage
 from provider.scheduler.scheduler import Discipline, Scheduler
@@ -26,6 +29,7 @@ from symbiosis_priv.errors import DeviceLostError, RankLostError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from tests.provider.clients import execute
+from tests.provider.conftest import Configure
 from tests.provider.scheduler.playing import Separate
 from tests.waiting import until
 
@@ -211,3 +215,21 @@ def raising(error: Exception) -> Any:
         raise error
 
     return fail
+
+
+@pytest.mark.parametrize(("device", "ends"), [("cpu", False), ("cuda:0", True)])
+def test_a_process_with_a_gpu_ends_when_its_executor_fails(
+    device: str, ends: bool, configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs of connections keep the old weights, and the card has no room for the same weights again."""
+    handle = ExecutorThread(configure(executor=ExecutorConfig(device=device)), model_digest="sha256:1")
+    built, ended = list[int](), list[int]()
+
+    def fail() -> None:
+        raise ValueError("a defect")
+
+    handle._executor = SimpleNamespace(run=fail)  # type: ignore[assignment]
+    monkeypatch.setattr(handle, "_build", lambda: built.append(1))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    assert handle._ended_by_error()
+    assert (bool(ended), built) == (ends, [1])  # with a real `_exit`, nothing is built

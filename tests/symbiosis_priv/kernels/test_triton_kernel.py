@@ -4,8 +4,11 @@ Their exactness is tested together with all other kernels, in test_matrix.py; `t
 absent GPUs.
 """
 
+import contextlib
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -155,6 +158,47 @@ def test_the_fastest_tile_multiplies_and_is_timed_once(
     results.write_bytes(results.read_bytes().replace(b'"terms":', b'"terms":1'))  # tiles of another release
     TritonKernel(floats=kernel.floats).choose(packed, results, milliseconds=milliseconds)
     assert len(timed) == 4 * sum(map(len, kernel.tiles.values()))
+
+
+@by_kernel
+def test_a_card_without_memory_for_timing_keeps_the_first_tiles(kernel: TritonKernel, tmp_path: Path) -> None:
+    fresh, results = TritonKernel(floats=kernel.floats), tmp_path / "tiles.json"
+    packed = kernel.pack(torch.ones(8, 8, dtype=torch.int16), weight_bits=8)
+
+    def milliseconds(run: object) -> float:
+        raise torch.OutOfMemoryError("out of memory")
+
+    fresh.choose(packed, results, milliseconds=milliseconds)
+    assert all(fresh.tile(packed, FORWARD, min(most, 1000)) == tiles[0] for most, tiles in kernel.tiles.items())
+    assert not results.exists()
+
+
+@needs_interpreter
+@by_kernel
+def test_every_program_is_compiled_before_a_request(kernel: TritonKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the tiles are known: both rings, and the rows of one program of `split`."""
+    fresh, compiled = TritonKernel(floats=kernel.floats), set[tuple[object, ...]]()
+    packed = kernel.pack(torch.ones(8, 8, dtype=torch.int16), weight_bits=8)
+
+    def multiply(tile: Tile, _: Packed, rows: Tensor, out: Tensor, direction: Direction, ring_bits: RingBits) -> None:
+        compiled.add((tile, direction, ring_bits, len(rows) > 16))
+
+    monkeypatch.setattr(fresh, "_multiply", multiply)
+    monkeypatch.setattr(fresh, "choose", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(triton_kernel, "_probe", lambda _, __, count: (torch.empty(count, 8), torch.empty(count, 8)))
+    fresh.prepare(OnCard(packed.layout, 8, 8, 8, packed.data))
+    assert compiled == {
+        (fresh.tile(packed, direction, most), direction, bits, most > 16)
+        for direction, most, bits in itertools.product(DIRECTIONS, kernel.tiles, get_args(RingBits))
+    }
+
+
+class OnCard(Packed):
+    """Weights in host memory that say that they are on a GPU."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return SimpleNamespace(device=CUDA) if name == "data" else super().__getattribute__(name)
 
 
 @needs_interpreter

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from symbiosis_priv.arithmetic.keystream import MAX_ROW, Keystream, Seed, StreamKey, derive, expand, mask_key
 from symbiosis_priv.errors import RangeError
-from symbiosis_priv.harness import strategies as testing
 from tests import drawn
 
 KEY = StreamKey(bytes(range(32)))
@@ -67,40 +66,25 @@ def test_expand_is_aes_ctr(key: StreamKey, first_row: int, rows: int, width: int
     assert got.tolist() == [by_hand(key, row=first_row + i, width=width) for i in range(rows)]
 
 
-@given(key=keys, first_row=first_rows, rows=st.integers(0, 9), width=drawn.widths(), data=st.data())
-def test_a_keystream_is_added_as_it_is_expanded(
-    key: StreamKey, first_row: int, rows: int, width: int, data: st.DataObject
+STEPS = st.tuples(st.integers(0, 3) | first_rows, st.integers(0, 4), st.sampled_from(["expand", "add", "make ahead"]))
+
+
+@given(key=keys, width=drawn.widths(), steps=st.lists(STEPS, max_size=20))
+def test_a_keystream_gives_the_requested_rows_whatever_was_made_before(
+    key: StreamKey, width: int, steps: list[tuple[int, int, str]]
 ) -> None:
-    before = data.draw(testing.ring_rows(width=width, count=rows))
-    after = before.clone()
-    Keystream(key, width=width).add_to(after, first_row=first_row)
-    assert torch.equal(after, before + expand(key, first_row=first_row, rows=rows, width=width))
-
-
-@given(width=drawn.widths(), places=st.lists(st.tuples(first_rows, st.integers(0, 4), st.booleans()), max_size=9))
-def test_a_reused_keystream_starts_at_the_requested_row(width: int, places: list[tuple[int, int, bool]]) -> None:
-    keystream = Keystream(KEY, width=width)
-    for first_row, rows, added in places:
-        got = torch.zeros(rows, width, dtype=torch.int32)
-        if added:
+    keystream = Keystream(key, width=width)
+    for first_row, rows, step in steps:
+        if step == "make ahead":
+            keystream.make_ahead(first_row, rows)
+            continue
+        got = torch.full((rows, width), 7, dtype=torch.int32)
+        if step == "add":
             keystream.add_to(got, first_row=first_row)
+            got -= 7
         else:
             got = keystream.expand(first_row, rows)
-        assert got.tolist() == [by_hand(KEY, row=first_row + i, width=width) for i in range(rows)]
-
-
-@given(
-    width=drawn.widths(), places=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=30)
-)
-def test_only_the_requested_rows_made_ahead_are_used(width: int, places: list[tuple[int, int, bool]]) -> None:
-    keystream = Keystream(KEY, width=width)
-    for first_row, rows, ahead in places:
-        if ahead:
-            keystream.make_ahead(first_row, rows)
-        else:
-            got = torch.zeros(rows, width, dtype=torch.int32)
-            keystream.add_to(got, first_row=first_row)
-            assert got.tolist() == [by_hand(KEY, row=first_row + i, width=width) for i in range(rows)]
+        assert got.tolist() == [by_hand(key, row=first_row + i, width=width) for i in range(rows)]
 
 
 def test_threads_share_a_keystream() -> None:

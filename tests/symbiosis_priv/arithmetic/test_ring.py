@@ -1,7 +1,6 @@
 """The ring's promises, compared with exact integer arithmetic: no product leaves the range, masking changes nothing."""
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
@@ -102,19 +101,6 @@ def test_a_row_does_not_depend_on_its_batch(data: DataObject, rows: Tensor) -> N
     for k in range(2):  # integers and scales
         assert torch.equal(permuted[k], together[k][order])
         assert torch.equal(torch.cat([one[k] for one in alone]), together[k])
-
-
-def test_a_row_does_not_depend_on_threads_or_layout(set_threads: Callable[[int], None]) -> None:
-    generator = np.random.default_rng(0)
-    rows = torch.from_numpy(generator.standard_normal((7, 40_001)) * 10.0 ** generator.uniform(-30, 30, (7, 1)))
-    bound = Bound(inputs=rows.shape[1], weight_absmax=511, weight_norm=60_000.0)
-    outcomes = []
-    for threads in (1, 2, 3, 5):
-        set_threads(threads)
-        outcomes += [quantise_rows(rows, bound), quantise_rows(rows.t().contiguous().t(), bound)]
-    for xq, scale in outcomes[1:]:
-        assert torch.equal(xq, outcomes[0][0])
-        assert torch.equal(scale, outcomes[0][1])
 
 
 @pytest.mark.parametrize("width", [0, -1, 1 << 22])

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.harness.base_model import public_text
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import BitFitConfig, BottleneckConfig, DiffPruningConfig, MaskBertConfig, RemoteConfig, backend_of
@@ -253,18 +252,3 @@ def forward_backward_generate(model: Any) -> dict[str, Tensor]:
         input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=3, min_new_tokens=3, pad_token_id=0
     )
     return gradients | {"logits": out.logits, "tokens": tokens}
-
-
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_the_digest_does_not_depend_on_the_default_dtype(
-    default: torch.dtype, llama: Path, gpt2: Path, tmp_path: Path
-) -> None:
-    """transformers sets the default dtype while it loads a model, and scripts may set it permanently."""
-    for path in (llama, gpt2):
-        want = WeightStore(path).manifest().digest
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(default)
-        try:
-            assert WeightStore(path, cache=tmp_path / path.name).manifest().digest == want
-        finally:
-            torch.set_default_dtype(before)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import typer
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from symbiosis_priv import cli, errors
+from tests.sizes import options
 
 OWN_COMMANDS = sorted(
     entry.name for entry in entry_points(group=cli.COMMAND_GROUP) if entry.dist and entry.dist.name == "symbiosis-priv"
@@ -257,14 +257,9 @@ def test_a_provider_imports_no_transformers_and_torchs_threads_do_not_spin() -> 
 def test_a_letter_stands_for_one_option_in_all_commands() -> None:
     """`-a` was an authority in one command, and an adapter in another one."""
     meanings: dict[str, set[str]] = {}
-
-    def walk(command: Any) -> None:
-        for option in command.params:
-            for letter in (name for name in option.opts if len(name) == len("-a")):
-                meanings.setdefault(letter, set()).add(option.opts[0])
-        for name in getattr(command, "commands", {}):
-            walk(command.resolve_command(typer.Context(command), [name])[1])
-
-    walk(get_command(cli.app))
+    for words, _ in options():
+        name, *others = words.split()
+        for letter in (other for other in (name, *others) if len(other) == len("-a")):
+            meanings.setdefault(letter, set()).add(name)
     assert "-f" in meanings
     assert {letter: names for letter, names in meanings.items() if len(names) > 1} == {}

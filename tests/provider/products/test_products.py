@@ -282,31 +282,25 @@ def test_a_helpers_rows_are_multiplied_where_they_were_expanded(
     assert multiplied == [array.ctypes.data for array in taken] != []
 
 
-@given(data=st.data(), direction=testing.directions(), chunk=st.integers(1, 9))
-def test_a_product_in_chunks_equals_the_whole_product(data: DataObject, direction: Direction, chunk: int) -> None:
-    matrix = RingMatrix(data.draw(drawn.integer_weights(outputs=13, inputs=24, bits=10)), weight_bits=10)
-    rows = data.draw(testing.ring_rows(width=24 if direction == FORWARD else 13, count=st.integers(0, 20)))
+@given(data=st.data(), direction=testing.directions(), chunk=st.integers(1, 9), counts=st.none() | expert_counts(3))
+def test_a_product_in_chunks_equals_the_whole_product(
+    data: DataObject, direction: Direction, chunk: int, counts: Counts | None
+) -> None:
+    """Of rows for a whole matrix, or for single experts, whose matrices may be stored transposed."""
+    matrix = RingMatrix(data.draw(drawn.integer_weights(outputs=12, inputs=24, bits=8)), weight_bits=8, kernel="int32")
+    if counts is not None:
+        matrix = matrix.as_stack(3, transposed=data.draw(st.booleans()))
+    width, _ = matrix.columns(direction, by_expert=counts is not None)
+    count = st.integers(0, 20) if counts is None else st.just(sum(counts))
+    rows = data.draw(testing.ring_rows(width=width, count=count))
     before = rows.clone()
     transfers = Transfers(torch.device("cpu"), widest=24, chunk=chunk)
-    other = transfers.product(matrix, rows.flip(0), direction)  # uses the same memory
+    other = transfers.product(matrix, rows.flip(0), direction, counts=counts)  # uses the same memory
     kept = other.clone()
-    got = transfers.product(matrix, rows, direction)
-    assert torch.equal(other, kept)
-    assert torch.equal(got, matrix.product(rows, direction))
-    assert torch.equal(rows, before)
-
-
-@given(counts=expert_counts(3), chunk=st.integers(1, 9), turned=st.booleans(), direction=testing.directions())
-def test_a_product_by_expert_in_chunks_equals_the_whole_product(
-    counts: Counts, chunk: int, turned: bool, direction: Direction
-) -> None:
-    weight = torch.arange(12 * 7, dtype=torch.int16).view(12, 7)
-    matrix = RingMatrix(weight, weight_bits=8, kernel="int32").as_stack(3, transposed=turned)
-    width, _ = matrix.columns(direction, by_expert=True)
-    rows = torch.arange(sum(counts) * width, dtype=torch.int32).view(-1, width)
-    transfers = Transfers(torch.device("cpu"), widest=12, chunk=chunk)
     got = transfers.product(matrix, rows, direction, counts=counts)
+    assert torch.equal(other, kept)
     assert torch.equal(got, matrix.product(rows, direction, counts=counts))
+    assert torch.equal(rows, before)
 
 
 def test_a_gpus_programs_are_compiled_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:

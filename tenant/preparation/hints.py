@@ -13,7 +13,8 @@ with P, it is 2,048 linear equations of R. So D is encrypted under the keys' sec
 Files, in the folder of the preparation: `lwe-<bits>/<group>.<direction>` with the panels of E, D and a MAC, and
 `lwe-rows` with the number of rows that were masked under P, or reserved, and the number of P's draw. Both survive
 restarts. Without this file there is no P, and the next preparation draws another. A copy of the folder counts on its
-own: of k copies, an attacker may see k times `MOST_ROWS` rows.
+own, and who can write to the folder can set the number back. Either shows an attacker k times `MOST_ROWS` rows at most:
+who solves one of N in time T solves one of N / k in k T, so this takes log2(k) bits. c and e are fresh all the same.
 """
 
 import errno
@@ -176,7 +177,7 @@ class Hints:
     def _seal(self, place: Place, content: NDArray[np.uint8]) -> bytes:
         (index, direction), digest = place, hashlib.sha256(content.data).hexdigest()
         weights = self._preparation.manifest.groups[index].digest
-        what = weights, direction, str(self.bits), f"{HEIGHT}/{WEIGHT}", self._draw(), digest
+        what = weights, str(index), direction, str(self.bits), f"{HEIGHT}/{WEIGHT}", self._draw(), digest
         return mac(self._preparation.keys, "hint with encrypted D", *what)
 
     def _hidden(self, place: Place) -> NDArray[np.int64]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -235,6 +236,14 @@ def test_only_the_tenants_own_hint_is_used(
     with pytest.raises(CheckpointError, match=r"was not prepared|is damaged, or was made for other weights"):
         session.product(GroupIndex(0), FORWARD, rows)
     assert not executor.executed
+
+
+def test_a_hint_is_sealed_for_its_place(fresh: Preparation) -> None:
+    """Two layers may have equal weights; each has its own R."""
+    first, *others = fresh.manifest.groups
+    hints = Hints(replace(fresh, manifest=msgspec.structs.replace(fresh.manifest, groups=(first, first, *others))), 16)
+    content = np.zeros(8, dtype=np.uint8)
+    assert hints._seal((GroupIndex(0), FORWARD), content) != hints._seal((GroupIndex(1), FORWARD), content)
 
 
 def test_a_hint_that_others_can_read_or_replace_is_refused(fresh: Preparation, scripted: Scripted) -> None:

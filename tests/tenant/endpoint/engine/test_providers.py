@@ -15,8 +15,6 @@ from tenant import RemoteConfig, backend_of
 from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.packed_model import PackedModel
 from tenant.endpoint.engine.requests import Sampling, ShownRow
-from tenant.endpoint.engine.sequence import Drafter
-from tenant.endpoint.engine.speculation import open_drafter
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_language_model
 from tenant.session.tally import Ledger
@@ -45,13 +43,12 @@ def open_engine(checkpoint: Path, tokenizer: Any, adapters: Path) -> Iterator[Ca
     """`open_engine(remote)`: an engine with all adapters and its model, closed after the tests."""
     opened = []
 
-    def open_engine(remote: RemoteConfig, drafter: Drafter | None = None) -> Opened:
+    def open_engine(remote: RemoteConfig) -> Opened:
         model = load_language_model(checkpoint, remote=remote, dtype=torch.float32)
         tasks = Tasks(model)
         tasks.register_all(adapters)
-        engine = ContinuousEngine(
-            PackedModel(model, tasks), tokenizer, tasks=tasks, limits=EngineLimits(step_rows=512), drafter=drafter
-        )
+        limits = EngineLimits(step_rows=512)
+        engine = ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks, limits=limits)
         opened.append((engine, model))
         return engine, model
 
@@ -144,17 +141,6 @@ def test_a_row_is_shown_as_the_executor_saw_it_and_never_a_row_of_another_reques
     first = Asked(engine, PROMPT, max_tokens=12, shows_row=True, at={2: join})
     assert is_of(first.done().row, first.tokens[-2])
     assert others[0].done().row is None  # every pass had rows of both
-
-
-def test_a_draft_model_halves_the_round_trips_and_each_step_has_the_same_rows(
-    split: Opened, open_engine: Callable[..., Opened], remote: RemoteConfig, checkpoint: Path, tokenizer: Any
-) -> None:
-    drafted, _ = open_engine(remote, open_drafter(str(checkpoint), tokenizer, model=checkpoint, ahead=4))
-    alone, guessed = Asked(split[0], PROMPT, max_tokens=24), Asked(drafted, PROMPT, max_tokens=24)
-    assert guessed.tokens == alone.tokens
-    ledger = guessed.done().ledger
-    assert 2 * ledger.round_trips <= alone.done().ledger.round_trips
-    assert ledger.rows == GROUPS * (len(PROMPT) + 5 * (ledger.round_trips // GROUPS - 1))
 
 
 def test_an_answer_in_a_bucket_shows_executors_no_end(split: Opened) -> None:

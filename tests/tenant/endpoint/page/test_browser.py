@@ -7,7 +7,6 @@ import base64
 import json
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,21 +19,11 @@ from openai import OpenAI
 
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig
-from tenant.endpoint.api.application import create_app
-from tenant.endpoint.api.http_server import Server
-from tenant.endpoint.api.service import Service, Settings
-from tenant.endpoint.engine.sequential import SequentialEngine
 from tenant.endpoint.options import Serving
-from tenant.endpoint.page.router import FILES, page_router
-from tenant.masking.registry import scheme_named
-from tenant.model.hf import backend_of
 from tenant.model.ledger import ledger_of
-from tenant.model.loading import load_language_model
 from tenant.session.tally import Ledger
-from tenant.tasks import Tasks
 from tests.tenant.endpoint.api.test_media import png, write
 from tests.tenant.endpoint.conftest import served_at
-from tests.waiting import answering
 
 INSTALL = "to test the page, install Chromium and `pip install playwright`"
 playwright: Any = pytest.importorskip("playwright.sync_api", reason=INSTALL)
@@ -61,25 +50,15 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(
-    checkpoint: Path, tokenizer: Any, adapters: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
-    tokenizer.chat_template = TEMPLATE
-    with LocalFederation(checkpoint, tmp_path_factory.mktemp("page")) as local:
-        model = load_language_model(checkpoint, remote=RemoteConfig(federation=local.federation))
-        tasks = Tasks(model)
-        tasks.register("lora", adapters / "lora")
-        engine = SequentialEngine(model, tokenizer, tasks=tasks)
-        settings = Settings(keys=(KEY,), drain_s=1.0, open_paths=frozenset(FILES))
-        router = page_router(scheme_named("pad"), lambda: ledger_of(model), model="tiny")
-        listener = socket.create_server(("127.0.0.1", 0))
-        app = create_app(Service(engine, model, tokenizer, name="tiny", tasks=tasks), settings, routers=[router])
-        server = Server(app, listener, drain_s=1.0)
-        with answering(server):
-            yield Served(model, f"http://127.0.0.1:{listener.getsockname()[1]}", local)
-        engine.close()
-        backend_of(model).close()
-    tokenizer.chat_template = None
+def served(checkpoint: Path, adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    place = tmp_path_factory.mktemp("page")
+    model = Path(shutil.copytree(checkpoint, place / "model"))
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    with LocalFederation(model, place) as local:
+        remote = RemoteConfig(federation=local.federation, cache=place / "cache")  # prepared with this template
+        options, chosen = Serving(drain_s=1.0), {"lora": adapters / "lora"}
+        with served_at(model, remote, key=KEY, adapters=chosen, options=options) as (service, address):
+            yield Served(service.model, address, local)
 
 
 @contextmanager

@@ -14,11 +14,12 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
+from itertools import groupby, product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,8 @@ class Options:
 
     @property
     def device(self) -> str:
-        """The device of products."""
-        return "cpu" if self.cpu else "cuda"
+        """The device of products. With its index: CUDA's current device is set to it."""
+        return "cpu" if self.cpu else "cuda:0"
 
 
 def machine(options: Options) -> Iterator[Row]:
@@ -195,6 +196,11 @@ def transfers(options: Options) -> Iterator[Row]:
             "copies_us": 1e6 * (whole - alone),
             "equal": torch.equal(moved.product(there, rows, FORWARD), expected := here.product(rows)),
         }
+        packed = wire.BYTES24.unpack(wire.RING24.pack(rows), rows=count)
+        narrow = partial(moved.product, there, packed, FORWARD, ring_bits=24)
+        equal = narrow().numpy().tobytes() == bytes(wire.RING24.pack(expected))
+        narrow_us = 1e6 * _median_s(narrow, options.device, repeat=20)
+        yield {"size": size, "rows": count, "ring_bits": 24, "host_to_host_us": narrow_us, "equal": equal}
         for ring_bits in (32, 24) if count <= 16 else ():
             few, encoding = moved.few(there, FORWARD, count, ring_bits), wire.encoding_of("ring", ring_bits)
             sent, space = (np.frombuffer(bytearray(encoding.pack(part)), np.uint8) for part in (rows, expected))
@@ -236,32 +242,75 @@ def provider(options: Options) -> Iterator[Row]:
 
 
 def nccl(options: Options) -> Iterator[Row]:
-    """A group of one rank over NCCL: both ways to divide a product, compared with products without a group."""
+    """Two ranks, one where there is one GPU: both ways to divide a product, compared with products without a group; of
+    few rows, and of more than shared memory holds at a time; also from a second thread."""
+    import torch
+    from torch.multiprocessing import get_context
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = _save_llama(Path(folder, "model"), width=128, inner=256, layers=1, device="cpu")
+        world = 2 if options.cpu else min(2, torch.cuda.device_count())
+        context = get_context("spawn")
+        ranks = [context.Process(target=_follow, args=(options, model, rank, world)) for rank in range(1, world)]
+        for rank in ranks:
+            rank.start()
+        yield from _lead(options, model, world)
+        for rank in ranks:
+            rank.join(10)
+
+
+_SHARDINGS = ("columns", "gathered")
+
+
+def _join(options: Options, model: Path, rank: int, world: int) -> Any:
+    """Join the group. Returns the weights."""
+    from provider.shards import rank_group
+    from symbiosis_priv.checkpoints.weights import WeightStore
+
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world}", "LOCAL_WORLD_SIZE": f"{world}"}
+    os.environ |= {
+        rank_group.FOLDER_VARIABLE: str(model.parent),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+    rank_group.join(options.device.removesuffix(":0"), timeout=timedelta(seconds=20))
+    return WeightStore(model, cache=model.parent / "cache", device=options.device.replace("cuda:0", f"cuda:{rank}"))
+
+
+def _follow(options: Options, model: Path, rank: int, world: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from provider.shards.sharded import ShardedOperands
+
+    with torch.no_grad():
+        store = _join(options, model, rank, world)
+        for sharding in _SHARDINGS:
+            ShardedOperands(store, sharding=sharding).follow()
+        dist.destroy_process_group()
+
+
+def _lead(options: Options, model: Path, world: int) -> Iterator[Row]:
     import torch
     import torch.distributed as dist
 
     from provider.products.model import LocalOperands
-    from provider.shards import rank_group
     from provider.shards.sharded import ShardedOperands
     from symbiosis_priv.arithmetic.ring import DIRECTIONS
-    from symbiosis_priv.checkpoints.weights import WeightStore
     from symbiosis_priv.kernels import probe_rows
 
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        model = _save_llama(Path(folder, "model"), width=128, inner=256, layers=1, device="cpu")
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {rank_group.FOLDER_VARIABLE: folder, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        rank_group.join(options.device, timeout=timedelta(seconds=20))
-        store = WeightStore(model, cache=Path(folder, "cache"), device=options.device.replace("cuda", "cuda:0"))
-        local = LocalOperands(store)
-        for sharding in ("columns", "gathered"):
+    with torch.no_grad(), ThreadPoolExecutor(1) as other:
+        store = _join(options, model, 0, world)
+        local, index = LocalOperands(store), 2  # gate and up, the widest
+        for sharding in _SHARDINGS:
             operands = ShardedOperands(store, sharding=sharding)
-            for direction in DIRECTIONS:
-                width, _ = store.manifest().groups[0].columns(direction)
-                rows = probe_rows(65, width)
-                got = operands.product(rows, index=0, direction=direction)
-                equal = torch.equal(got, local.product(rows, index=0, direction=direction))
-                yield {"backend": dist.get_backend(), "sharding": sharding, "direction": direction, "equal": equal}
+            for direction, count in product(DIRECTIONS, (65, 300)):
+                rows = probe_rows(count, store.manifest().groups[index].columns(direction)[0])
+                want = local.product(rows, index=index, direction=direction)
+                multiply = torch.no_grad()(partial(operands.product, rows, index=index, direction=direction))
+                equal = all(torch.equal(got, want) for got in (multiply(), other.submit(multiply).result()))
+                what = {"backend": dist.get_backend(), "ranks": world, "sharding": sharding, "direction": direction}
+                yield {**what, "rows": count, "equal": equal}
             operands.close()
         dist.destroy_process_group()
 

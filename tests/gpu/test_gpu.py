@@ -5,6 +5,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from tests.gpu import sections
 from tests.gpu.__main__ import BUDGETS_S, run
@@ -17,6 +18,10 @@ SECONDS = 480
 def test_the_time_limits_sum_to_eight_minutes_at_most() -> None:
     assert sum(BUDGETS_S.values()) <= SECONDS
     assert BUDGETS_S.keys() == SECTIONS.keys()
+
+
+def test_the_device_can_become_the_current_one() -> None:
+    assert torch._utils._get_device_index(torch.device(Options(cpu=False).device)) == 0  # as `set_device` does
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -127,10 +127,13 @@ class Wrong(Drafter):
 
 
 def test_a_guess_may_reach_behind_the_context(tokenizer: Any) -> None:
-    """Learned positions end with the context, so a row behind it has none."""
-    packed = Recorded(build("GPT2LMHeadModel", vocab_size=320, n_positions=24))
+    """Learned positions end with the context, so a row behind it has none. A draft model has no guess there, and the
+    step has as many rows all the same."""
+    packed = Recorded(model := build("GPT2LMHeadModel", vocab_size=320, n_positions=24))
     expected = answers(packed, tokenizer, None, max_tokens=4)
-    assert answers(packed, tokenizer, PromptLookup(ahead=AHEAD), max_tokens=4) == expected
+    for drafter in (PromptLookup(ahead=AHEAD), DraftModel(PackedModel(model), vocabulary=320, ahead=AHEAD)):
+        assert answers(packed, tokenizer, drafter, max_tokens=4) == expected
+        assert all(set(rows[1:]) <= {1 + AHEAD} for rows in packed.of_sequences())
 
 
 def test_a_draft_model_needs_the_same_tokenizer(tokenizer: Any, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def tinker() -> Any:
 
 
 @contextlib.contextmanager
-def served(checkpoint: Path, folder: Path, *, keys: tuple[str, ...] = KEYS) -> Iterator[str]:
+def served(checkpoint: Path, folder: Path, *, keys: tuple[str, ...] = KEYS, name: str = "tiny") -> Iterator[str]:
     """The address of an endpoint."""
     options = Serving(tinker=folder, listen="127.0.0.1:0", api_key_file=Path("keys"))
     with ExitStack() as stack:
@@ -33,7 +33,7 @@ def served(checkpoint: Path, folder: Path, *, keys: tuple[str, ...] = KEYS) -> I
             serving.opened(
                 checkpoint,
                 RemoteConfig(masking="simulate"),
-                name="tiny",
+                name=name,
                 adapters={},
                 options=options,
                 clients=len(keys),
@@ -60,6 +60,11 @@ def connect(tinker: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> Itera
             return stack.enter_context(tinker.ServiceClient(base_url=address, api_key=KEYS[number]))
 
         yield connected
-    with warnings.catch_warnings():  # the client leaves a connection open
+    collect()
+
+
+def collect() -> None:
+    """Free what clients have left: an open connection each."""
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         gc.collect()

@@ -102,8 +102,7 @@ class Provider:
         if "helper" in self.config.roles:
             require_hybrid('roles = ["helper"]')
         config = self.config = placed(self.config, progress=self._progress)
-        helpers = config.relay.helpers
-        self._credentials = credentials = Credentials.load(config.tls, helpers=helpers, before=self._credentials)
+        self._credentials = credentials = Credentials.load(config.tls, before=self._credentials)
         store = open_store(config)
         manifest, served = store.manifest(progress=self._progress), store.served
         self.model_digest = manifest.digest
@@ -193,13 +192,13 @@ class Provider:
             return
         log.info("moving", layers=self.config.model.layers, to=self._next.model.layers)
         self.stop()
-        reloaded = {name: getattr(self._reloaded, name) for name in ("tls", "quota", "tenants", "relay")}
+        reloaded = {name: getattr(self._reloaded, name) for name in ("tls", "quota", "tenants")}
         self.config, self._next = msgspec.structs.replace(self._next, **reloaded), None
         self.start()
         self._reloader.request()  # files may have changed since the last look
 
     def reload(self) -> None:
-        """Read certificates, revocations, relays and quotas again soon. If one of them is invalid, it is logged and
+        """Read certificates, revocations and quotas again soon. If one of them is invalid, it is logged and
         nothing changes."""
         if self._gateway is not None:
             self._reloader.request()
@@ -213,7 +212,7 @@ class Provider:
             self._credentials = revoking
             self._gateway.accept(revoking)
         config = self.config if self._source is None else self._adapt(load(self._source, whole=True))
-        credentials = Credentials.load(config.tls, helpers=config.relay.helpers, before=self._credentials)
+        credentials = Credentials.load(config.tls, before=self._credentials)
         self._gateway.renew(config, credentials)
         self._credentials, self._reloaded = credentials, config
         if self._announcer is not None:
@@ -224,15 +223,14 @@ class Provider:
             config,
             quota=old.quota,
             tenants=old.tenants,
-            relay=replace(config.relay, to=old.relay.to, helpers=old.relay.helpers),
             model=chosen if config.model.layers == AUTO else config.model,
         )
         log.info("reloaded", needs_restart=None if fixed == self.config else "yes: other settings have changed too")
 
     def _watched_files(self) -> list[Path]:
-        tls, relay = self._reloaded.tls, self._reloaded.relay  # it may name other files than at the start
-        files = [self._source, tls.certificate, tls.key, tls.tenant_authority, tls.revoked, *relay.helpers]
-        return [path for path in (*files, *(target.certificate for target in relay.to)) if path is not None]
+        tls = self._reloaded.tls  # it may name other files than at the start
+        files = [self._source, tls.certificate, tls.key, tls.tenant_authority, tls.revoked]
+        return [path for path in files if path is not None]
 
     def __enter__(self) -> Self:
         return self.start()

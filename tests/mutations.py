@@ -5,7 +5,7 @@ that must notice. The command copies the working tree, first runs these tests wi
 change at a time. It prints the test that has failed for each, and ends with an error if no test has.
 
     python -m tests.mutations                    every entry, in a quarter of an hour
-    python -m tests.mutations relay "a pad"      entries whose name, file or tests contain one of these words
+    python -m tests.mutations wire "a pad"       entries whose name, file or tests contain one of these words
     python -m tests.mutations --list             the table, without running anything
 
 A line is found by its code, wherever it is in the file or folder: spaces, line breaks and a last comma make no

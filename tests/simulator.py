@@ -20,18 +20,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, Literal
 
-import msgspec
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding
 from torch import Tensor
 
 from provider.products.model import ServedModel
-from symbiosis_priv.arithmetic.keystream import expand, relay_key
-from symbiosis_priv.certificates.reading import Identity, fingerprint, load_pin, sign
+from symbiosis_priv.certificates.reading import Identity, load_pin
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import stream, tls, wire
-from symbiosis_priv.network.block_statement import block_id, statement
 from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.network.hybrid import Sealing, answer_offer
 from symbiosis_priv.network.stream import FrameStream
@@ -60,12 +57,7 @@ class Heard:
 Said = bytes | None | Literal[Silence.SILENCE]
 """The bytes of a reply, None to close the connection, or silence."""
 Behaviour = Callable[[Heard, wire.Result, Tensor], tuple[wire.Message, Tensor] | Said]
-"""(request, honest header, honest matrix) -> the message or the bytes to send, None or silence.
-
-The matrix of a relayed effect is the block, and that of an answer to a request with blocks has them subtracted.
-"""
-Stored = tuple[wire.Block | wire.Failure, bytes]
-"""A block as an executor keeps it, and its payload; or a refusal."""
+"""(request, honest header, honest matrix) -> the message or the bytes to send, None or silence."""
 
 
 def frame(message: wire.Message, payload: Tensor | None = None) -> bytes:
@@ -93,13 +85,12 @@ class Clock:
 
 @dataclass
 class Network:
-    """The providers of a test by address and by fingerprint."""
+    """The providers of a test by address."""
 
     authority: Identity  # signs tenants' certificates
     clock: Clock | None = None
     listens: bool = False  # new providers have sockets
     at: dict[tuple[str, int], "ScriptedProvider"] = field(default_factory=dict)
-    known_as: dict[str, "ScriptedProvider"] = field(default_factory=dict)
 
     @contextmanager
     def replacing_sockets(self) -> Iterator[None]:
@@ -255,15 +246,6 @@ class ScriptedProvider:
         network: the other providers of the test.
         max_rows: row limit that it announces and enforces.
         max_payload: byte limit that it announces and enforces.
-
-    Attributes:
-        blocks: the blocks that it keeps as an executor.
-        evidence: what it hands out of a block that the tenant fetches; None to close the connection.
-        deposits: changes a block before it is signed, as a helper.
-        links: the executors to which it relays.
-        signs_as: the provider whose key signs its blocks.
-        issues_permits: False if it never answers a request for a permit.
-        max_bytes: bytes of a tenant's blocks, which it announces and does not enforce.
     """
 
     def __init__(
@@ -283,19 +265,8 @@ class ScriptedProvider:
         self.refuse_connections = False
         self.closing = threading.Event()
         self.certificate = identity.certificate
-        self.blocks: dict[bytes, tuple[wire.Block, bytes]] = {}
-        self.evidence: Callable[[tuple[wire.Block, bytes]], Stored | None] = lambda stored: stored
-        self.deposits: Callable[[wire.Block, bytes], tuple[wire.Block, bytes]] = lambda *block: block
-        self.signs_as = self
-        self.takes_blocks = True
-        self.block_wait_s = 0.3
-        self.issues_permits, self.permits_asked = True, 0
-        self.max_bytes = 1 << 30
         self._model, self._served, self._max_rows, self._max_payload = model, model.served, max_rows, max_payload
         self._network = network
-        self.fingerprint = fingerprint(identity.certificate)
-        network.known_as[self.fingerprint] = self
-        self.links = network.known_as
         self.lines: list[Any] = []
         self.show(identity)
         self.port = self._begin()
@@ -332,7 +303,7 @@ class ScriptedProvider:
 
     def show(self, identity: Identity) -> None:
         """Use this certificate on later connections."""
-        self._identity, self._key = identity, identity.private_key()
+        self._identity = identity
 
     def accept(self, clock: Clock | None) -> _Line:
         line = _Line(self, self._identity, clock)
@@ -417,80 +388,15 @@ class ScriptedProvider:
                         connections=len(self.lines),
                     )
                 )
-            case wire.PermitRequest():
-                self.permits_asked += 1
-                if not self.issues_permits:
-                    return SILENCE
-                helpers = request.helpers if self.takes_blocks else ()
-                token = bytes(wire.TOKEN_BYTES)
-                return frame(
-                    wire.Permit(
-                        token=token, helpers=helpers, seconds=600.0, block_seconds=600.0, max_bytes=self.max_bytes
-                    )
-                )
-            case wire.FetchBlock():
-                if (stored := self.evidence(self.blocks[request.block])) is None:
-                    return None
-                block, body = stored
-                return wire.encode(block, payload_bytes=len(body)) + body
         raise AssertionError(request)
 
     def _answer(self, heard: Heard, end: Sealed) -> Said:
         request = heard.request
-        answer, relayed, to = self.product(heard), False, None
-        if isinstance(request, wire.Execute):
-            answer, relayed = self._subtract_blocks(request, answer)
-        elif to := self._relayed_to(request):
-            answer = answer + self._second(request)
-        reply = self.behaviour(heard, wire.Result.answering(request, relayed=relayed), answer)
+        reply = self.behaviour(heard, wire.Result.answering(request), self.product(heard))
         if reply is None or isinstance(reply, Silence):
             return reply
         data = reply if isinstance(reply, bytes) else frame(*reply)
-        if not isinstance(request, wire.Effect):
-            return data
-        return self._deposit(to, request, data) if to else end.covered(data)
-
-    # Relay
-
-    def _relayed_to(self, request: wire.Effect) -> "ScriptedProvider | None":
-        to = request.relay and self.links.get(request.relay.executor)
-        return to if to and to.takes_blocks else None
-
-    def _second(self, request: wire.Effect) -> Tensor:
-        entry = self._model.manifest.entry(request.group, by_expert=request.counts is not None)
-        key = relay_key(request.seed, group_name=entry.name, direction=request.direction)
-        return expand(key, first_row=request.first_row, rows=request.rows, width=entry.columns(request.direction)[1])
-
-    def _deposit(self, to: "ScriptedProvider", request: wire.Effect, reply: bytes) -> bytes:
-        """Sign the payload of a reply and give it to an executor. Replies of another size stay as they are."""
-        header_size, size = wire.decode_prefix(reply[: wire.PREFIX.size], max_payload=self._max_payload)
-        entry = self._model.manifest.entry(request.group, by_expert=request.counts is not None)
-        expected = request.encoding.size(request.rows, entry.columns(request.direction)[1])
-        if not size or size != expected or request.relay is None:
-            return reply
-        body = reply[wire.PREFIX.size + header_size :]
-        permit, nonce = request.relay.permit, block_id(request)
-        fields = {name: getattr(request, name) for name in wire.Binding.__struct_fields__} | {"nonce": nonce}
-        signer = self.signs_as
-        block, body = self.deposits(
-            wire.Block(**fields, helper=signer.fingerprint, permit=permit, signature=b"-"), body
-        )
-        signature = sign(signer._key, statement(block, permit=permit, executor=to.fingerprint, payload=body))
-        to.blocks[nonce] = msgspec.structs.replace(block, signature=signature), body
-        return frame(wire.Result.answering(request, relayed=True))
-
-    def _subtract_blocks(self, request: wire.Execute, answer: Tensor) -> tuple[Tensor, bool]:
-        until = time.monotonic() + self.block_wait_s
-        while any(rows.block not in self.blocks for rows in request.blocks) and time.monotonic() < until:
-            time.sleep(0.002)
-        if not request.blocks or any(rows.block not in self.blocks for rows in request.blocks):
-            return answer, False
-        answer = answer.clone()
-        for rows in request.blocks:
-            block, body = self.blocks[rows.block]
-            matrix = request.encoding.unpack(bytearray(body), rows=block.rows)
-            answer[rows.first : rows.first + rows.rows] -= matrix[rows.start : rows.start + rows.rows]
-        return answer, True
+        return end.covered(data) if isinstance(request, wire.Effect) else data
 
 
 _ONE_PRODUCT = threading.Lock()  # providers share the model

@@ -25,7 +25,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from provider.config import schema
-from provider.relay.blocks import BlockStore, KeptBlock
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import expand, random_key
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
@@ -37,7 +36,7 @@ from symbiosis_priv.federation import Peer, federation_text, load_federation
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model, private_text, public_text
 from symbiosis_priv.limits import DEFAULT_HINT_BITS
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.tls import TenantIdentity, client_context
+from symbiosis_priv.network.tls import client_context
 from tenant import RemoteConfig, backend_of
 from tenant.connections.channel import Channel, Wiretap, fresh_nonce
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
@@ -89,10 +88,9 @@ class Recording:
 class Lab:
     """A context manager that runs providers, and records what each party sees. `folder` is an empty folder for the
     checkpoint, keys and caches. `tied` and `experts` are those of `Pretraining`. 1 to 3 `helpers` are started; each
-    scheme states how many it needs. `relayed` is a federation file with relay and one helper; `one_company` is one
-    whose only helper belongs to the executor's company: no tenant may use it. With `round_trips` 2, providers have
-    composed groups: tenants use them in every pass without gradients, and the distinguishing game is played at the
-    first of them."""
+    scheme states how many it needs. `one_company` is a federation file whose only helper belongs to the executor's
+    company: no tenant may use it. With `round_trips` 2, providers have composed groups: tenants use them in every pass
+    without gradients, and the distinguishing game is played at the first of them."""
 
     def __init__(
         self, folder: Path, *, tied: bool = False, experts: int = 0, helpers: int = 3, round_trips: RoundTrips = 4
@@ -128,7 +126,6 @@ class Lab:
             self._entries = list(self._start_providers(checkpoint, starting))
             written = [self.write_federation(f"{n}", n) for n in range(self._helpers + 1)]
             self.federation_path, self.federation = written[1], load_federation(written[1])
-            self.relayed = self.write_federation("relay", 1, pads={"relay": True})
             company = {"Holding SE": ["executor", "helper"]}
             self.one_company = self.write_federation("company", 1, pads={"helpers": 1}, companies=company)
             self._stack = starting.pop_all()
@@ -147,7 +144,6 @@ class Lab:
         identities = {
             name: issue(keys, authority=None, kind=Kind.PROVIDER, name=name) for name in ("executor", *helpers)
         }
-        relay = schema.RelayConfig(helpers=tuple(identities[name].certificate for name in helpers))
         for name, identity in identities.items():
             role: wire.Role = "executor" if name == "executor" else "helper"
             config = schema.ProviderConfig(
@@ -162,12 +158,8 @@ class Lab:
                     certificate=identity.certificate, key=identity.key, tenant_authority=authority.certificate
                 ),
                 executor=schema.ExecutorConfig(float_memory_mib=2048),
-                relay=relay,
             )
             address = stack.enter_context(Provider(config)).address
-            if role == "executor":
-                target = schema.RelayTarget(address=address, certificate=identity.certificate)
-                relay = schema.RelayConfig(to=(target,))
             entry = {"name": name, "operator": f"operator of the {name}", "role": role, "address": address}
             yield entry | {"certificate": f"keys/{name}.pem"}
 
@@ -196,17 +188,9 @@ class Lab:
         """Fine-tune and generate under a scheme, and record every party's view. `federation`: another file than the
         scheme's."""
         recorder, truth = Recorder(), Truth(steps=workload.steps)
-        keep = BlockStore.keep
-
-        def deposit(store: BlockStore, tenant: TenantIdentity, block: KeptBlock, payload: memoryview) -> None:
-            recorder.deposited(block.header, payload)
-            keep(store, tenant, block, payload)
-
-        chosen = federation or (self.relayed if scheme.relay else self.folder / f"federation-{scheme.helpers}.toml")
-        # the executors of this process wait longer for blocks, for busy machines
-        patient = mock.patch("provider.gateway.connection._BLOCK_WAIT_S", 20.0)
+        chosen = federation or self.folder / f"federation-{scheme.helpers}.toml"
         every_pass = mock.patch("tenant.model.trips.MOST_ROWS", 1 << 20)
-        with patient, every_pass, mock.patch.object(BlockStore, "keep", deposit), recorder.recording_links():
+        with every_pass, recorder.recording_links():
             model = self._load(recorder, federation=chosen, **scheme.options)
             with backend_of(model):
                 witness = Witness.install(model, recorder, self.public, truth)

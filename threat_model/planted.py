@@ -2,38 +2,34 @@
 
 If the suite never found a fault, its verdict "hidden" would prove nothing. Most faults are planted into a recording:
 the rows of a real run are masked again in a wrong way, as an executor would have received them. `reused_pads`,
-`bare_effects`, `twin_keystreams`, `without_ml_kem`, `uncovered_effects` and `blind_to_companies` break the real tenant
-while it runs.
+`without_ml_kem`, `uncovered_effects` and `blind_to_companies` break the real tenant while it runs.
 """
 
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import expand, mask_key, random_key
+from symbiosis_priv.arithmetic.keystream import expand, random_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
-from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.federation.parties import Parties
-from symbiosis_priv.network import hybrid, wire
-from tenant.core.pads import Pad, SessionSecret
+from symbiosis_priv.network import hybrid
+from tenant.core.pads import SessionSecret
 from tenant.masking.paper_pool import gaussian
 from threat_model.attacks.base import Attack, DirectedAttack, Outcome
 from threat_model.attacks.collusion import Collusion
-from threat_model.attacks.exchanges import RelayedAnswers
 from threat_model.attacks.recorded_links import Harvest
 from threat_model.attacks.reused_noise import Differencing
 from threat_model.attacks.statistics_of_masks import SamplerGrid, SeedRecovery
 from threat_model.attacks.tokens import Averaging, RowScale, SubspaceProjection
 from threat_model.evidence.public import Public
-from threat_model.evidence.schemes import PAD, PAD_RELAY, AttackedScheme
+from threat_model.evidence.schemes import PAD, AttackedScheme
 from threat_model.evidence.views import Exchange, ExecutorView
 from threat_model.lab import PLANTED, Lab, Recording
 
@@ -109,10 +105,6 @@ def plant(lab: Lab, ring: Recording, floats: Recording, step: Callable[[str], No
 
     step("planted faults: a tenant that reuses pads")
     both("reused pad rows", "rule 3", Differencing, live(reused_pads(), PAD))
-    step("planted faults: helpers that relay bare effects")
-    both("relayed effects are bare", "relay", RelayedAnswers, live(bare_effects(), PAD_RELAY))
-    step("planted faults: blocks under the keystream of the masks")
-    both("relayed effects are under the masks' keystream", "relay", RelayedAnswers, live(twin_keystreams(), PAD_RELAY))
     step("planted faults: a combiner without ML-KEM")
     both("the second key leaves ML-KEM out", "pad", Harvest, live(without_ml_kem(), PAD))
     step("planted faults: effects outside the second key")
@@ -139,25 +131,6 @@ def unfused_view(recording: Recording, public: Public) -> tuple[ExecutorView, Pu
 def reused_pads() -> AbstractContextManager[object]:
     """Inside this block, sessions hand out row 0 of every keystream again and again (rule 3)."""
     return mock.patch.object(SessionSecret, "burn", return_value=0)
-
-
-@contextmanager
-def bare_effects() -> Iterator[None]:
-    """Inside this block, helpers of this process relay bare effects, and tenants open them without a keystream."""
-
-    def bare(effect: memoryview, request: wire.Effect, entry: GroupEntry) -> memoryview:
-        _, outputs = entry.columns(request.direction)
-        return request.encoding.pack(np.frombuffer(effect, dtype="<i4").reshape(request.rows, outputs))
-
-    with mock.patch("provider.gateway.connection.make_block", bare), mock.patch.object(Pad, "open_relayed"):
-        yield
-
-
-@contextmanager
-def twin_keystreams() -> Iterator[None]:
-    """Inside this block, tenants and helpers of this process hide relayed effects with the keystream of the masks."""
-    with mock.patch("provider.relay.links.relay_key", mask_key), mock.patch("tenant.core.pads.relay_key", mask_key):
-        yield
 
 
 def without_ml_kem() -> AbstractContextManager[object]:

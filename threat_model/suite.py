@@ -23,13 +23,12 @@ from threat_model.active.lattice_masks import ROWS, MaskGame, play_masks
 from threat_model.active.lying_providers import ActiveReport, attack_actively
 from threat_model.attacks import ATTACKS, Attack, Outcome
 from threat_model.attacks.collusion import Collusion
-from threat_model.attacks.exchanges import RelayedAnswers
 from threat_model.attacks.reused_noise import RepeatedRows
 from threat_model.attacks.statistics_of_masks import Distinguisher, Uniformity
 from threat_model.attacks.tokens import TokensFromRoutes
 from threat_model.attacks.topics import TopicsOfChats, uneven
 from threat_model.evidence.chats import Chat, chats
-from threat_model.evidence.schemes import NONE, PAD, PAD_RELAY, QUICK_SCHEMES, SCHEMES, AttackedScheme
+from threat_model.evidence.schemes import NONE, PAD, QUICK_SCHEMES, SCHEMES, AttackedScheme
 from threat_model.lab import FULL, PLANTED, QUICK, Lab, Recording, Workload
 from threat_model.planted import PlantedFault, plant
 
@@ -276,13 +275,12 @@ def examine(attack: Attack[Any, Any], recording: Recording, lab: Lab) -> Cell:
 
 
 def attack_composed(workload: Workload) -> tuple[Cell, ...]:
-    """Attack composed groups, which leave in pairs (`round_trips = 2`): bare, masked, and with relayed effects."""
+    """Attack composed groups, which leave in pairs (`round_trips = 2`): bare and masked."""
     attacks: list[Attack[Any, Any]] = [RepeatedRows(FORWARD), Uniformity(), Distinguisher(FORWARD), Collusion(FORWARD)]
-    attacks.append(RelayedAnswers(FORWARD))
     with tempfile.TemporaryDirectory() as folder, Lab(Path(folder), helpers=1, round_trips=2) as lab:
         composed = {i for i, entry in enumerate(lab.public.manifest.groups) if entry.composed is not None}
         cells = []
-        for scheme in (NONE, PAD, PAD_RELAY):
+        for scheme in (NONE, PAD):
             recording = lab.record(scheme, workload)
             assert composed <= {exchange.group for exchange in recording.views.executor.exchanges}
             cells += [examine(attack, recording, lab) for attack in attacks]

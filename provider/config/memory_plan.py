@@ -79,8 +79,6 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
         Need("one batch", _CPU, "int32", _WORKING * here),
         Need("Python and torch", _CPU, "-", _PROCESS * processes),
     ]
-    if config.relay.helpers:
-        plan.insert(-2, Need("blocks of relayed effects", _CPU, "int32 or packed", config.relay.memory_mib * MIB))
     if ranks > 1:
         gathered = max(sizes) * here // len(places)
         if here == ranks:  # on one machine

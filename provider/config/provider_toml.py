@@ -23,8 +23,7 @@ def load(path: str | Path, *, whole: bool = False) -> ProviderConfig:
     middle of a line: half a file may be a valid one, with fewer limits. Raises `ConfigError`: unreadable, an unknown or
     missing key, a value out of its range; the message names the key."""
     path = Path(path)
-    made_by, renamed = "symbiosis-priv provider init", {"gateways": "devices"}
-    config = load_toml(path, ProviderConfig, made_by=made_by, whole=whole, renamed=renamed)
+    config = load_toml(path, ProviderConfig, made_by="symbiosis-priv provider init", whole=whole)
     if config.usage.database is None:
         usage = msgspec.structs.replace(config.usage, database=path.with_suffix(".usage.sqlite"))
         config = msgspec.structs.replace(config, usage=usage)

@@ -286,38 +286,6 @@ class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError("announce needs authority: the CA certificate of the federation's providers")
 
 
-class RelayTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An executor that a helper may send blocks to.
-
-    Args:
-        address: `host:port`; the certificate names the host.
-        certificate: the executor's certificate, from its operator.
-    """
-
-    address: str
-    certificate: Path
-
-    def __post_init__(self) -> None:
-        parse_address(self.address)
-
-
-class RelayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Relay of effects from helpers to executors, so that tenants download less. Off if left out. A tenant decides
-    whether it uses the relay; both operators must allow it. Certificates are read again when a file changes.
-
-    Args:
-        to: as a helper, the executors that blocks may be sent to. No other address is ever dialled. While an executor
-            changes its certificate, list it with both.
-        helpers: as an executor, the certificates of the helpers whose blocks are accepted. A helper can send only
-            blocks.
-        memory_mib: as an executor, the memory for blocks. No tenant gets more than what stays free.
-    """
-
-    to: tuple[RelayTarget, ...] = ()
-    helpers: tuple[Path, ...] = msgspec.field(default=(), name="from")
-    memory_mib: _Count = 1024
-
-
 class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One provider.
 
@@ -342,14 +310,9 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     usage: UsageConfig = UsageConfig()
     metrics: MetricsConfig = MetricsConfig()
     registry: AnnounceConfig = AnnounceConfig()
-    relay: RelayConfig = RelayConfig()
 
     def __post_init__(self) -> None:
         parse_address(self.listen)
-        if self.relay.to and "helper" not in self.roles:
-            raise ValueError('[relay] to is for helpers: add "helper" to roles, or remove to')
-        if self.relay.helpers and "executor" not in self.roles:
-            raise ValueError('[relay] from is for executors: add "executor" to roles, or remove from')
         if self.registry.announce and "executor" not in self.roles:
             raise ValueError("[registry] lists executors: tenants choose their helpers by hand. Remove announce")
         for tenant in self.tenants:
@@ -363,7 +326,6 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             refused = {
                 'roles = ["executor", "helper"]': len(self.roles) > 1,  # no process sees the roles of another one
                 "[registry] announce": self.registry.announce,  # a descriptor has one address
-                "[relay] from": self.relay.helpers,  # a helper sends blocks to one address
                 "[executor] float_memory_mib": self.executor.float_memory,  # floats come from one address
             }
             for name in (name for name, given in refused.items() if given):

@@ -103,9 +103,9 @@ class Executor:
         self._repeated: list[tuple[_Job, float, float, float]] = []  # the same: their jobs, arrival, begin and end
 
         @functools.cache  # the gateway has checked the key: there are few
-        def load_of(key: Key, request: type[wire.Binding], relayed: bool) -> tuple[int, int]:
+        def load_of(key: Key, request: type[wire.Binding]) -> tuple[int, int]:
             entry = model.manifest.entry(key.group, by_expert=key.by_expert)
-            return row_load(request, entry.columns(key.direction), relayed=relayed)
+            return row_load(request, entry.columns(key.direction))
 
         self._load_of = load_of
         inbox.set_inline_handler(self._serve_inline, self._repeat)
@@ -288,7 +288,7 @@ class Executor:
     def _job_of(self, sender: Hashable, work: ProductRequest, payload: memoryview) -> _Job:
         request = work.request
         key = Key(request.group, request.direction, request.arithmetic, request.counts is not None, work.narrow)
-        row_work, row_cost = self._load_of(key, type(request), wire.may_be_relayed(request))
+        row_work, row_cost = self._load_of(key, type(request))
         return _Job(
             tenant=work.tenant,
             stage=work.stage,

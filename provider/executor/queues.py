@@ -132,13 +132,12 @@ class Stages:
         return "fine_tuning" if trains or request.rows > _FEW_ROWS else "inference"
 
 
-def row_load(request: type[wire.Binding], columns: Widths, *, relayed: bool) -> tuple[int, int]:
+def row_load(request: type[wire.Binding], columns: Widths) -> tuple[int, int]:
     """The multiply-adds of one row's product, and the multiply-adds that the row costs: an effect's row includes its
-    keystream, and a relayed effect's row also the second keystream, which has the product's columns."""
+    keystream."""
     inputs, outputs = columns
     work = inputs * outputs
-    words = 0 if request is not wire.Effect else inputs + outputs if relayed else inputs
-    return work, work + _KEYSTREAM_COST * words
+    return work, work + (_KEYSTREAM_COST * inputs if request is wire.Effect else 0)
 
 
 NOTHING = memoryview(b"")

@@ -1,7 +1,7 @@
 """Admission: checks of headers, memory for payloads, the role of each tenant, and slots for connections.
 
 Once all slots are taken, the idlest connection of the tenant that holds the most is closed for a tenant that holds
-fewer. A helper that sends blocks counts as a tenant. A connection in the middle of a request counts as less idle than
+fewer. A connection in the middle of a request counts as less idle than
 every connection between two requests.
 """
 
@@ -16,7 +16,6 @@ from typing import NamedTuple, NoReturn
 
 from provider.config.schema import MIB, Limits, ProviderConfig
 from provider.executor.queues import row_load
-from provider.gateway.credentials import Party
 from provider.refusal import Refusal
 from symbiosis_priv.arithmetic.ring import Widths
 from symbiosis_priv.arithmetic.segments import check_counts
@@ -44,11 +43,10 @@ def sizes_of(request: wire.Execute | wire.Effect, widths: Widths) -> Sizes:
     encoding, rows, (inputs, outputs) = request.encoding, request.rows, widths
     received = 0 if isinstance(request, wire.Effect) else encoding.size(rows, inputs)
     product = wire.RING32.size(rows, outputs)
-    # a packed answer and a block are copies, made after the rows' memory is free
-    copies = product if wire.may_be_relayed(request) else 0
-    copies += encoding.size(rows, outputs) if encoding is wire.RING24 else 0
-    memory = product + max(wire.RING32.size(rows, inputs), copies)
-    _, cost = row_load(type(request), widths, relayed=wire.may_be_relayed(request))
+    # a packed answer is a copy, made after the rows' memory is free
+    packed = encoding.size(rows, outputs) if encoding is wire.RING24 else 0
+    memory = product + max(wire.RING32.size(rows, inputs), packed)
+    _, cost = row_load(type(request), widths)
     return Sizes(encoding, received, memory, cost * rows)
 
 
@@ -180,8 +178,8 @@ class Register:
     """Counts the products and connections of each tenant, and keeps its role (rule 8). Thread-safe."""
 
     def __init__(self) -> None:
-        self.visits: Counter[Party] = Counter()
-        """Number of connections that each tenant or helper has opened, including refused connections."""
+        self.visits: Counter[TenantIdentity] = Counter()
+        """Number of connections that each tenant has opened, including refused connections."""
         self.requests: Counter[TenantIdentity] = Counter()
         """Number of products of each tenant."""
         self._roles: dict[TenantIdentity, Counter[Role]] = {}
@@ -191,9 +189,9 @@ class Register:
         with self._lock:
             self.requests[tenant] += 1
 
-    def count_visit(self, party: Party) -> None:
+    def count_visit(self, tenant: TenantIdentity) -> None:
         with self._lock:
-            self.visits[party] += 1
+            self.visits[tenant] += 1
 
     def take_role(self, tenant: TenantIdentity, role: Role) -> None:
         """Bind a connection of the tenant to a role. Raises `Refusal`: ROLE_REFUSED while another connection of the
@@ -221,7 +219,7 @@ _CLOSING_S = 2.0  # longest wait of a new connection for the end of the connecti
 class Slot:
     """The slot of one connection. `close` closes the connection, from any thread."""
 
-    tenant: Party
+    tenant: TenantIdentity
     close: Callable[[], None]
     # time of the last answer, by `time.monotonic`; infinity from the first bytes of a request on
     idle_since: float = field(default_factory=time.monotonic)
@@ -233,15 +231,15 @@ class Slots:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._held: dict[Party, list[Slot]] = {}
+        self._held: dict[TenantIdentity, list[Slot]] = {}
         self._lock = threading.Lock()
 
-    def count(self, tenant: Party) -> int:
+    def count(self, tenant: TenantIdentity) -> int:
         with self._lock:
             return len(self._held.get(tenant, ()))
 
     @contextmanager
-    def taken(self, tenant: Party, close: Callable[[], None]) -> Iterator[Slot]:
+    def taken(self, tenant: TenantIdentity, close: Callable[[], None]) -> Iterator[Slot]:
         """Hold a slot for a connection of `tenant`, which `close` closes from any thread. Entering the context raises
         `Refusal`: BUSY if the tenant holds as many slots as it may, or if all are taken and no tenant holds more."""
         slot, closed = Slot(tenant, close), None

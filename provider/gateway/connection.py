@@ -1,4 +1,4 @@
-"""Serves one connection of a tenant, or of a helper: reads a frame, checks it, asks the executor, and sends the answer.
+"""Serves one connection of a tenant: reads a frame, checks it, asks the executor, and sends the answer.
 
 The gateway checks every claim in a frame, in this order: the prefix against the limits; the header against the schema;
 the request against role, model, shapes and limits; the announced payload size against the header. Only then does the
@@ -9,48 +9,49 @@ nothing is unusual and the executor is idle, the thread of the connection answer
 
 The connection stays usable after a refused request: the gateway discards its payload and answers with a `Failure`. The
 gateway closes the connection after a broken frame, because the start of the next frame is unknown.
+
+What needs no product is paid for with a rate that every tenant has (`QuotaGate.pause`): refusals, the bytes of their
+payloads while they are read, and TLS records that carry almost nothing. A new connection waits for the tenant's debt.
 """
 
+import math
 import time
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
-from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 
 from provider import logs
 from provider.executor.client import ExecutorRequester
 from provider.executor.queues import ProductRequest
 from provider.gateway import admission
 from provider.gateway.admission import Sizes, Slot, check_shape, entry_of, refuse_bad, sizes_of
-from provider.gateway.credentials import HelperIdentity
-from provider.gateway.frames import NOTHING, FrameLoop, GatewayState
-from provider.gateway.repeated import Repeated, is_plain, parts_of
+from provider.gateway.frames import NOTHING, Frames, GatewayState
+from provider.gateway.repeated import Repeated, parts_of
 from provider.gateway.usage import UsageCounts
 from provider.refusal import Refusal
-from provider.relay.blocks import LIFETIME_S, PERMIT_S, without_blocks
-from provider.relay.links import make_block
 from symbiosis_priv.arithmetic.ring import Direction
-from symbiosis_priv.certificates.reading import is_signed
-from symbiosis_priv.errors import ConnectionLostError, ProtocolError
+from symbiosis_priv.errors import ConnectionLostError, FrameTooLargeError, ProtocolError
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.block_statement import statement
 from symbiosis_priv.network.hybrid import Sealing, answer_offer
 from symbiosis_priv.network.stream import FrameStream
 from symbiosis_priv.network.tls import TenantIdentity
 
 log = logs.EventLog(__name__)
 
-_BLOCK_WAIT_S = 0.5  # for a block that arrives after the request that names it
+IDLE_TIMEOUT_S = 900.0
+"""Time between two frames."""
+_SCRAP_BYTES = 1 << 16  # a record with almost no bytes takes as much time as this many bytes
+_FREE_SCRAPS = 8  # such records of one frame that cost nothing
 _KINDS = 256  # kinds of requests whose sizes a connection keeps
 _MOST_SPACE = 1 << 17  # memory of a connection for answers of repeated requests
 
-_Kind = tuple[int, Direction, wire.Arithmetic, wire.RingBits, int, bool]
+_Kind = tuple[int, Direction, wire.Arithmetic, wire.RingBits, int]
 """The fields of a request without counts that decide its sizes. A connection has one role, so one class of requests."""
 
 
-class Connection(FrameLoop[wire.Request]):
-    """Serves one tenant's connection, in its own thread."""
+class Connection:
+    """Serves one tenant's connection, in its own thread. `slot` records when the connection is idle. `refusal` is
+    called for every frame, and returns a refusal once the tenant's certificate is not accepted any more."""
 
     def __init__(
         self,
@@ -62,8 +63,11 @@ class Connection(FrameLoop[wire.Request]):
         slot: Slot,
         refusal: Callable[[], Refusal | None],
     ) -> None:
-        super().__init__(stream, party=tenant, state=state, slot=slot, refusal=refusal)
-        self._tenant, self._executor = tenant, executor
+        self._tenant, self._state, self._limits, self._executor = tenant, state, state.config.limits, executor
+        self._stream, self._frames = stream, Frames(stream, self._limits)
+        # a record that carries almost nothing takes the time of many bytes
+        stream.on_scraps = lambda count: self._pause(count * _SCRAP_BYTES)
+        self._slot, self._refusal = slot, refusal
         self._role: wire.Role | None = None
         self._sealing: Sealing | None = None  # of a helper's connection
         self._sizes: dict[_Kind, Sizes] = {}  # of accepted kinds: model, layers and limits do not change
@@ -73,23 +77,62 @@ class Connection(FrameLoop[wire.Request]):
         self._space_begin = 0  # its address
 
     def serve(self) -> None:
+        """Answer frames until the tenant leaves or the provider stops. Raises `ProtocolError`: a frame was broken; the
+        tenant has received a `Failure`; `OSError`, `TransportError`: the connection was lost, or the tenant is too
+        slow."""
         try:
-            super().serve()
+            self._state.stopping.wait(self._state.quotas.debt(self._tenant))
+            while not self._state.stopping.is_set() and self._next_frame():
+                self._slot.idle_since = time.monotonic()
         finally:
-            self._state.blocks.end(self)
             if self._role is not None:
                 self._state.register.drop_role(self._tenant, self._role)
 
-    def _decode(self, header: memoryview) -> wire.Request:
-        return wire.decode_request(header)
+    def _next_frame(self) -> bool:
+        self._stream.free_scraps = _FREE_SCRAPS
+        if not self._stream.begin(deadline=time.monotonic() + IDLE_TIMEOUT_S):
+            return False
+        self._slot.idle_since = math.inf
+        if self._answer_at_once():
+            self._stream.few_rows = True
+            return True
+        try:
+            request = wire.decode_request(self._frames.read_header())
+        except ProtocolError as error:
+            too_large = isinstance(error, FrameTooLargeError)
+            refusal = Refusal(wire.ErrorCode.TOO_LARGE if too_large else wire.ErrorCode.BAD_FRAME, str(error))
+            self._bill_refusal()
+            self._frames.refuse(refusal)
+            raise
+        try:
+            if refused := self._refusal():
+                raise refused
+            self._answer(request)
+        except Refusal as refusal:
+            kept = self._frames.received  # bytes that were read before the refusal
+            try:
+                self._frames.discard(self._pause)
+            finally:
+                self._bill_refusal()
+            self._frames.refuse(refusal)
+            self._pause(kept)
+            return refusal.code != wire.ErrorCode.REVOKED
+        return True
 
-    def _count_refusal(self, refusal: Refusal) -> None:
+    def _pause(self, size: int) -> None:
+        """Charge an answer without a product, or bytes that are dropped. Waits if the tenant exceeds its rate."""
+        if seconds := self._state.quotas.pause(self._tenant, size=size):
+            log.often("paused", tenant=str(self._tenant))
+            self._state.stopping.wait(seconds)
+
+    def _bill_refusal(self) -> None:
+        """Bill a refused or broken frame, and the bytes that have arrived, before the tenant is told."""
         self._bill(UsageCounts(refused=1, bytes_received=self._frames.received))
 
     def _stays_narrow(self, request: wire.Execute | wire.Effect) -> bool:
         """True if the executor takes the rows as they are on the wire: a GPU unpacks and packs three bytes itself."""
-        plain = isinstance(request, wire.Execute) and not request.blocks
-        return plain and request.ring_bits == wire.RING24.item_bits and self._executor.handle.narrow
+        narrow = request.ring_bits == wire.RING24.item_bits and self._executor.handle.narrow
+        return narrow and isinstance(request, wire.Execute)
 
     def _read_payload(self, encoding: wire.Encoding) -> memoryview:
         """Read the rows of a request, in 32 bits or as they are on the wire."""
@@ -154,8 +197,6 @@ class Connection(FrameLoop[wire.Request]):
 
     def _answer(self, request: wire.Request) -> None:
         if isinstance(request, wire.Execute | wire.Effect):
-            if isinstance(request, wire.Execute) and request.confirms:  # also if the request is refused
-                self._state.blocks.confirm(self._tenant, request.confirms)
             sizes = self._check(request)
             if isinstance(request, wire.Effect):
                 request = self._opened(request)
@@ -169,10 +210,6 @@ class Connection(FrameLoop[wire.Request]):
                 self._answer_key_share(request)
             case wire.FetchHealth():
                 self._answer_health()
-            case wire.PermitRequest():
-                self._answer_permit(request)
-            case wire.FetchBlock():
-                self._answer_block(request)
 
     def _answer_product(self, request: wire.Execute | wire.Effect, sizes: Sizes) -> None:
         """Answer a request whose header was checked."""
@@ -212,7 +249,7 @@ class Connection(FrameLoop[wire.Request]):
         """Keep what an answered request has shown, if requests with an equal header may follow, need no memory beyond
         that of the connection, and have no line each in the log."""
         request = work.request
-        if log.detailed or not isinstance(request, wire.Execute) or not is_plain(request):
+        if log.detailed or not isinstance(request, wire.Execute) or request.counts is not None:
             return
         _, outputs = entry_of(request, self._state.manifest).columns(request.direction)
         sent = request.encoding.size(request.rows, outputs)
@@ -265,11 +302,15 @@ class Connection(FrameLoop[wire.Request]):
             self._bill(UsageCounts(rows=rows, work=sizes.cost * rows // request.rows))
             return None
         if not answer.failure:
-            payload, relayed, sent = self._finish(request, answer.payload, narrow=narrow)
+            product = answer.payload
+            if request.ring_bits == wire.RING24.item_bits and not narrow:
+                product = wire.RING24.pack(np.frombuffer(product, dtype="<i4"))
+            if self._sealing is not None:
+                product = self._sealing.cover(request.nonce, product)
             self._state.register.count_request(self._tenant)
-            self._bill(UsageCounts(1, request.rows, sizes.cost, sizes.received, sent))
-            result = wire.Result.answering(request, limit=limit, relayed=relayed)
-            self._frames.send(wire.encode(result, payload_bytes=len(payload)), payload)
+            self._bill(UsageCounts(1, request.rows, sizes.cost, sizes.received, len(product)))
+            result = wire.Result.answering(request, limit=limit)
+            self._frames.send(wire.encode(result, payload_bytes=len(product)), product)
             answer.after()
             return work
         # rows that were multiplied before the request was late, failed or cancelled are billed
@@ -277,30 +318,6 @@ class Connection(FrameLoop[wire.Request]):
         self._bill(UsageCounts(0, answer.rows, cost, sizes.received, abandoned=int(left), failed=int(not left)))
         self._frames.send(answer.failure)
         return None
-
-    def _finish(
-        self, request: wire.Execute | wire.Effect, product: memoryview, *, narrow: bool
-    ) -> tuple[memoryview, bool, int]:
-        """Finish a product, in 32 bits unless `narrow`, and relay an effect. Returns the payload of the answer; True if
-        the effect was relayed or blocks were subtracted; and the bytes that were sent for the tenant: those of the
-        payload and of the block."""
-        state, relayed = self._state, False
-        if isinstance(request, wire.Effect):
-            order = request.relay
-            if order is not None and state.links.allows(order.executor):
-                block = make_block(product, request, entry_of(request, state.manifest))
-                if state.links.deposit(self._tenant, request, order, block):
-                    return NOTHING, True, len(block)
-        elif request.blocks:
-            wait = _BLOCK_WAIT_S if state.permits.has_permit(self._tenant) else 0.0
-            parts = state.blocks.take(self._tenant, request, connection=self, timeout=wait)
-            if parts is not None:
-                product, relayed = wire.RING32.pack(without_blocks(product, parts, request)), True
-        if request.ring_bits == wire.RING24.item_bits and not narrow:
-            product = wire.RING24.pack(np.frombuffer(product, dtype="<i4"))
-        if self._sealing is not None and not relayed:
-            product = self._sealing.cover(request.nonce, product)
-        return product, relayed, len(product)
 
     def _bill(self, counts: UsageCounts) -> None:
         """Add to the bill, before the tenant receives the answer."""
@@ -316,8 +333,8 @@ class Connection(FrameLoop[wire.Request]):
             refuse_bad("say hello first")
         if self._role != wanted:
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this connection is served in the role {self._role!r}")
-        relayed, arithmetic, ring_bits = wire.may_be_relayed(request), request.arithmetic, request.ring_bits
-        kind = request.group, request.direction, arithmetic, ring_bits, request.rows, relayed
+        arithmetic, ring_bits = request.arithmetic, request.ring_bits
+        kind = request.group, request.direction, arithmetic, ring_bits, request.rows
         sizes = self._sizes.get(kind) if request.counts is None else None
         if sizes is None:
             state, in_ring = self._state, arithmetic == "ring"
@@ -339,14 +356,14 @@ class Connection(FrameLoop[wire.Request]):
     def _answer_hello(self, hello: wire.Hello) -> None:
         if self._role is not None:
             refuse_bad("this connection has already sent its hello")
-        if hello.version not in wire.VERSIONS:
-            spoken = " and ".join(map(str, wire.VERSIONS))
-            refuse_bad(f"this provider speaks versions {spoken}, not {hello.version}; upgrade the older side")
         if hello.role == "helper" and hello.version < wire.HYBRID_VERSION:
             refuse_bad(
                 f"helpers take seeds under X25519 and ML-KEM-768 only, which is version {wire.HYBRID_VERSION}, not "
                 f"{hello.version}; upgrade the tenant"
             )
+        if hello.version not in wire.VERSIONS:
+            spoken = " and ".join(map(str, wire.VERSIONS))
+            refuse_bad(f"this provider speaks versions {spoken}, not {hello.version}; upgrade the older side")
         if hello.role not in self._state.config.roles:
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this provider does not serve as {hello.role}")
         if hello.model_digest != self._state.digest:
@@ -381,25 +398,6 @@ class Connection(FrameLoop[wire.Request]):
         except ProtocolError as error:
             refuse_bad(str(error))
 
-    def _answer_permit(self, request: wire.PermitRequest) -> None:
-        if self._role != "executor":
-            raise Refusal(wire.ErrorCode.ROLE_REFUSED, "only executors accept blocks")
-        token, helpers = self._state.permits.issue(self._tenant, request.helpers, refusal=self._refusal)
-        lasts, most = {"seconds": PERMIT_S, "block_seconds": LIFETIME_S}, self._state.blocks.max_bytes
-        self._frames.send(wire.encode(wire.Permit(token=token, helpers=helpers, max_bytes=most, **lasts)))
-        self._pause(0)
-
-    def _answer_block(self, request: wire.FetchBlock) -> None:
-        kept = self._state.blocks.fetch(self._tenant, request.block)
-        assert kept.payload is not None  # `fetch` returns blocks that have arrived
-        size, header = len(kept.payload), kept.header
-        self._state.quotas.admit(self._tenant, rows=header.rows, work=0, blocks_of=self._tenant)
-        with self._state.budget.taken(self._tenant, size, timeout=self._limits.request_timeout_s):
-            block = wire.Block(**msgspec.structs.asdict(header), helper=kept.helper)
-            self._bill(UsageCounts(bytes_sent=size))
-            self._frames.send(wire.encode(block, payload_bytes=size), kept.payload)
-        self._pause(size)
-
     def _answer_health(self) -> None:
         executor = self._state.executor_report.report(self._executor, timeout=self._limits.request_timeout_s)
         report = wire.HealthReport(
@@ -414,56 +412,3 @@ class Connection(FrameLoop[wire.Request]):
         )
         self._frames.send(wire.encode(report))
         self._pause(0)
-
-
-class DepositConnection(FrameLoop[wire.Deposit]):
-    """Serves one helper's connection, in its own thread: it carries blocks of relayed effects to the executor, and
-    nothing else. The checks of a block come in this order: the header is a `Deposit`; the tenant's permit names the
-    helper; group, rows and the announced payload fit the model and the limits; the tenant's quota allows the block; the
-    tenant's share of the memory has room. Only then is memory allocated and the payload read. The block is kept if the
-    helper's key has signed it, with the `key` of its certificate. `executor` is the `fingerprint` of the certificate
-    that this provider has shown on the connection."""
-
-    def __init__(
-        self,
-        stream: FrameStream,
-        *,
-        helper: HelperIdentity,
-        key: PublicKeyTypes,
-        executor: str,
-        state: GatewayState,
-        slot: Slot,
-        refusal: Callable[[], Refusal | None],
-    ) -> None:
-        super().__init__(stream, party=helper, state=state, slot=slot, refusal=refusal)
-        self._helper, self._key, self._executor = helper, key, executor
-        self._tenant: TenantIdentity | None = None  # has permitted the current block
-
-    def _decode(self, header: memoryview) -> wire.Deposit:
-        return wire.decode_deposit(header)
-
-    def _count_refusal(self, refusal: Refusal) -> None:
-        log.often("block_refused", helper=str(self._helper), code=refusal.code, detail=refusal.detail)
-        if self._tenant is not None:
-            counts = UsageCounts(refused=1, bytes_received=self._frames.received)
-            self._state.usage.count(self._tenant, "executor", counts)
-
-    def _answer(self, deposit: wire.Deposit) -> None:
-        state, self._tenant = self._state, None
-        self._tenant = tenant = state.permits.tenant_of(deposit.permit, helper=self._helper.fingerprint)
-        if deposit.arithmetic != "ring" or not deposit.rows:
-            refuse_bad("a block has rows of a ring")
-        _, outputs = check_shape(deposit, state.config, state.manifest, state.served)
-        size = deposit.encoding.size(deposit.rows, outputs)
-        self._frames.expect_payload(size)
-        state.quotas.admit(tenant, rows=deposit.rows, work=0, blocks_of=self._helper)
-        with state.blocks.arriving(tenant, deposit, helper=self._helper.fingerprint, size=size) as block:
-            payload = np.empty(size, dtype=np.uint8).data
-            self._frames.read(payload)
-            message = statement(deposit, permit=deposit.permit, executor=self._executor, payload=payload)
-            if not is_signed(self._key, message, deposit.signature):
-                raise Refusal(wire.ErrorCode.REFUSED, "the block is not signed by the key of the helper's certificate")
-            state.blocks.keep(tenant, block, payload)
-        self._tenant = None
-        state.usage.count(tenant, "executor", UsageCounts(bytes_received=size))
-        self._frames.send(wire.encode(wire.Deposited(block=deposit.nonce)))

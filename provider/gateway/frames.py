@@ -1,61 +1,37 @@
-"""Reads and answers the frames of one connection, within limits and deadlines, and keeps what all connections share.
+"""The frames of one connection, read and sent within limits and deadlines, and the state that all connections share."""
 
-What needs no product is paid for with a rate that every client has (`QuotaGate.pause`): refusals, the bytes of their
-payloads while they are read, and TLS records that carry almost nothing. A new connection waits for the client's debt.
-"""
-
-import math
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
 
-from provider import logs
 from provider.config.schema import MIB, SLOWEST_BYTES_PER_S, Limits, ProviderConfig
 from provider.executor.client import CachedReport
 from provider.executor.queues import Stages
-from provider.gateway.admission import ByteBudget, Register, Slot, Slots
-from provider.gateway.credentials import Party
+from provider.gateway.admission import ByteBudget, Register, Slots
 from provider.gateway.quota import QuotaGate
 from provider.gateway.usage import UsageCounters
 from provider.refusal import Refusal
-from provider.relay.blocks import BlockStore, Permits
-from provider.relay.links import Links
 from symbiosis_priv.checkpoints.manifest import Manifest
-from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.stream import FrameStream
-
-log = logs.EventLog(__name__)
-
-M = TypeVar("M")
 
 NOTHING = memoryview(b"")
 _MAX_UNWRITTEN_S = 3600.0  # longest time that tenants are served while their usage cannot be written
 _DETAIL = 200  # characters of a failure's detail
-IDLE_TIMEOUT_S = 900.0
-"""Time between two frames."""
 _PACED_BYTES = 1 << 20  # the rate of a large payload is checked after each part of this size
 _FIRST_BYTES_S = 3.0  # the minimum rate applies after this time
-_SCRAP_BYTES = 1 << 16  # a record with almost no bytes takes as much time as this many bytes
-_FREE_SCRAPS = 8  # such records of one frame that cost nothing
 
 
 class GatewayState:
     """The state that all connections share. The manifest is that of the whole model, of which the layer groups `served`
     are served here."""
 
-    def __init__(
-        self, config: ProviderConfig, manifest: Manifest, served: range, helpers: frozenset[str], usage: UsageCounters
-    ) -> None:
+    def __init__(self, config: ProviderConfig, manifest: Manifest, served: range, usage: UsageCounters) -> None:
         self.config, self.manifest, self.served, self.usage = config, manifest, served, usage
         self.digest = manifest.digest
         self.budget, self.slots = ByteBudget(config.limits), Slots(config.limits)
         self.register, self.quotas = Register(), QuotaGate(config.quota_of)
         self.stages = Stages()
-        self.permits, self.blocks = Permits(helpers), BlockStore(config.relay.memory_mib * MIB)
-        self.links = Links(config)
         self.executor_report = CachedReport()
         self.started = time.monotonic()
         self.stopping = threading.Event()
@@ -140,85 +116,3 @@ def refuse(stream: FrameStream, refusal: Refusal, *, timeout: float) -> None:
     """Send the reason of a refusal on a connection."""
     failure = wire.Failure(code=refusal.code, detail=refusal.detail[:_DETAIL], limit=refusal.limit)
     stream.send_frame(wire.encode(failure), NOTHING, deadline=time.monotonic() + timeout)
-
-
-class FrameLoop(ABC, Generic[M]):
-    """Serves one authenticated connection, in its own thread. `slot` records when the connection is idle. `refusal` is
-    called for every frame, and returns a refusal once the client's certificate is not accepted any more."""
-
-    def __init__(
-        self,
-        stream: FrameStream,
-        *,
-        party: Party,
-        state: GatewayState,
-        slot: Slot,
-        refusal: Callable[[], Refusal | None],
-    ) -> None:
-        self._party, self._state, self._limits = party, state, state.config.limits
-        self._stream, self._frames = stream, Frames(stream, self._limits)
-        # a record that carries almost nothing takes the time of many bytes
-        stream.on_scraps = lambda count: self._pause(count * _SCRAP_BYTES)
-        self._slot, self._refusal = slot, refusal
-
-    def _answer_at_once(self) -> bool:
-        """Answer a frame that has arrived, if nothing about it is new or unusual. Otherwise return False, and take no
-        byte: it is read and checked in the usual way."""
-        return False
-
-    @abstractmethod
-    def _decode(self, header: memoryview) -> M:
-        """Read the message of a header. Raises `ProtocolError`."""
-
-    @abstractmethod
-    def _answer(self, message: M) -> None:
-        """Answer a message. A raised `Refusal` is sent to the client."""
-
-    @abstractmethod
-    def _count_refusal(self, refusal: Refusal) -> None:
-        """Bill or log a refused or broken frame, and the bytes that have arrived, before the client is told."""
-
-    def serve(self) -> None:
-        """Answer frames until the client leaves or the provider stops. Raises `ProtocolError`: a frame was broken; the
-        client has received a `Failure`; `OSError`, `TransportError`: the connection was lost, or the client is too
-        slow."""
-        self._state.stopping.wait(self._state.quotas.debt(self._party))
-        while not self._state.stopping.is_set() and self._next_frame():
-            self._slot.idle_since = time.monotonic()
-
-    def _next_frame(self) -> bool:
-        self._stream.free_scraps = _FREE_SCRAPS
-        if not self._stream.begin(deadline=time.monotonic() + IDLE_TIMEOUT_S):
-            return False
-        self._slot.idle_since = math.inf
-        if self._answer_at_once():
-            self._stream.few_rows = True
-            return True
-        try:
-            message = self._decode(self._frames.read_header())
-        except ProtocolError as error:
-            too_large = isinstance(error, FrameTooLargeError)
-            refusal = Refusal(wire.ErrorCode.TOO_LARGE if too_large else wire.ErrorCode.BAD_FRAME, str(error))
-            self._count_refusal(refusal)
-            self._frames.refuse(refusal)
-            raise
-        try:
-            if refused := self._refusal():
-                raise refused
-            self._answer(message)
-        except Refusal as refusal:
-            kept = self._frames.received  # bytes that were read before the refusal
-            try:
-                self._frames.discard(self._pause)
-            finally:
-                self._count_refusal(refusal)
-            self._frames.refuse(refusal)
-            self._pause(kept)
-            return refusal.code != wire.ErrorCode.REVOKED
-        return True
-
-    def _pause(self, size: int) -> None:
-        """Charge an answer without a product, or bytes that are dropped. Waits if the client exceeds its rate."""
-        if seconds := self._state.quotas.pause(self._party, size=size):
-            log.often("paused", tenant=str(self._party))
-            self._state.stopping.wait(seconds)

@@ -17,8 +17,8 @@ from collections import OrderedDict
 from provider import logs
 from provider.config.schema import ProviderConfig
 from provider.executor.client import ExecutorHandle, ExecutorRequester
-from provider.gateway.connection import Connection, DepositConnection
-from provider.gateway.credentials import AuthenticatedPeer, Credentials, HelperIdentity
+from provider.gateway.connection import Connection
+from provider.gateway.credentials import AuthenticatedPeer, Credentials
 from provider.gateway.frames import GatewayState, refuse
 from provider.gateway.listener import Listener, UnauthenticatedConnection
 from provider.gateway.usage import UsageCounters
@@ -52,7 +52,7 @@ class Gateway:
         self._limits = config.limits
         self._credentials = credentials
         self._executor = executor
-        self.state = GatewayState(config, manifest, served, credentials.helpers, usage)
+        self.state = GatewayState(config, manifest, served, usage)
         self.listener = Listener(
             config.listen,
             limit=MAX_HANDSHAKES,
@@ -71,10 +71,8 @@ class Gateway:
         return len(self._peers)
 
     def renew(self, config: ProviderConfig, credentials: Credentials) -> None:
-        """Apply new quotas, certificates, revocations and relays. Closes the connections of clients that are not
-        accepted any more. Raises `CertificateError`: a certificate of a relay cannot be used; nothing has changed."""
-        self.state.links.renew(config)
-        self.state.permits.renew(credentials.helpers)
+        """Apply new quotas, certificates and revocations. Closes the connections of clients that are not accepted any
+        more."""
         self.state.quotas.renew(config.quota_of)
         self._limits = config.limits
         self.accept(credentials)
@@ -87,15 +85,13 @@ class Gateway:
             self._identified_peers = OrderedDict()  # drops the cache of the previous authorities, and their context
             refused = [(stream, peer) for stream, peer in self._peers.items() if credentials.refusal(peer)]
         for stream, peer in refused:
-            log.warning("hung_up_on", tenant=str(peer.party), reason="revoked")
+            log.warning("hung_up_on", tenant=str(peer.tenant), reason="revoked")
             shut(stream.raw)
 
     def stop(self, timeout: float) -> bool:
         """Stop accepting, finish the requests in flight, and close. Returns True if every thread has ended."""
         self.state.stopping.set()
-        ended = self.listener.stop(timeout)
-        self.state.links.close()
-        return ended
+        return self.listener.stop(timeout)
 
     # The listener's thread
 
@@ -114,7 +110,7 @@ class Gateway:
     def _run(self, client: UnauthenticatedConnection, peer: AuthenticatedPeer) -> None:
         stream = client.stream
         assert stream is not None
-        log.often("connection_opened", tenant=str(peer.party))
+        log.often("connection_opened", tenant=str(peer.tenant))
         reason = "left"
         try:
             self._serve(stream, peer)
@@ -131,14 +127,14 @@ class Gateway:
         finally:
             with self._lock:
                 self._peers.pop(stream, None)
-        log.often("connection_closed", tenant=str(peer.party), reason=reason)
+        log.often("connection_closed", tenant=str(peer.tenant), reason=reason)
 
     def _serve(self, stream: FrameStream, peer: AuthenticatedPeer) -> None:
         """Serve until the connection ends. Raises `Refusal` if the client is not accepted, or there is no slot."""
-        party, state = peer.party, self.state
+        tenant, state = peer.tenant, self.state
 
         def close() -> None:
-            log.often("connection_closed_for_another_tenant", tenant=str(party))
+            log.often("connection_closed_for_another_tenant", tenant=str(tenant))
             shut(stream.raw)
 
         accepted: tuple[Credentials | None, float] = None, 0.0  # the credentials that accept the client, until when
@@ -153,16 +149,9 @@ class Gateway:
             return credentials.refusal(peer)
 
         with self._lock:
-            certificate = self._credentials.fingerprint
             if refused := refusal():
                 raise refused  # `renew` must not close a connection that is sent its refusal
             self._peers[stream] = peer
-        state.register.count_visit(party)
-        with state.slots.taken(party, close) as slot:
-            if isinstance(party, HelperIdentity):
-                DepositConnection(
-                    stream, helper=party, key=peer.key, executor=certificate, state=state, slot=slot, refusal=refusal
-                ).serve()
-                return
-            with ExecutorRequester(self._executor) as executor:
-                Connection(stream, tenant=party, state=state, executor=executor, slot=slot, refusal=refusal).serve()
+        state.register.count_visit(tenant)
+        with state.slots.taken(tenant, close) as slot, ExecutorRequester(self._executor) as executor:
+            Connection(stream, tenant=tenant, state=state, executor=executor, slot=slot, refusal=refusal).serve()

@@ -3,10 +3,6 @@
 Each rate has a token bucket that holds the tokens of one second (of `burst_s` where a tenant's requests are divided
 among several processes, which it asks one after the other). A request is admitted while no bucket is in debt, and
 may leave a bucket in debt: a large request is admitted too, and later ones wait for it.
-
-The blocks of each helper have the tenant's quota to themselves, and a block over it is refused at once: one that waits
-would delay the blocks of other tenants on the helper's connections. The blocks that a tenant fetches have its quota to
-themselves as well: a tenant at its limit still gets the evidence for a wrong answer.
 """
 
 import functools
@@ -19,7 +15,6 @@ from collections.abc import Callable
 from provider import logs
 from provider.config.schema import MIB, QuotaConfig
 from provider.fairness import TokenBucket
-from provider.gateway.credentials import Party
 from provider.refusal import Refusal
 from symbiosis_priv.network.tls import TenantIdentity
 from symbiosis_priv.network.wire import ErrorCode, QuotaLimit
@@ -75,8 +70,8 @@ class QuotaGate:
     def __init__(self, quotas: Callable[[TenantIdentity], QuotaConfig]) -> None:
         self.renew(quotas)
         self.burst_s = 1.0
-        self._meters: dict[tuple[TenantIdentity, Party | None], QuotaMeter] = {}
-        self._no_product: dict[Party, QuotaMeter] = {}  # for answers without a product
+        self._meters: dict[TenantIdentity, QuotaMeter] = {}
+        self._no_product: dict[TenantIdentity, QuotaMeter] = {}  # for answers without a product
         self._limited: Counter[TenantIdentity] = Counter()
         self._changed = threading.Condition()
 
@@ -90,19 +85,16 @@ class QuotaGate:
         with self._changed:
             return dict(self._limited)
 
-    def admit(
-        self, tenant: TenantIdentity, *, rows: int, work: int, blocks_of: Party | None = None
-    ) -> QuotaLimit | None:
-        """Wait until the quota admits a request. Returns the limit that the request waited for, or None. Blocks do not
-        wait: `blocks_of` is the helper that sends one for the tenant, or the tenant that fetches one; None for a
-        product. Raises `Refusal` BUSY if the request would wait for more than one second."""
+    def admit(self, tenant: TenantIdentity, *, rows: int, work: int) -> QuotaLimit | None:
+        """Wait until the quota admits a request. Returns the limit that the request waited for, or None. Raises
+        `Refusal` BUSY if the request would wait for more than one second."""
         if self.limits_nothing(tenant):
             return None
         limit: QuotaLimit | None = None
         quota = self.of(tenant)
         with self._changed:
-            meter = self._meters.setdefault((tenant, blocks_of), QuotaMeter(time.monotonic(), self.burst_s))
-            end = time.monotonic() + (_PATIENCE_S if blocks_of is None else 0.0)
+            meter = self._meters.setdefault(tenant, QuotaMeter(time.monotonic(), self.burst_s))
+            end = time.monotonic() + _PATIENCE_S
             while delay := meter.delay(quota, now := time.monotonic()):
                 if limit is None:
                     self._limited[tenant] += 1
@@ -116,13 +108,13 @@ class QuotaGate:
             meter.take(rows=rows, work=work)
         return limit
 
-    def debt(self, tenant: Party) -> float:
+    def debt(self, tenant: TenantIdentity) -> float:
         """Seconds until the client has paid for answers without a product, on all its connections."""
         with self._changed:
             meter = self._no_product.get(tenant)
             return 0.0 if meter is None else meter.delay(_NO_PRODUCT, time.monotonic())
 
-    def pause(self, tenant: Party, *, size: int) -> float:
+    def pause(self, tenant: TenantIdentity, *, size: int) -> float:
         """Count an answer without a product, for which `size` bytes were read and dropped. Returns the seconds before
         the gateway may read the tenant's next request."""
         with self._changed:

@@ -24,7 +24,7 @@ _START: Final = wire.encode(_LIKE).index(_NONCE)
 """Where the nonce of a request begins, in a frame by `wire.encode`."""
 _END: Final = _START + wire.NONCE_BYTES
 _MOST: Final = 255
-"""The largest prefix and header that are kept. Longer ones have counts or blocks, which change."""
+"""The largest prefix and header that are kept. Longer ones have counts, which change."""
 
 
 class Repeated(NamedTuple):
@@ -47,12 +47,6 @@ class Repeated(NamedTuple):
         result = wire.encode(wire.Result.answering(like), payload_bytes=counts.bytes_sent)
         before, _, after = result.partition(like.nonce)
         return parts[0], cls(like, len(head), len(head) + counts.bytes_received, before, after, counts, product)
-
-
-def is_plain(request: wire.Execute | wire.Effect) -> bool:
-    """Returns True if requests with an equal header, but for the nonce, may follow."""
-    plain = isinstance(request, wire.Execute) and not request.blocks and not request.confirms
-    return plain and request.counts is None
 
 
 def parts_of(frame: wire.Buffer) -> tuple[bytes, bytes] | None:

@@ -9,7 +9,6 @@ host in `listen`, or one of `hosts`.
 
 import contextlib
 import ipaddress
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from http import HTTPStatus
@@ -98,17 +97,6 @@ class _Collector:
         yield _counter("tenant_connections", "connections that were opened", status.visits, "tenant")
         yield _counter("tenant_over_quota", "requests that a quota delayed or refused", status.over_quota, "tenant")
         yield _gauge("announced", "1 if the registry accepted the last announcement", status.registries, "registry")
-        blocks = status.blocks
-        yield _gauge("blocks", "blocks of relayed effects that are kept for tenants", blocks.blocks)
-        yield _gauge("block_bytes", "memory of kept blocks", blocks.bytes)
-        yield _counter("blocks_deposits", "blocks that were accepted", blocks.deposits)
-        yield _counter("blocks_expired", "blocks that were never used up", blocks.expired)
-        yield _counter("blocks_missed", "requests whose blocks were missing or did not fit", blocks.missed)
-        up = {link.address: link.up for link in status.relay_to}
-        yield _gauge("relay_up", "0 while connections to the executor fail", up, "executor")
-        outcomes = itertools.product(status.relay_to, ("deposits", "refused", "failed"))
-        sent = {(link.address, outcome): getattr(link, outcome) for link, outcome in outcomes}
-        yield _counter("relayed", "blocks, by outcome", sent, "executor", "outcome")
         if (report := status.executor) is None:
             return
         yield _gauge("executor_resident_bytes", "resident memory of the executor's process", report.resident)

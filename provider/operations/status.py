@@ -14,8 +14,6 @@ from provider.gateway.gateway import Gateway
 from provider.gateway.listener import Handshakes
 from provider.gateway.usage import BilledRole, UsageCounts
 from provider.refusal import Refusal
-from provider.relay.blocks import BlockCounts
-from provider.relay.links import LinkCounts
 from symbiosis_priv import __version__
 from symbiosis_priv.certificates.reading import expiry
 from symbiosis_priv.errors import CertificateError
@@ -32,8 +30,8 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _expiry(config: ProviderConfig) -> dict[str, float]:
-    tls, relay, registry = config.tls, config.relay, config.registry
-    files = [tls.certificate, tls.tenant_authority, *relay.helpers, *(target.certificate for target in relay.to)]
+    tls, registry = config.tls, config.registry
+    files = [tls.certificate, tls.tenant_authority]
     found = {}
     for path in [*files, *([registry.authority] if registry.announce and registry.authority else [])]:
         found[str(path)] = 0.0
@@ -59,8 +57,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     tenants: list[TenantStatus]
     executor: ExecutorReport | None  # None if it does not answer
     registries: dict[str, bool] = {}  # True if the registry accepted the last announcement
-    relay_to: list[LinkCounts] = []
-    blocks: BlockCounts = BlockCounts()
     certificates: dict[str, float] = {}  # Unix time at which each file's next one expires; 0: it cannot be read
     groups: list[str] = []  # names of the layer groups that are served
     reloaded: bool = True  # certificates, revocations and quotas; if not, the older settings are in use
@@ -98,8 +94,6 @@ def take_status(
         executor=report,
         registries={} if announcer is None else announcer.accepted,
         usage_unwritten_s=state.usage.unwritten_s,
-        relay_to=state.links.counts(),
-        blocks=state.blocks.counts(),
         certificates=_expiry(config),
         groups=[group.name for group in state.manifest.groups[state.served.start : state.served.stop]],
         reloaded=reloader.succeeded,

@@ -110,16 +110,6 @@ def _headline(status: Status) -> Text:
         ""
         if not status.usage_unwritten_s
         else (f"  usage unwritten for {status.usage_unwritten_s:,.0f} s", "bold red"),
-        f"  blocks: {status.blocks.blocks:,} of {status.blocks.bytes / _MIB:,.0f} MiB, {status.blocks.missed:,} missed"
-        if status.blocks.deposits
-        else "",
-        *(
-            (
-                f"  relay to {one_line(link.address)}: {link.deposits:,} sent, {link.failed:,} failed",
-                "" if link.up else "bold red",
-            )
-            for link in status.relay_to
-        ),
         _expiry(status),
         "" if status.reloaded else ("  changed files refused: see the log", "bold red"),
     )

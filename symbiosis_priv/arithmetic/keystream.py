@@ -4,7 +4,6 @@ Theory of operation. A session draws one 256-bit secret. Everything else is deri
 
     session secret --"helper", name, key fingerprint--> helper seed      (the only secret that a helper receives)
     helper seed    --"mask", group_name, direction--> AES-256 key   (one keystream per layer group and direction)
-    helper seed    --"relay", group_name, direction--> AES-256 key  (hides relayed effects; the same row numbers)
 
 Row r of a keystream occupies whole AES blocks of its own, starting at block `r * ceil(4 d / 16)`. So the tenant and the
 helper can make any row without the rows before it, and rows never overlap. Info strings are length-prefixed, so that no
@@ -165,9 +164,3 @@ def _encrypt(cipher: CipherContext, space: NDArray[np.int32]) -> None:
 def mask_key(seed: Seed, *, group_name: str, direction: str) -> StreamKey:
     """The AES key of one (group, direction) keystream under a helper's seed."""
     return StreamKey(derive(seed, "mask", group_name, direction))
-
-
-def relay_key(seed: Seed, *, group_name: str, direction: str) -> StreamKey:
-    """The AES key of the keystream that hides the effects of (group, direction) from the executor that they are relayed
-    to. Row r hides the effect of row r of `mask_key`'s keystream."""
-    return StreamKey(derive(seed, "relay", group_name, direction))

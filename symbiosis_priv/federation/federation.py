@@ -52,7 +52,6 @@ class Federation:
     peers: tuple[Peer, ...]
     companies: tuple[Company, ...] = ()
     pad_helpers: int | None = None  # number of helpers that share each pad; the others are spares. None: all share it
-    relay: bool = False
     registries: Registries | None = None  # they list more executors than the file
     scope: Scope = DEFAULT_SCOPE  # the optional layer groups that the providers serve
     ring_bits: RingBits = DEFAULT_RING_BITS
@@ -184,12 +183,7 @@ class _Provider(_Section, frozen=True):
 
 
 class _Pads(_Section, frozen=True):
-    helpers: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    relay: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.helpers is None and self.relay is None:
-            raise ValueError("pads has neither helpers nor relay")
+    helpers: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class FederationFile(_Section, frozen=True):
@@ -229,7 +223,6 @@ def load_federation(path: str | Path) -> Federation:
         peers=tuple(peers),
         companies=file.company,
         pad_helpers=file.pads.helpers if file.pads else None,
-        relay=bool(file.pads and file.pads.relay),
         registries=file.registry,
         scope=Scope(tied_head=file.model.tied_head, experts=file.model.experts, round_trips=file.model.round_trips),
     )

@@ -90,7 +90,6 @@ class LocalFederation:
     layers: Mapping[str, str] = field(default_factory=dict)  # ranges by providers' names; the others serve all layers
     companies: Mapping[str, Sequence[str]] = field(default_factory=dict)  # names of providers, by their company
     pad_helpers: int | None = None  # number of helpers that share each pad; all if None
-    relay: bool = False  # helpers may relay effects to the executors, and tenants use it
     registry: bool = False  # a registry runs, too, where executors announce themselves and tenants find unlisted ones
     host: str = "127.0.0.1"  # IP address at which providers listen
     cache: Path = _OWN_CACHE  # of quantised weights; by default in `directory`
@@ -180,12 +179,7 @@ class LocalFederation:
                 }
                 service.launch(["registry", "serve", *(str(word) for pair in options.items() for word in pair)])
                 (self.registry_address,) = service.wait_ready(deadline)
-            everyone = list(self._providers.values())
-            if self.relay:  # helpers that relay need the executors' addresses first
-                self._run([p for p in everyone if p.role == "executor"], deadline)
-                self._run([p for p in everyone if p.role == "helper"], deadline)
-            else:
-                self._run(everyone, deadline)
+            self._run(list(self._providers.values()), deadline)
             self._write_federation()
         except BaseException:
             self.stop()
@@ -260,7 +254,7 @@ class LocalFederation:
             key=self._tenant.key,
             weight_bits=self.weight_bits,
             scope=self.scope,
-            pads=pads | ({"relay": self.relay} if pads or self.relay else {}),
+            pads=pads,
             companies=self.companies,
             registry=registry if self.registry else None,
         )
@@ -305,11 +299,4 @@ class LocalFederation:
         for table, entries in self.provider_options.items():
             tables.setdefault(table, {}).update(entries)
         head = toml_table("", name=provider.name, listen=provider.addresses[0], roles=[provider.role])
-        others = [other for other in self._providers.values() if self.relay and other.role != provider.role]
-        if provider.role == "executor" and self.relay:
-            relay = [toml_table("[relay]", **{"from": [other.identity.certificate for other in others]})]
-        else:
-            relay = [
-                toml_table("[[relay.to]]", address=p.addresses[0], certificate=p.identity.certificate) for p in others
-            ]
-        return "\n".join([head, *(toml_table(f"[{name}]", **entries) for name, entries in tables.items()), *relay])
+        return "\n".join([head, *(toml_table(f"[{name}]", **entries) for name, entries in tables.items())])

@@ -195,7 +195,6 @@ def _declare(lib: ctypes.CDLL) -> None:
         ),
         "ring_pack24": ((isa, address, integer, address), None),
         "ring_unpack24": ((isa, address, integer, address), None),
-        "ring_subtract24": ((isa, address, integer, address), None),
         "ring_dot": ((isa, address, integer, integer, address, address), None),
         "ring_weigh": ((isa, address, integer, integer, address, integer, *3 * (address,)), None),
         "ring_quantise": ((isa, address, integer, real, address, address, *2 * (integer,)), integer),

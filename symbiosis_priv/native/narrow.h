@@ -20,14 +20,6 @@ INLINE void unpack24_items(const uint8_t *from, int64_t first, int64_t count, in
     }
 }
 
-INLINE void subtract24_items(const uint8_t *from, int64_t first, int64_t count, int32_t *to) {
-    for (int64_t i = first; i < count; i++) {
-        int32_t item;
-        unpack24_items(from + 3 * i, 0, 1, &item);
-        to[i] = (int32_t)((uint32_t)to[i] - (uint32_t)item);
-    }
-}
-
 #if HAVE_X86
 /* Writes 16 bytes for 4 items. The next items overwrite the last 4 bytes. */
 TARGET_AVX2 static void pack24_avx2(const int32_t *from, int64_t count, uint8_t *to) {
@@ -51,15 +43,6 @@ TARGET_AVX2 static void unpack24_avx2(const uint8_t *from, int64_t count, int32_
     unpack24_items(from, i, count, to);
 }
 
-TARGET_AVX2 static void subtract24_avx2(const uint8_t *from, int64_t count, int32_t *to) {
-    int64_t i = 0;
-    for (; i + 6 <= count; i += 4) {
-        __m128i items = _mm_loadu_si128((const __m128i *)(to + i));
-        _mm_storeu_si128((__m128i *)(to + i), _mm_sub_epi32(items, four24_avx2(from + 3 * i)));
-    }
-    subtract24_items(from, i, count, to);
-}
-
 #define NARROW(isa, pass, from, count, to) \
     ((isa) >= ISA_AVX2 ? pass##_avx2(from, count, to) : pass##_items(from, 0, count, to))
 #else
@@ -75,11 +58,6 @@ EXPORT void ring_pack24(int32_t isa, const int32_t *from, int64_t count, uint8_t
  * written before it is read. */
 EXPORT void ring_unpack24(int32_t isa, const uint8_t *from, int64_t count, int32_t *to) {
     NARROW(isa, unpack24, from, count, to);
-}
-
-/* Subtracts uint8 [3 count], read as -2^23 .. 2^23 - 1, from int32 [count] modulo 2^32. */
-EXPORT void ring_subtract24(int32_t isa, const uint8_t *from, int64_t count, int32_t *to) {
-    NARROW(isa, subtract24, from, count, to);
 }
 
 #endif

@@ -1,7 +1,6 @@
 """Frames over TLS 1.3. Read in this order:
 
 wire             the messages, how they are framed, and how a payload stores a matrix
-block_statement  what a helper signs for a block of relayed effects
 tls              contexts that trust only pinned certificates
 stream           TLS with many records per system call, exact sizes and deadlines, for both sides
 hybrid           keys of X25519 and ML-KEM-768 together, for seeds and effects

@@ -4,7 +4,7 @@ Theory of operation. TLS agrees on its keys with X25519. Whoever records a conne
 later reads what TLS has carried. A seed tells a helper's share of every pad, and so does an effect: `e = n Wq^T` is
 usually solvable for n. So the tenant and the helper agree on a second key, with an exchange that needs both problems
 solved, and the connection carries seeds and effects under it only. Everything else that a provider sends or receives
-is uniform to a party without the seeds (masked rows, their products, relayed blocks) or no secret afterwards (permits).
+is uniform to a party without the seeds (masked rows, their products).
 
     tenant -> helper   KeyShare    ML-KEM-768 encapsulation key | X25519 public key      1,216 bytes
     helper -> tenant   KeyAnswer   ML-KEM-768 ciphertext | X25519 public key             1,120 bytes

@@ -64,17 +64,11 @@ class TenantIdentity(msgspec.Struct, frozen=True):  # hashing a Struct takes a q
         return f"{self.name}@{self.authority[: reading.SHOWN]}"
 
 
-def server_context(
-    *, certificate: Path, key: Path, tenant_authority: Path, helpers: Sequence[Path] = ()
-) -> ssl.SSLContext:
-    """The provider's context: TLS 1.3 only, and every client must be a tenant or one of the helpers, whose certificate
-    the caller compares after the handshake. `tenant_authority` has the authorities that issue tenant certificates
-    (several while one is replaced), or self-signed tenant certificates. Raises `CertificateError` if a file is missing,
-    expired, of the wrong kind, or the key does not fit."""
+def server_context(*, certificate: Path, key: Path, tenant_authority: Path) -> ssl.SSLContext:
+    """The provider's context: TLS 1.3 only, and every client must be a tenant. `tenant_authority` has the authorities
+    that issue tenant certificates (several while one is replaced), or self-signed tenant certificates. Raises
+    `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit."""
     own = _checked(certificate, key, kind=Kind.PROVIDER, prepare=True)
-    pinned = [reading.load_pin(path) for path in helpers]
-    for path in helpers:
-        reading.warn_of_expiry(path, fix=lambda: "ask its operator for the next one, and list both under [relay] from")
     if not tenant_authority.exists():
         raise CertificateError(f"{tenant_authority} does not exist, and says which tenants to serve: {_AUTHORITY}")
     trusted = [
@@ -87,18 +81,18 @@ def server_context(
     reading.warn_of_expiry(
         tenant_authority, fix=lambda: "add the one that follows it (`symbiosis-priv keys authority`)"
     )
-    context = _context(ssl.PROTOCOL_TLS_SERVER, trusted=[*trusted, *pinned], own=own, leaves=bool(pinned))
+    context = _context(ssl.PROTOCOL_TLS_SERVER, trusted=trusted, own=own)
     context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
-def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin], kind: Kind = Kind.TENANT) -> ssl.SSLContext:
-    """A tenant's context, or a helper's: TLS 1.3 only, host name checked, and nothing trusted but the pinned
+def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin]) -> ssl.SSLContext:
+    """A tenant's context: TLS 1.3 only, host name checked, and nothing trusted but the pinned
     certificates. The checks are made at every call; calls for the same certificates share one context, which must not
     be changed. Call `check_pin` after the handshake. `pins`: the provider's certificate, self-signed or not; two during
-    a rotation. `kind` is that of the client's certificate. Raises `CertificateError` if a file is missing, expired, of
+    a rotation. Raises `CertificateError` if a file is missing, expired, of
     the wrong kind, or the key does not fit."""
-    own = _checked(certificate, key, kind=kind)
+    own = _checked(certificate, key, kind=Kind.TENANT)
     for path in (pin for pin in pins if isinstance(pin, Path)):
         reading.warn_of_expiry(path, fix=lambda: "ask its operator for the next one, and name that as next_certificate")
     pinned = tuple(reading.load_pin(pin) for pin in pins)

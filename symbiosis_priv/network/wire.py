@@ -16,11 +16,6 @@ every helper see the counts, which depend on the tenant's rows (docs/threat-mode
 
 Narrow rings. With `ring_bits = 24` the product is computed modulo 2^32, and its low 24 bits are sent.
 
-Relay of effects. The tenant asks the executor for a `Permit` and passes its token to the helper (`Effect.relay`). The
-helper sends the signed block to the executor (`Deposit`) and answers the tenant without a payload. `Execute.blocks`
-names the rows of blocks that the executor subtracts from its answer (`provider.relay`). The tenant fetches a block
-(`FetchBlock`) only to find out which provider caused a wrong answer.
-
 Hybrid keys. A helper serves no version without a `KeyShare`: a recorded seed or effect must not depend on X25519 alone.
 """
 
@@ -55,23 +50,17 @@ if sys.byteorder != "little":
 VERSION = 3
 NARROW_VERSION = 4
 """Version 3 with narrow rings."""
-RELAY_VERSION = 5
-"""Version 4 with relay of effects."""
 HYBRID_VERSION = 6
-"""Version 5 with seeds and effects under X25519 and ML-KEM-768. The only version of the role helper."""
-VERSIONS = (VERSION, NARROW_VERSION, RELAY_VERSION, HYBRID_VERSION)
+"""Version 4 with seeds and effects under X25519 and ML-KEM-768. The only version of the role helper. Version 5 was
+that of relayed effects, which no provider accepts any more."""
+VERSIONS = (VERSION, NARROW_VERSION, HYBRID_VERSION)
 MAGIC = b"SYM1"
 PREFIX = struct.Struct("<4sII")
 MAX_HEADER = 8192  # `MAX_EXPERTS` counts, of at most 5 bytes each
 MAX_GROUPS = 1 << 20
 NONCE_BYTES = 16
-TOKEN_BYTES = 32
 TAG_BYTES = 16
 """By how much a sealed seed is longer than the seed."""
-MAX_BLOCKS = 32
-"""Largest number of block ranges of a request. With `MAX_EXPERTS` counts they fit a header."""
-MAX_HELPERS = 16
-"""Largest number of helpers that a permit names."""
 _NARROW = 24
 _BRIEF = 1 << 14  # items; docs/adr/9-lane.md
 
@@ -122,17 +111,6 @@ class Encoding:
             array = np.frombuffer(payload, dtype=self.items)
         return torch.from_numpy(array.reshape(rows, -1 if rows else 0))
 
-    def subtract(self, payload: memoryview, matrix: NDArray[np.int32]) -> None:
-        """Subtract the integers of a payload from a contiguous int32 matrix, modulo 2^32 and in place. With 24 bits the
-        payload holds signed representatives, as `unpack` returns them."""
-        if self.item_bits == _NARROW:
-            packed = np.frombuffer(payload, dtype=np.uint8)
-            if not _compiled("ring_subtract24", packed, matrix.size, matrix):
-                _unpack24(packed, subtrahend := np.empty_like(matrix))
-                np.subtract(matrix, subtrahend, out=matrix)
-        else:
-            matrix -= np.frombuffer(payload, dtype=np.int32).reshape(matrix.shape)
-
     def payload_space(self, matrix: NDArray[Any]) -> memoryview:
         """The part of a contiguous matrix's memory that receives its payload. Call `unpack_in_place` once it is
         full."""
@@ -182,12 +160,10 @@ def encoding_of(arithmetic: Arithmetic, ring_bits: RingBits = 32) -> Encoding:
     return RING32 if ring_bits == RING32.item_bits else RING24
 
 
-def version_of(ring_bits: RingBits, *, relay: bool = False, role: Role = "executor") -> int:
+def version_of(ring_bits: RingBits, *, role: Role = "executor") -> int:
     """The version in a tenant's `Hello`: the lowest one with everything that the tenant uses."""
     if role == "helper":
         return HYBRID_VERSION
-    if relay:
-        return RELAY_VERSION
     return VERSION if ring_bits == RING32.item_bits else NARROW_VERSION
 
 
@@ -201,11 +177,6 @@ Seed = Annotated[
     keystream.Seed, msgspec.Meta(min_length=keystream.SEED_BYTES, max_length=keystream.SEED_BYTES + TAG_BYTES)
 ]
 """A seed; on a connection it is sealed (`hybrid.Sealing`)."""
-Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-Fingerprint = Annotated[str, msgspec.Meta(pattern="^sha256:[0-9a-f]{64}$")]
-"""`certificates.reading.fingerprint` of a provider's certificate."""
-Signature = Annotated[bytes, msgspec.Meta(min_length=1, max_length=144)]
-"""A signature by the key of a provider's certificate: Ed25519, or ECDSA in DER."""
 
 
 class ErrorCode(StrEnum):
@@ -295,40 +266,16 @@ class Binding(Message, frozen=True, kw_only=True, omit_defaults=True):
         return {name: getattr(self, name) for name in Binding.__struct_fields__}
 
 
-class BlockRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, array_like=True):
-    """Rows of a block, from `start` on, that the executor subtracts from rows of an answer, from `first` on."""
-
-    block: Nonce
-    start: Rows
-    first: Rows
-    rows: Rows
-
-
 class Execute(Binding, frozen=True, tag="execute"):
     """Multiply the payload's rows by a layer group. Payload: `[rows, inputs]` (`[rows, outputs]` backward). With
-    `counts`, the widths are those of one expert's matrix. The executor subtracts the rows of `blocks` from the answer;
-    every row of a block is used for one request. `confirms` has the nonces of earlier requests of the tenant, whose
-    blocks the executor need not keep any longer."""
-
-    blocks: Annotated[tuple[BlockRows, ...], msgspec.Meta(max_length=MAX_BLOCKS)] = ()
-    confirms: Annotated[tuple[Nonce, ...], msgspec.Meta(max_length=MAX_BLOCKS)] = ()
-
-
-class RelayOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Send an effect to an executor as a block, under the executor's permit for the tenant, instead of answering with
-    it. `block_statement.block_id` is the block's id."""
-
-    permit: Token
-    executor: Fingerprint
+    `counts`, the widths are those of one expert's matrix."""
 
 
 class Effect(Binding, frozen=True, kw_only=True, tag="effect"):
-    """Expand keystream rows under a seed and return their product, or relay it to an executor. No payload; ring path
-    only."""
+    """Expand keystream rows under a seed and return their product. No payload; ring path only."""
 
     seed: Seed
     first_row: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-    relay: RelayOrder | None = None
 
     def __post_init__(self) -> None:
         if keystream.SEED_BYTES < len(self.seed) < keystream.SEED_BYTES + TAG_BYTES:
@@ -352,18 +299,14 @@ class QuotaLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 class Result(Binding, frozen=True, tag="result", omit_defaults=True):
     """The product. Payload: `[rows, outputs]` (`[rows, inputs]` backward). `limit` is the quota for which the request
-    had to wait before it was admitted. `relayed` in an answer to an `Effect`: the executor has the block, and there is
-    no payload; in an answer to an `Execute`: the rows of all its `blocks` were subtracted from the payload. If a block
-    was missing or could not be sent, it is False, and the payload is the plain product."""
+    had to wait before it was admitted."""
 
     limit: QuotaLimit | None = None
-    relayed: bool = False
 
     @classmethod
-    def answering(cls, request: Binding, *, limit: QuotaLimit | None = None, relayed: bool = False) -> Self:
+    def answering(cls, request: Binding, *, limit: QuotaLimit | None = None) -> Self:
         return cls(
             limit=limit,
-            relayed=relayed,
             nonce=request.nonce,
             group=request.group,
             direction=request.direction,
@@ -374,67 +317,8 @@ class Result(Binding, frozen=True, tag="result", omit_defaults=True):
         )
 
     def answers(self, request: Binding) -> bool:
-        """Returns True if every field of the binding equals the request's (rule 7), and if only an answer to a request
-        with a relay or with blocks says `relayed`."""
-        if self.relayed and not may_be_relayed(request):
-            return False
-        return self == Result.answering(request, limit=self.limit, relayed=self.relayed)
-
-
-def may_be_relayed(request: Binding) -> bool:
-    """Returns True if the request asks for a relay or names blocks. Only its answer may then say `relayed`."""
-    return bool(request.blocks) if isinstance(request, Execute) else getattr(request, "relay", None) is not None
-
-
-class PermitRequest(Message, frozen=True, tag="permit_request"):
-    """Ask an executor to accept blocks of the helpers with these certificates for the tenant."""
-
-    helpers: Annotated[tuple[Fingerprint, ...], msgspec.Meta(min_length=1, max_length=MAX_HELPERS)]
-
-
-class Permit(Message, frozen=True, tag="permit"):
-    """The executor accepts blocks for the tenant. The tenant passes `token` to the helpers, and each helper shows it to
-    the executor. `helpers` are those of the requested ones whose blocks the executor's operator allows. The permit is
-    valid for `seconds`, and may be renewed at any time. An unused or unconfirmed block is kept for `block_seconds`. The
-    tenant may have `max_bytes` of blocks at the executor."""
-
-    token: Token
-    helpers: Annotated[tuple[Fingerprint, ...], msgspec.Meta(max_length=MAX_HELPERS)]
-    seconds: Seconds
-    block_seconds: Seconds
-    max_bytes: Count
-
-    def __repr__(self) -> str:
-        """Leaves out the token, so that no log line reveals it."""
-        return f"Permit(helpers={self.helpers}, seconds={self.seconds}, max_bytes={self.max_bytes})"
-
-
-class Deposit(Binding, frozen=True, kw_only=True, tag="deposit"):
-    """A block, from a helper to an executor. `nonce` is the block's id; `signature` is the helper's signature of
-    `block_statement.statement`. Payload: `[rows, outputs]` of `e + m`."""
-
-    permit: Token
-    signature: Signature
-
-
-class Deposited(Message, frozen=True, tag="deposited"):
-    """The executor keeps the block."""
-
-    block: Nonce
-
-
-class FetchBlock(Message, frozen=True, tag="fetch_block"):
-    """Ask an executor for a block of the tenant, to find out which provider caused a wrong answer."""
-
-    block: Nonce
-
-
-class Block(Binding, frozen=True, kw_only=True, tag="block"):
-    """A block as the helper sent it; see `Deposit`. `helper` is the certificate of the connection on which it came."""
-
-    helper: Fingerprint
-    permit: Token
-    signature: Signature
+        """Returns True if every field of the binding equals the request's (rule 7)."""
+        return self == Result.answering(request, limit=self.limit)
 
 
 class FetchHealth(Message, frozen=True, tag="health"):
@@ -465,10 +349,8 @@ class Failure(Message, frozen=True, tag="failure", omit_defaults=True):
 
 
 Buffer = bytes | bytearray | memoryview
-Request = Hello | KeyShare | Execute | Effect | FetchHealth | PermitRequest | FetchBlock
-Reply = Welcome | KeyAnswer | Result | HealthReport | Failure | Permit | Block
-LinkReply = Deposited | Failure
-"""What an executor answers to a helper."""
+Request = Hello | KeyShare | Execute | Effect | FetchHealth
+Reply = Welcome | KeyAnswer | Result | HealthReport | Failure
 
 _M = TypeVar("_M")
 
@@ -512,7 +394,3 @@ decode_request: Callable[[Buffer], Request] = functools.partial(decode, msgspec.
 """Parse a tenant's message."""
 decode_reply: Callable[[Buffer], Reply] = functools.partial(decode, msgspec.msgpack.Decoder(Reply))
 """Parse a provider's message."""
-decode_deposit: Callable[[Buffer], Deposit] = functools.partial(decode, msgspec.msgpack.Decoder(Deposit))
-"""Parse a helper's message to an executor. No other message can be sent on a link."""
-decode_link_reply: Callable[[Buffer], LinkReply] = functools.partial(decode, msgspec.msgpack.Decoder(LinkReply))
-"""Parse an executor's answer to a helper."""

@@ -3,10 +3,8 @@
 import json
 import re
 import tomllib
-from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +17,9 @@ MAX_BYTES = 16 << 20  # size limit of a file, larger than any list of tenants or
 
 T = TypeVar("T")
 
+# what to do about keys of earlier releases
+_GONE = {"gateways": "devices takes its place", "relay": "effects are not relayed any more: remove it"}
+
 
 def toml_table(header: str, **entries: object) -> str:
     """Return the text of a table of strings, paths, numbers, booleans and lists. An empty header gives the entries
@@ -28,13 +29,10 @@ def toml_table(header: str, **entries: object) -> str:
     return "\n".join([*([header] if header else []), *lines, ""])
 
 
-def load_toml(
-    path: Path, kind: type[T], *, made_by: str, whole: bool = False, renamed: Mapping[str, str] = MappingProxyType({})
-) -> T:
+def load_toml(path: Path, kind: type[T], *, made_by: str, whole: bool = False) -> T:
     """Read a TOML file into a typed, closed structure. Fields of type `Path` are relative to the file. `made_by` is
     the command that writes such a file, for the message about a missing file. `whole`: refuse a file that ends in the
-    middle of a line: half a file may be a valid one, with fewer limits. `renamed`: the keys that have taken the place
-    of earlier ones, for messages. Raises `ConfigError`: the file cannot be read,
+    middle of a line: half a file may be a valid one, with fewer limits. Raises `ConfigError`: the file cannot be read,
     or has an unknown, missing or wrong entry."""
     try:
         text = decode_text(read_limited(path, MAX_BYTES), name=str(path))
@@ -63,10 +61,10 @@ def load_toml(
     try:
         return msgspec.convert(data, kind, dec_hook=relative)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}{_allowed(kind, str(error), renamed)}") from error
+        raise ConfigError(f"{path}: {error}{_allowed(kind, str(error))}") from error
 
 
-def _allowed(kind: type, message: str, renamed: Mapping[str, str]) -> str:
+def _allowed(kind: type, message: str) -> str:
     """The known fields, or the allowed values, as text for a message, at the place where msgspec found an unknown one;
     "" for other messages. msgspec's message ends with the place, for example "at `$.tenants[...]`"; for the top of the
     file there is none."""
@@ -82,8 +80,8 @@ def _allowed(kind: type, message: str, renamed: Mapping[str, str]) -> str:
     if "unknown field" in message:
         names = [one.encode_name for struct in found if isinstance(struct, inspect.StructType) for one in struct.fields]
         unknown = message.split("`")[1]
-        if unknown in renamed:
-            return f"; {renamed[unknown]} takes its place"
+        if unknown in _GONE:
+            return f"; {_GONE[unknown]}"
         close = get_close_matches(unknown, names, n=1)
         return f"; {''.join(f'did you mean {one}? ' for one in close)}known are {', '.join(names)}"
     values = [value for one in found if isinstance(one, inspect.LiteralType) for value in one.values]

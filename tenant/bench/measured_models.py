@@ -19,7 +19,6 @@ from typer import Option
 from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.local import LocalFederation
-from symbiosis_priv.system.files import write_atomically
 from tenant.cli.options import quiet
 from tenant.masking.registry import session_scheme
 from tenant.model.hf import RemoteConfig, backend_of
@@ -125,7 +124,7 @@ def check_width(width: int) -> None:
 
 class MaskingVariant(NamedTuple):
     """A masking scheme, and how matrices are sent. `name` is the option's value: `pad`, `pad/24` in a ring of 24 bits,
-    `pad/24/relay` with relayed effects, `pad/two` with two round trips per block."""
+    `pad/two` with two round trips per block."""
 
     name: str
     scheme: str
@@ -136,10 +135,10 @@ class MaskingVariant(NamedTuple):
         """Parse a name. Raises `ConfigError` if no scheme with a session has it."""
         scheme, *flags = text.strip().split("/")
         session_scheme(scheme)
-        if unknown := set(flags) - {"24", "relay", "two"}:
-            raise ConfigError(f"{text!r}: {unknown.pop()!r} after a slash is not one of 24, relay, two")
+        if unknown := set(flags) - {"24", "two"}:
+            raise ConfigError(f"{text!r}: {unknown.pop()!r} after a slash is neither 24 nor two")
         trips: Literal[2, 4] = 2 if "two" in flags else 4
-        sent = Transport(ring_bits=24 if "24" in flags else 32, relay="relay" in flags, round_trips=trips)
+        sent = Transport(ring_bits=24 if "24" in flags else 32, round_trips=trips)
         return cls(text.strip(), scheme, sent)
 
 
@@ -153,7 +152,6 @@ def provide(
     """Return providers of a checkpoint, not yet started, which can do what the maskings need. Their files are in a
     subfolder of `directory`."""
     given: dict[str, Any] = {"provider_options": {"executor": {"threads": threads}}, "deadline_s": START_S}
-    given["relay"] = any(one.transport.relay for one in maskings)
     given["scope"] = Scope(round_trips=2 if any(one.transport.round_trips == 2 for one in maskings) else 4)
     return LocalFederation(model, directory / "federation", **given | options)
 
@@ -170,13 +168,9 @@ def remote_config(
     local: LocalFederation, masking: MaskingVariant, effort: Effort, *, federation: Path | None = None
 ) -> RemoteConfig:
     """Return the configuration of a tenant of these providers, with their federation file or another one."""
-    file, transport = federation or local.federation, masking.transport
-    if not transport.relay:
-        direct = file.with_name(f"{file.stem}-direct{file.suffix}")
-        write_atomically(direct, file.read_bytes().replace(b"relay = true", b"relay = false"))
-        file = direct
+    transport = masking.transport
     return RemoteConfig(
-        federation=file,
+        federation=federation or local.federation,
         masking=masking.scheme,
         ring_bits=transport.ring_bits,
         round_trips=transport.round_trips,

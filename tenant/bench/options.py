@@ -23,8 +23,8 @@ Maskings = Annotated[
     str,
     typer.Option(
         "--masking",
-        help="Masking schemes, separated by commas; pad/24 is pad in a ring of 24 bits, pad/24/relay with relayed "
-        "effects, pad/two with two round trips per block.",
+        help="Masking schemes, separated by commas; pad/24 is pad in a ring of 24 bits, pad/two with two round trips "
+        "per block.",
     ),
 ]
 Seconds = Annotated[float, typer.Option(min=0.1, help="Length of each measurement.")]

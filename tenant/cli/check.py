@@ -56,7 +56,7 @@ def check(
     ] = 4,
     federation: Annotated[
         Path | None,
-        typer.Option("--federation", "-f", help="federation.toml, for the traffic of its ring, relay and round trips."),
+        typer.Option("--federation", "-f", help="federation.toml, for the traffic of its ring and round trips."),
     ] = None,
     masking: Annotated[
         Masking | None, typer.Option(help="Also show what this masking costs here: lwe (experimental).")
@@ -200,7 +200,7 @@ def _division_table(folder: Path, *, tied_head: bool, round_trips: RoundTrips, f
     from tenant.model.division import division
     from tenant.session.traffic import DIRECT, PredictedTraffic, Transport, of_token
 
-    transport = DIRECT if federation is None else Transport(ring_bits=federation.ring_bits, relay=federation.relay)
+    transport = DIRECT if federation is None else Transport(ring_bits=federation.ring_bits)
 
     def traffic(groups: Iterable[GroupSpec]) -> PredictedTraffic:
         return of_token([GroupEntry(digest="", **vars(group)) for group in groups], transport)

@@ -12,7 +12,7 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Final, NamedTuple, Protocol, TypeVar
 
@@ -37,9 +37,7 @@ from tenant.core.masked import MaskedRows
 from tenant.worker import Worker
 
 T = TypeVar("T")
-R = TypeVar("R", bound=msgspec.Struct)
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
-_BLOCK_BYTES = 64 << 20  # largest payload that is read if a helper has sent a block of another size than was ordered
 
 
 class Wiretap(Protocol):
@@ -51,21 +49,6 @@ class Wiretap(Protocol):
 
     def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
         """Called when a reply has arrived, before it is checked."""
-
-
-class Reply(NamedTuple):
-    """What `attempt` returns.
-
-    Args:
-        words: CPU matrix `[rows, outputs]`, int32 or float32 depending on the message's arithmetic. Unverified. The
-            values are undefined if the effect was relayed.
-        relayed: True if an executor has subtracted blocks from the answer, or if a helper has relayed the effect.
-        connection: the connection on which the reply arrived.
-    """
-
-    words: Tensor
-    relayed: bool
-    connection: ClientConnection
 
 
 class KnownFrames:
@@ -103,8 +86,6 @@ class Channel:
         context: `tls.client_context` for the peer's pins; channels may share it.
         buffers: memory for answers; each answer has its own memory if None.
         ring_bits: bits of the integers in requests, which decide the version that the channel speaks.
-        relay: True if effects may be relayed. A channel to an executor then speaks the newer version of the protocol,
-            and an older version with executors that refuse the newer one.
         permit: called with the provider and the rows before a request is sent; raises if the request must not be sent.
 
     Attributes:
@@ -123,15 +104,13 @@ class Channel:
         notices: Notices | None = None,
         wiretap: Wiretap | None = None,
         ring_bits: wire.RingBits = 32,
-        relay: bool = False,
         permit: Callable[[Peer, MaskedRows | None], None] | None = None,
     ) -> None:
         self.peer = peer
         self.traffic = Traffic()
         self.worker = Worker(f"{peer.role}-{peer.name}")
-        version = wire.version_of(ring_bits, relay=relay, role=peer.role)
+        version = wire.version_of(ring_bits, role=peer.role)
         self._hello = wire.Hello(version=version, role=peer.role, model_digest=model_digest)
-        self._older_version = wire.version_of(ring_bits, role=peer.role)
         self._context = context
         self._deadline_s = deadline_s
         self._buffers = buffers or Buffers(limit=0)
@@ -192,7 +171,7 @@ class Channel:
 
         def ask(*, deadline: float, since: float) -> Tensor:
             self.connect(deadline=deadline, since=since)
-            return self.attempt(message, payload, outputs=outputs, deadline=deadline, since=since).words
+            return self.attempt(message, payload, outputs=outputs, deadline=deadline, since=since)
 
         return self._retry(ask)
 
@@ -205,7 +184,7 @@ class Channel:
         deadline: float,
         since: float | None = None,
         meanwhile: Callable[[], None] = lambda: None,
-    ) -> Reply:
+    ) -> Tensor:
         """Send a request once, without retrying, on the current connection. `deadline`: time on the clock of
         `time.monotonic`. `meanwhile`: called while the answer is awaited. Raises `TransportError`: the provider is
         away, busy or too slow. The same bytes may be sent to any provider; `ProviderError`, `ProtocolError`: as for
@@ -213,43 +192,10 @@ class Channel:
         ask = partial(self._round_trip, message, payload, outputs, meanwhile=meanwhile)
         return self._once(ask, deadline, since=since)
 
-    def repeat(self, request: RepeatedRequest, *, deadline: float, meanwhile: Callable[[], None]) -> Reply:
+    def repeat(self, request: RepeatedRequest, *, deadline: float, meanwhile: Callable[[], None]) -> Tensor:
         """`attempt` with a request like an earlier one on this channel. An answer with another header than the earlier
         answer's is read as `attempt` reads it."""
         return self._once(partial(self._repeat, request, meanwhile), deadline)
-
-    def permit(self, helpers: Sequence[str], *, deadline: float) -> wire.Permit:
-        """Ask an executor for a permit: helpers with these certificates may send it blocks of this tenant. Raises
-        `TransportError`, `ProviderError` or `ProtocolError` if there is none."""
-
-        def ask(deadline: float) -> wire.Permit:
-            self._connect(deadline)
-            return self._expect(wire.Permit, wire.PermitRequest(helpers=tuple(helpers)), deadline)[0]
-
-        return self._once(ask, deadline)
-
-    def fetch_block(
-        self, request: wire.FetchBlock, size: int, *, connection: ClientConnection, deadline: float
-    ) -> tuple[wire.Block, bytearray]:
-        """Fetch a block that an executor has subtracted from an answer. Returns its header and its payload.
-
-        Args:
-            size: bytes of the payload that was ordered. The helper may have sent another number of bytes.
-            connection: the connection on which the answer arrived. Another connection may lead to another process of
-                the executor, which does not have the block.
-
-        Raises:
-            TransportError: the connection is lost, or the block is late.
-            FrameTooLargeError: the payload has more than `size` bytes, and more than 64 MiB.
-            ProviderError, ProtocolError: the executor does not have the block, or sent something else.
-        """
-
-        def ask(deadline: float) -> tuple[wire.Block, bytearray]:
-            if self.connection is not connection:
-                raise ConnectionLostError(f"the connection to {self._name} that brought the answer was lost")
-            return self._expect(wire.Block, request, deadline, max_payload=max(size, _BLOCK_BYTES))
-
-        return self._once(ask, deadline)
 
     def close(self) -> None:
         """Close for good, without waiting. A request in flight in another thread fails. The caller joins `worker`."""
@@ -333,7 +279,7 @@ class Channel:
         outputs: int,
         deadline: float,
         meanwhile: Callable[[], None],
-    ) -> Reply:
+    ) -> Tensor:
         if payload is not None and type(payload) is not MaskedRows:
             raise TypeError("only MaskedRows can be sent to a provider (tenant.core.masked)")
         if self._permit:
@@ -349,7 +295,7 @@ class Channel:
         meanwhile()
         return self._receive(message, outputs, connection, deadline)
 
-    def _repeat(self, request: RepeatedRequest, meanwhile: Callable[[], None], deadline: float) -> Reply:
+    def _repeat(self, request: RepeatedRequest, meanwhile: Callable[[], None], deadline: float) -> Tensor:
         frames, nonce, rows, answer = request
         if type(rows) is not MaskedRows:
             raise TypeError("only MaskedRows can be sent to a provider (tenant.core.masked)")
@@ -377,16 +323,16 @@ class Channel:
         self.traffic.bytes_received += len(head) + len(space)
         self.traffic.round_trips += 1
         self.used_at = time.monotonic()
-        return Reply(answer, False, connection)
+        return answer
 
     def _receive(
         self, message: wire.Execute | wire.Effect, outputs: int, connection: ClientConnection, deadline: float
-    ) -> Reply:
+    ) -> Tensor:
         encoding = message.encoding
         entries = self._buffers.array(message.rows, outputs, dtype=encoding.items)
         space = encoding.payload_space(entries)
         reply, payload_size = connection.receive(max_payload=len(space), deadline=deadline)
-        filled = isinstance(reply, wire.Result) and not (reply.relayed and isinstance(message, wire.Effect))
+        filled = isinstance(reply, wire.Result)
         if payload_size != (len(space) if filled else 0):
             raise ProtocolError(
                 f"{self._name} sent {payload_size} bytes of payload instead of {len(space) if filled else 'none'}"
@@ -408,25 +354,7 @@ class Channel:
             raise ProviderError(code=reply.code, provider=self.peer.name, detail=reply.detail)
         if not isinstance(reply, wire.Result) or not reply.answers(message):
             raise ProtocolError(f"{self._name} answered another request than the one that was sent")
-        return Reply(answer, reply.relayed, connection)
-
-    def _expect(
-        self,
-        kind: type[R],
-        message: wire.Hello | wire.PermitRequest | wire.FetchBlock,
-        deadline: float,
-        *,
-        max_payload: int = 0,
-    ) -> tuple[R, bytearray]:
-        """Send a message without rows or seeds, and return the reply with its payload."""
-        assert self.connection is not None
-        self.traffic.round_trips += not isinstance(message, wire.Hello)
-        try:
-            return self.connection.expect(kind, message, max_payload=max_payload, deadline=deadline)
-        except ProviderError as error:
-            if error.code in wire.RETRYABLE:
-                raise ConnectionLostError(f"{self._name} is {error.code}") from error
-            raise
+        return answer
 
     def _connect(self, deadline: float) -> wire.Welcome:
         if (welcome := self.probe()) is not None:
@@ -439,8 +367,10 @@ class Channel:
             connection.shut()
         connection.open(deadline)
         try:
-            reply, _ = self._expect(wire.Welcome, self._hello, deadline)
+            reply, _ = connection.expect(wire.Welcome, self._hello, deadline=deadline)
         except ProviderError as error:
+            if error.code in wire.RETRYABLE:
+                raise ConnectionLostError(f"{self._name} is {error.code}") from error
             if error.code == wire.ErrorCode.BAD_REQUEST and self.peer.role == "helper":
                 raise ProviderError(
                     code=error.code,
@@ -448,10 +378,7 @@ class Channel:
                     detail="its release has no ML-KEM-768, and seeds for `pad` are sent under X25519 and ML-KEM-768 "
                     "only: ask its operator to upgrade it",
                 ) from error
-            if error.code != wire.ErrorCode.BAD_REQUEST or self._hello.version == self._older_version:
-                raise
-            self._hello = msgspec.structs.replace(self._hello, version=self._older_version)
-            reply, _ = self._expect(wire.Welcome, self._hello, deadline)
+            raise
         if reply.model_digest != self._hello.model_digest:
             raise ProtocolError(f"{self._name} does not serve the pinned model")
         if self.peer.role == "helper":

@@ -4,27 +4,21 @@ product.
 A request takes the free connection that was used last. If none is free, the pool opens another one, up to a limit; then
 the request waits. So several threads of a tenant use a provider at the same time, and no connection is opened before it
 is needed.
-
-A request names the blocks of relayed effects, which the executor then subtracts (`blocks_at`). If it has not subtracted
-them, `Pad.fetch_effects` asks the helpers for the effects.
 """
 
 import functools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Final
+from contextlib import contextmanager
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
-from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
-from tenant.connections.channel import Channel, RepeatedRequest, Reply, fresh_nonce
-from tenant.core.pads import with_first_rows
+from tenant.connections.channel import Channel, RepeatedRequest, fresh_nonce
 from tenant.core.parts import Part
 from tenant.routing.known_provider import KnownProvider, State
 from tenant.worker import Worker
@@ -36,39 +30,12 @@ MOST_CHANNELS: Final = 8
 _FRESH_S: Final = 0.2  # a connection that has just answered is used without asking whether the provider has left
 
 
-class Answer:
-    """An executor's answer to a part. A relayed answer keeps its connection until `close`, because the executor returns
-    the subtracted blocks on that connection only.
+class Answer(NamedTuple):
+    """An executor's answer to a part: int32 `[r, o]`, unverified, and the duration of the request, once there was a
+    connection."""
 
-    Attributes:
-        words: int32 `[r, o]`, unverified.
-        seconds: duration of the request, once there was a connection.
-        relayed: True if the executor has subtracted the blocks of all rows.
-        missed: True if the request named blocks, and the executor has not subtracted them.
-    """
-
-    def __init__(
-        self, client: "ExecutorClient", channel: Channel, replies: Sequence[Reply], request: wire.Execute, began: float
-    ) -> None:
-        self.words, self.seconds = joined([reply.words for reply in replies]), time.monotonic() - began
-        self.relayed = replies[0].relayed
-        self.missed = bool(request.blocks) and not self.relayed
-        self._client, self._channel, self._reply, self._nonce = client, channel, replies[0], request.nonce
-
-    def fetch_block(self, block_id: bytes, size: int, *, deadline: float) -> tuple[wire.Block, bytearray]:
-        """Fetch a block of a relayed answer; see `Channel.fetch_block`."""
-        request = wire.FetchBlock(block=block_id)
-        return self._channel.fetch_block(request, size, connection=self._reply.connection, deadline=deadline)
-
-    def confirm(self) -> None:
-        """Allow the executor to delete the blocks, because the answer was right."""
-        if self.relayed:
-            self._client.confirms.append(self._nonce)
-
-    def close(self) -> None:
-        """Release the connection of a relayed answer."""
-        if self.relayed:
-            self._client.release(self._channel)
+    words: Tensor
+    seconds: float
 
 
 class NoFreeChannelError(DeadlineExceededError):
@@ -76,16 +43,12 @@ class NoFreeChannelError(DeadlineExceededError):
 
 
 class ExecutorClient:
-    """The client of one executor: channels, each for one request at a time. Thread-safe. `uses_blocks`: True if
-    requests name the blocks of relayed effects. `confirms`: nonces of answers that were right and are not confirmed
-    yet."""
+    """The client of one executor: channels, each for one request at a time. Thread-safe."""
 
-    def __init__(self, provider: KnownProvider, new_channel: Callable[[], Channel], *, relay: bool) -> None:
+    def __init__(self, provider: KnownProvider, new_channel: Callable[[], Channel]) -> None:
         self.provider = provider
         self.workers = [Worker(f"channel-{provider.peer.name}") for _ in range(PARALLEL_CHANNELS)]
         self.channels: list[Channel] = []
-        self.uses_blocks = self._relay = relay
-        self.confirms: deque[bytes] = deque()
         self._new_channel = new_channel
         self._free: list[Channel] = []
         self._lock = threading.Lock()
@@ -163,9 +126,8 @@ class ExecutorClient:
             ProviderError: the executor refused.
             ProtocolError: the executor broke the protocol.
         """
-        replies, relayed, before = list[Reply](), False, self.provider.health.state
-        channel = self.acquire(until=deadline)
-        try:
+        answers, before = list[Tensor](), self.provider.health.state
+        with self.take(until=deadline) as channel:
             if self.provider.health.state is State.DOWN and before is not State.DOWN:
                 raise ConnectionLostError(f"{self.provider} was lost while its connections were in use")
             until = min(deadline, time.monotonic() + patience_s)
@@ -175,17 +137,30 @@ class ExecutorClient:
             started = time.monotonic()
             limit = row_limit(part.widest, welcome)
             matrices = part.sent.split(limit) if part.count > limit else [part.sent]
-            requests = self._requests(part, limit)
-            for request, rows in zip(requests, matrices, strict=True):
-                reply = channel.attempt(
-                    request, rows, outputs=part.outputs, deadline=until, since=since, meanwhile=meanwhile
+            for request, rows in zip(self._requests(part, limit), matrices, strict=True):
+                answers.append(
+                    channel.attempt(
+                        request, rows, outputs=part.outputs, deadline=until, since=since, meanwhile=meanwhile
+                    )
                 )
-                replies.append(reply)
-            relayed = replies[0].relayed
-            return Answer(self, channel, replies, requests[0], started)
-        finally:
-            if not relayed:
-                self.release(channel)
+            return Answer(joined(answers), time.monotonic() - started)
+
+    def _requests(self, part: Part, limit: int) -> list[wire.Execute]:
+        requests = part.requests.get((self, limit))
+        if requests is None:
+            requests = part.requests[self, limit] = [
+                wire.Execute(
+                    nonce=fresh_nonce(),
+                    group=part.index,
+                    direction=part.direction,
+                    arithmetic="ring",
+                    rows=min(limit, part.count - first),
+                    counts=part.counts and part.counts_of(first, limit),
+                    ring_bits=part.rows.ring_bits,
+                )
+                for first in range(0, part.count, limit)
+            ]
+        return requests
 
     def repeat(self, request: RepeatedRequest, *, deadline: float, meanwhile: Callable[[], None]) -> Answer | None:
         """Send a request like an earlier one, as `ask` does. Returns None if no open connection is free; nothing was
@@ -195,37 +170,10 @@ class ExecutorClient:
             started = time.monotonic()
             if channel.connection is None or (started - channel.used_at > _FRESH_S and channel.probe() is None):
                 return None
-            reply = channel.repeat(request, deadline=deadline, meanwhile=meanwhile)
-            return Answer(self, channel, [reply], request.frames.like, started)  # without blocks, it needs no nonce
+            words = channel.repeat(request, deadline=deadline, meanwhile=meanwhile)
+            return Answer(words, time.monotonic() - started)
         finally:
             self.release(channel)
-
-    def _requests(self, part: Part, limit: int) -> list[wire.Execute]:
-        requests = part.requests.get((self, limit))
-        if requests is None:
-            blocks = blocks_at(self.provider.peer, part) if self.uses_blocks and part.count <= limit else ()
-            for pad in part.pads if self._relay and not blocks else ():
-                pad.fetch_effects()
-            requests = part.requests[self, limit] = []
-            for first in range(0, part.count, limit):
-                confirms = list[bytes]()
-                with suppress(IndexError):  # other threads may have taken them
-                    while self.confirms and len(confirms) < wire.MAX_BLOCKS:
-                        confirms.append(self.confirms.popleft())
-                requests.append(
-                    wire.Execute(
-                        nonce=fresh_nonce(),
-                        group=part.index,
-                        direction=part.direction,
-                        arithmetic="ring",
-                        rows=min(limit, part.count - first),
-                        counts=part.counts and part.counts_of(first, limit),
-                        ring_bits=part.rows.ring_bits,
-                        blocks=blocks,
-                        confirms=tuple(confirms),
-                    )
-                )
-        return requests
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
@@ -238,14 +186,3 @@ def row_limit(widest: int, welcome: wire.Welcome) -> int:
     """Return the number of rows whose request and answer fit a provider's limits. Neither has more than `widest`
     columns."""
     return max(1, min(welcome.max_rows, welcome.max_payload // wire.RING32.size(1, widest)))
-
-
-def blocks_at(executor: Peer, part: Part) -> tuple[wire.BlockRows, ...]:
-    """Return the blocks of all rows of a part; none unless every block was sent to this executor."""
-    found, now = list[wire.BlockRows](), time.monotonic()
-    for first, pad in with_first_rows(part.pads):
-        blocks = pad.blocks()
-        if not blocks or any(block.executor != executor or block.until < now for block in blocks):
-            return ()
-        found += [wire.BlockRows(block=b.id, start=b.start, first=first, rows=pad.rows) for b in blocks]
-    return tuple(found) if len(found) <= wire.MAX_BLOCKS else ()

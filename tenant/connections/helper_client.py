@@ -7,8 +7,6 @@ request: the pad is drawn with other helpers. Without spares a request is repeat
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
 from torch import Tensor
@@ -17,10 +15,9 @@ from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.errors import CertificateError, ConnectionLostError, ProviderError, TransportError
-from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
-from tenant.connections.channel import Channel, Reply, fresh_nonce
+from tenant.connections.channel import Channel, fresh_nonce
 from tenant.connections.executor_client import joined, row_limit
 from tenant.core.pads import SessionSecret
 from tenant.routing.known_provider import KnownProvider, State
@@ -29,26 +26,6 @@ from tenant.worker import Promise
 
 _CHANNELS: Final = 2
 """Number of connections for pads needed now, and again for pads drawn ahead: one for each thread that sends parts."""
-_RELAY_S: Final = 30.0  # time limit of an order; the link between providers has a shorter one
-
-
-@dataclass(frozen=True, kw_only=True)
-class RelayInstruction:
-    """The executor to which the helpers of a pad send their effects.
-
-    Args:
-        order: the order that each helper receives.
-        max_bytes: bytes of blocks that the executor keeps for the tenant.
-        until: the blocks are not used after this time, by `time.monotonic`.
-        failed: called if a helper does not relay.
-    """
-
-    executor: Peer
-    welcome: wire.Welcome
-    order: wire.RelayOrder
-    max_bytes: int
-    until: float
-    failed: Callable[[], None]
 
 
 class MaskRows(NamedTuple):
@@ -89,46 +66,14 @@ class HelperClient:
         self._routes = routes
         self._choosing = threading.Lock()
 
-    def relay(self, target: RelayInstruction, wanted: MaskRows) -> wire.Effect | None:
-        """Return the request to relay effects, for `submit`. None if the helper does not relay, the effect needs more
-        than one block, or the executor would refuse the block."""
-        welcome = self.provider.welcome
-        if welcome is None:
-            return None
-        if wanted.rows > min(row_limit(wanted.facts.widest, limits) for limits in (welcome, target.welcome)):
-            return None
-        size = wire.encoding_of("ring", self._ring_bits).size(wanted.rows, wanted.facts.outputs(wanted.direction))
-        if size > target.max_bytes:
-            return None
-        return self._request(wanted, relay=target.order)
-
-    def submit(
-        self,
-        wanted: MaskRows,
-        *,
-        ahead: bool,
-        relay: wire.Effect | None = None,
-        target: RelayInstruction | None = None,
-    ) -> Promise[Tensor | None]:
-        """Request the effect of mask rows. The result is unverified; None if it was relayed.
-
-        Args:
-            ahead: True for a pad that is drawn ahead, False if a product waits for the pad.
-            relay: the request to send first, for the same rows. If it fails, the target is told, and the
-                effect is requested without relay.
-            target: the executor that receives the block.
-        """
+    def submit(self, wanted: MaskRows, *, ahead: bool) -> Promise[Tensor]:
+        """Request the effect of mask rows. The result is unverified. `ahead`: True for a pad that is drawn ahead, False
+        if a product waits for the pad."""
         with self._choosing:
             channel = min(self.channels[ahead * _CHANNELS :][:_CHANNELS], key=lambda channel: channel.worker.unfinished)
-            return channel.worker.submit(self._effect, channel, wanted, relay, target)
+            return channel.worker.submit(self._effect, channel, wanted)
 
-    def fetch(self, wanted: MaskRows, first_row: int, rows: int) -> Promise[Tensor | None]:
-        """Request the effect of some of the rows now, without relay."""
-        return self.submit(wanted.part(first_row, rows), ahead=False)
-
-    def _effect(
-        self, channel: Channel, wanted: MaskRows, relay: wire.Effect | None, target: RelayInstruction | None
-    ) -> Tensor | None:
+    def _effect(self, channel: Channel, wanted: MaskRows) -> Tensor:
         retries = not self._routes.can_replace(wanted.group, [self.peer])
         outputs = wanted.facts.outputs(wanted.direction)
         size = wire.RING32.size(wanted.rows, outputs)
@@ -140,34 +85,22 @@ class HelperClient:
             welcome = channel.welcome() if retries else channel.connect(deadline=until)
             self._routes.connected(self.provider, welcome)
             started = time.monotonic()
-            reply: Reply | None = None
-            if relay is not None:
-                with suppress(TransportError, ProviderError):
-                    deadline = min(until, started + _RELAY_S)
-                    reply = channel.attempt(relay, None, outputs=outputs, deadline=deadline)
-                if target and (reply is None or not reply.relayed):
-                    target.failed()
-            effect: Tensor | None
-            if reply is None:
-                effects, step = [], row_limit(wanted.facts.widest, welcome)
-                end = wanted.first_row + wanted.rows
-                for first in range(wanted.first_row, end, step):
-                    request = self._request(wanted.part(first, min(step, end - first)))
-                    if retries:
-                        effects.append(channel.request(request, None, outputs=outputs))
-                    else:
-                        effects.append(channel.attempt(request, None, outputs=outputs, deadline=until).words)
-                effect = joined(effects)
-            else:
-                effect = None if reply.relayed else reply.words
+            effects, step = [], row_limit(wanted.facts.widest, welcome)
+            end = wanted.first_row + wanted.rows
+            for first in range(wanted.first_row, end, step):
+                request = self._request(wanted.part(first, min(step, end - first)))
+                if retries:
+                    effects.append(channel.request(request, None, outputs=outputs))
+                else:
+                    effects.append(channel.attempt(request, None, outputs=outputs, deadline=until))
         except (TransportError, ProviderError, CertificateError) as error:
             if not channel.closed.is_set():
                 self._routes.failed(self.provider, error, waited_s=0.0 if retries else time.monotonic() - began)
             raise
         self._routes.answered(self.provider, seconds=time.monotonic() - started, size=size)
-        return effect
+        return joined(effects)
 
-    def _request(self, wanted: MaskRows, *, relay: wire.RelayOrder | None = None) -> wire.Effect:
+    def _request(self, wanted: MaskRows) -> wire.Effect:
         return wire.Effect(
             nonce=fresh_nonce(),
             group=wanted.group,
@@ -178,7 +111,6 @@ class HelperClient:
             ring_bits=self._ring_bits,
             seed=self.seed,
             first_row=wanted.first_row,
-            relay=relay,
         )
 
     def close(self) -> None:

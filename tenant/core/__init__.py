@@ -23,8 +23,6 @@ The promises, and the tests that would refute them (`tests/tenant/core/` unless 
   `test_masked.py::test_a_pad_used_twice_is_an_error`, `::test_every_row_gets_a_mask_row_of_its_own`,
   `test_rules.py::test_rule_3_a_row_is_used_once`, `threat_model.planted.reused_pads`.
 * **Masks come from a fresh secret, in one process.** `test_secret.py`, and rules 1, 2 and 12 in `test_rules.py`.
-* **An executor sees no effect of a pad, only blocks `e + m`.** `tests/tenant/session/test_relay.py::
-  test_what_hides_an_effect_is_fresh_for_every_row`, `threat_model.planted.bare_effects`.
 * **No company sees a row and a seed of its pad.** `test_masked.py::test_routing_cannot_overrule_the_gate`,
   `tests/tenant/session/test_schedules.py::test_rule_8_holds_over_random_schedules`,
   `threat_model.planted.blind_to_companies`.

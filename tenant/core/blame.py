@@ -126,10 +126,9 @@ class BlameKeys:
 
 
 def attribute(blame: BlameKeys, executor: Peer, part: Part, answer: Tensor) -> tuple[list[Peer], bool]:
-    """Check the answer and every effect of a refused product. For a relayed answer, pass the product that
-    `tenant.session.refused` restores. `answer`: int32 `[r, o]`, refused. Returns the providers whose result is not the
-    product in the ring, and True if an effect that the tenant computed itself is not. No provider if the keys detect no
-    error, or cannot be read (a stack without its checkpoint)."""
+    """Check the answer and every effect of a refused product. `answer`: int32 `[r, o]`, refused. Returns the providers
+    whose result is not the product in the ring, and True if an effect that the tenant computed itself is not. No
+    provider if the keys detect no error, or cannot be read (a stack without its checkpoint)."""
 
     def is_product(first: int, rows: Tensor, result: Tensor) -> bool:
         counts, bits = part.counts_of(first, rows.shape[0]), part.rows.ring_bits

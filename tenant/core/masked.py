@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from threading import Lock
 from typing import Any, Final, NoReturn
 
@@ -199,10 +199,3 @@ class Gate:
                     f"{peer.role} {peer.name!r} was about to get rows under a pad of its own company; nothing was sent"
                 )
             self._passed = peer, rows.holders
-
-    def check_relay(self, executor: Peer, holders: Collection[Peer]) -> None:
-        """Check rule 8 before these helpers of a pad are told to relay its effects. Raises `RoleConflictError`."""
-        if not self._may_see(executor, tuple(holders)):
-            raise RoleConflictError(
-                f"a helper was about to relay to {executor.name!r} of its own company; nothing was ordered"
-            )

@@ -11,10 +11,6 @@ A pad consists of shares, one for each seed: `n = sum n_j` and `e = sum e_j`. A 
 a uniform n. Effects are used unchecked: a wrong effect makes a wrong product, and the check of the product finds it.
 A scheme whose effects are not exactly those of its masks says what the check has to expect (`Pad.correction`).
 
-Relay. A helper may send its effect to the executor instead of to the tenant. Because n_j could be computed from e_j, it
-sends the block `e_j + m_j`: m_j is a second keystream of the same seed, with the same row numbers. The executor
-subtracts the blocks from its product, and the tenant adds the m_j to the answer.
-
 Forks. Secrets, pads and connections belong to the process that made them (rule 12). A fork is detected by two signs:
 Python's fork hook runs in every child of `os.fork`, even if the child has its parent's process id, as in a new pid
 namespace. C code that calls libc's `fork` runs no hook, but the child has another process id, which `generation`
@@ -35,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, Self
 
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Keystream, Seed, derive, mask_key, relay_key
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Keystream, Seed, derive, mask_key
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.manifest import GroupFacts
@@ -119,27 +115,6 @@ class SessionSecret:
         return "SessionSecret(...)"
 
 
-class RelayedBlock(NamedTuple):
-    """An effect that its helper was told to send to an executor, plus rows of a second keystream.
-
-    Args:
-        executor: the executor that receives the block. The gate has checked rule 8 for it and the pad's helpers.
-        certificate: `fingerprint` of the executor's certificate, which the helper was told.
-        id: derived from the seed, the rows and the executor.
-        start: the pad's first row in the block.
-        second: the second keystream, with rows as wide as the effect, and the row numbers of the mask.
-        until: the tenant does not use the block after this time, by `time.monotonic`.
-    """
-
-    executor: Peer
-    certificate: str
-    id: bytes
-    rows: int
-    start: int
-    second: Keystream
-    until: float
-
-
 class MaskStream(Protocol):
     """Rows of masks by their number: a `Keystream`, or what a scheme makes of keystreams."""
 
@@ -159,30 +134,19 @@ class Share(NamedTuple):
     Args:
         holder: the helper that knows the seed and computes the effect; None if the tenant computes it.
         first_row: the pad's first row in the keystream.
-        effect: int32 `[r, o]`, unverified; None if it was sent to an executor as a block.
+        effect: int32 `[r, o]`, unverified.
         offset: the pad's first row in the effect.
-        fetch: requests the effect of some rows, given the first row and their number, without relay.
     """
 
     holder: Peer | None
     keystream: MaskStream
     first_row: int
-    effect: Promise[Tensor] | Promise[Tensor | None]
+    effect: Promise[Tensor]
     offset: int = 0
-    block: RelayedBlock | None = None
-    fetch: Callable[[int, int], Promise[Tensor | None]] | None = None
 
     def without_first(self, rows: int) -> Self:
         """Return the share without its first `rows` rows."""
-        block = self.block and self.block._replace(start=self.block.start + rows)
-        first, offset = self.first_row + rows, self.offset + rows
-        return type(self)(self.holder, self.keystream, first, self.effect, offset, block, self.fetch)
-
-    @property
-    def is_relayed(self) -> bool:
-        """True if the effect was relayed; False if that is not known yet."""
-        known = self.block is not None and self.effect.done() and self.effect.exception() is None
-        return known and self.effect.result() is None
+        return type(self)(self.holder, self.keystream, self.first_row + rows, self.effect, self.offset + rows)
 
 
 class Pad:
@@ -232,32 +196,13 @@ class Pad:
         effects = zip(self.shares, self.effects(), strict=True)
         return [s.holder for s, e in effects if not is_product(s.keystream.expand(s.first_row, self.rows), e)]
 
-    def open_relayed(self, answer: Tensor) -> None:
-        """Add the second keystreams to an answer from which the executor has subtracted the blocks, in place."""
-        for share in self.shares:
-            assert share.block is not None
-            share.block.second.add_to(answer, first_row=share.first_row)
-
-    def blocks(self) -> list[RelayedBlock]:
-        """Return the block of every share; none unless every effect was or will be relayed."""
-        blocks = [s.block for s in self.shares if s.block is not None and (s.is_relayed or not s.effect.done())]
-        return blocks if len(blocks) == len(self.shares) else []
-
-    def fetch_effects(self) -> None:
-        """Request the effects that were relayed, so that the tenant can subtract them itself."""
-        self.shares = tuple(
-            s._replace(effect=s.fetch(s.first_row, self.rows), offset=0) if s.fetch and s.is_relayed else s
-            for s in self.shares
-        )
-
     def effects(self) -> list[Tensor]:
         """Return every share's effect, int32 `[r, o]`. Raises the error of a promise that failed."""
         rows = self.rows
         effects = []
         for share in self.shares:
             effect = share.effect.result() if share.effect.kept is None else share.effect.kept
-            if effect is not None:  # it was not sent to an executor
-                effects.append(effect[share.offset : share.offset + rows])
+            effects.append(effect[share.offset : share.offset + rows])
         return effects
 
     def split(self, rows: int) -> tuple[Self, Self]:
@@ -307,7 +252,7 @@ class EffectSource(ABC):
     def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret) -> None:
         self._facts = facts
         self._secret = secret
-        self._keystreams: dict[tuple[Seed, GroupIndex, Direction, bool, bool], Keystream] = {}
+        self._keystreams: dict[tuple[Seed, GroupIndex, Direction, bool], Keystream] = {}
 
     @abstractmethod
     def draw(self, order: PadOrder) -> Pad:
@@ -319,16 +264,14 @@ class EffectSource(ABC):
         return self._secret.burn(group_name=facts.entry.name, direction=order.direction, rows=order.rows)
 
     def _keystream(
-        self, seed: Seed, index: GroupIndex, direction: Direction, counts: Counts | None = None, *, second: bool = False
+        self, seed: Seed, index: GroupIndex, direction: Direction, counts: Counts | None = None
     ) -> Keystream:
-        """Return the keystream of a seed for one layer group and direction, or for rows for its experts. `second`:
-        return the keystream that hides relayed effects, which has the width of effects."""
-        place = seed, index, direction, counts is None, second
+        """Return the keystream of a seed for one layer group and direction, or for rows for its experts."""
+        place = seed, index, direction, counts is None
         if (keystream := self._keystreams.get(place)) is None:
             facts = self._facts[index].for_rows(counts)
-            key_of, width = (relay_key, facts.outputs) if second else (mask_key, facts.inputs)
-            key = key_of(seed, group_name=facts.entry.name, direction=direction)
-            keystream = self._keystreams[place] = Keystream(key, width=width(direction))
+            key = mask_key(seed, group_name=facts.entry.name, direction=direction)
+            keystream = self._keystreams[place] = Keystream(key, width=facts.inputs(direction))
         return keystream
 
 

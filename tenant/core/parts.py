@@ -30,7 +30,6 @@ from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts, check_counts, clip, pick, segments
 from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.errors import NonFiniteError
-from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import DEFAULT_RING_BITS, GroupIndex, RingBits
 from symbiosis_priv.native import array_of, pointer
 from symbiosis_priv.network import wire
@@ -231,7 +230,6 @@ class Part:
         count: r. widest: the larger of d and `outputs`.
         size: bytes of rows and answer, 4 bytes per integer.
         sent: the masked rows, after `mask`.
-        relayed: True if the executor has subtracted blocks from the latest answer.
         requests: the headers that were sent, by (executor, rows per request). A retry sends identical bytes, including
             the nonce (rule 3).
     """
@@ -244,19 +242,12 @@ class Part:
     pads: Sequence[Pad]
     counts: Counts | None = None
     sent: MaskedRows = field(init=False)
-    relayed: bool = field(default=False, init=False)
     requests: dict[tuple[Hashable, int], list[wire.Execute]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.index, self.direction, self.outputs = self.plan.index, self.plan.direction, self.plan.outputs
         self.count, width = self.encoded.shape
         self.widest, self.size = max(width, self.outputs), 4 * self.count * (width + self.outputs)
-
-    @property
-    def relayed_to(self) -> Peer | None:
-        """The executor to which the effects of the first rows were relayed; None if they were not."""
-        block = self.pads[0].shares[0].block if self.pads else None
-        return block.executor if block is not None and self.pads[0].blocks() else None
 
     def rows_from(self, first: int, rows: int, pads: Sequence[Pad]) -> "Part":
         """Return `rows` rows of this part from `first` on, with pads for them, as a part of its own. Neither is masked
@@ -285,14 +276,9 @@ class Part:
         self.pads = self.sent.pads
         self.requests.clear()
 
-    def open(self, answer: Tensor, *, relayed: bool = False) -> list[int]:
+    def open(self, answer: Tensor) -> list[int]:
         """Subtract the effects from an answer, check it, and write the results. `answer`: int32 `[r, o]`, an executor's
-        answer. Changed only if it is relayed. `relayed`: True if the executor has subtracted blocks from the answer.
-        Returns the numbers of the rows that failed the check. Their results must be dropped."""
-        self.relayed = relayed
-        if relayed:
-            for first, pad in with_first_rows(self.pads):
-                pad.open_relayed(row_range(answer, first, pad.rows))
+        answer; not changed. Returns the numbers of the rows that failed the check. Their results must be dropped."""
         refused = list[int]()
         for product in self.opened(answer):
             if wrong := self._check(product):
@@ -303,7 +289,7 @@ class Part:
     def opened(self, answer: Tensor) -> list[UncheckedProduct]:
         """Return the unchecked product of each pad's rows."""
         column, bits = self.plan.column, self.rows.ring_bits
-        if self.relayed or not self.pads:
+        if not self.pads:
             return [UncheckedProduct(self.start, answer, (), column, self.expected, bits)]
         found = []
         for first, pad in with_first_rows(self.pads):

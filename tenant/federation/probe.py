@@ -10,7 +10,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,7 +22,6 @@ from symbiosis_priv import errors
 from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed, expand, mask_key, random_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.certificates import reading
-from symbiosis_priv.certificates.reading import fingerprint
 from symbiosis_priv.checkpoints.layers import LayerRange, spans
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.limits import GroupIndex
@@ -200,8 +198,6 @@ class ProviderProbe:
                 f"certificates by its own clock. Set both by NTP"
             )
         groups = self._hello().groups
-        if federation.relay and peer.role == "executor":
-            self._check_relay(finding)
         if self._preparation is not None:
             layers = self._preparation.manifest.layers
             if groups.stop > len(layers):
@@ -223,19 +219,6 @@ class ProviderProbe:
         finding.round_trip_s = statistics.median(times)
         if self._preparation is not None:
             self._verify(finding, groups, self._preparation)
-
-    def _check_relay(self, finding: Finding) -> None:
-        """Warn if the executor accepts no blocks of helpers."""
-        helpers = {helper.name: set(map(fingerprint, helper.pins)) for helper in self._federation.helpers}
-        asked = sorted(set[str]().union(*helpers.values()))[: wire.MAX_HELPERS]
-        allowed: Sequence[str] = ()
-        with suppress(errors.ProviderError):
-            allowed = self._expect(wire.Permit, wire.PermitRequest(helpers=tuple(asked)))[0].helpers
-        if others := [name for name, pins in helpers.items() if pins.isdisjoint(allowed)]:
-            finding.warnings.append(
-                f"{finding.peer.name} takes no relayed effects of {', '.join(others)}, so they come directly: ask its "
-                f"operator to list the helper's certificate under [relay] from, or remove relay = true"
-            )
 
     def _hello(self) -> wire.Welcome:
         digest = self._federation.model_digest

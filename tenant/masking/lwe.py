@@ -68,11 +68,6 @@ class Lwe(SessionScheme):
                 f"masking = 'lwe' needs ring_bits = {DEFAULT_RING_BITS}, not {ring_bits}: its error would be too large "
                 f"in a narrow ring. Leave ring_bits out, or choose masking = 'pad' or 'local'"
             )
-        if federation.relay:
-            raise ConfigError(
-                "masking = 'lwe' has no helper, so no effects are relayed: remove relay = true under [pads] of the "
-                "federation file, or choose masking = 'pad'"
-            )
 
     def prepare(
         self,

@@ -3,18 +3,15 @@
 Helper j expands its seed to a share n_j of the pad and returns the effect e_j = n_j @ W.T. The pad is n = sum n_j, its
 effect e = sum e_j. The executor together with all helpers but one still sees uniform rows. The check of the product
 covers every e_j. The effects of rows for experts of a stack depend on how many rows each expert has, so every helper
-sees these counts, as the executor does. With `[pads] relay = true`, helpers send effects to the executor, hidden by a
-second keystream (`tenant.core.pads`).
+sees these counts, as the executor does.
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 from symbiosis_priv.checkpoints.manifest import GroupFacts
-from symbiosis_priv.network.block_statement import block_id
 from symbiosis_priv.network.hybrid import require_hybrid
 from tenant.connections.helper_client import MaskRows
-from tenant.core.pads import EffectSource, Pad, PadOrder, RelayedBlock, SessionSecret, Share
+from tenant.core.pads import EffectSource, Pad, PadOrder, SessionSecret, Share
 from tenant.masking.scheme import Holders, Materials, SessionScheme
 
 
@@ -41,23 +38,10 @@ class PadSource(EffectSource):
 
     def draw(self, order: PadOrder) -> Pad:
         index, direction, rows, counts = order.index, order.direction, order.rows, order.counts
-        helpers, target = self._holders(index, order.executor)
+        helpers = self._holders(index, order.executor)
         first = self._burn(order)
         wanted, shares = MaskRows(index, direction, self._facts[index].for_rows(counts), first, rows, counts), []
         for helper in helpers:
-            relay = None if target is None else helper.relay(target, wanted)
-            effect = helper.submit(wanted, ahead=order.ahead, relay=relay, target=target)
-            share = Share(helper.peer, self._keystream(helper.seed, index, direction, counts), first, effect)
-            if target is not None and relay is not None:
-                block = RelayedBlock(
-                    executor=target.executor,
-                    certificate=target.order.executor,
-                    id=block_id(relay),
-                    rows=rows,
-                    start=0,
-                    second=self._keystream(helper.seed, index, direction, counts, second=True),
-                    until=target.until,
-                )
-                share = share._replace(block=block, fetch=partial(helper.fetch, wanted))
-            shares.append(share)
+            effect = helper.submit(wanted, ahead=order.ahead)
+            shares.append(Share(helper.peer, self._keystream(helper.seed, index, direction, counts), first, effect))
         return Pad(rows, tuple(shares))

@@ -22,7 +22,7 @@ from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.limits import DEFAULT_RING_BITS, GroupIndex, HintBits, RingBits
 from symbiosis_priv.network.wire import Role
-from tenant.connections.helper_client import HelperClient, RelayInstruction
+from tenant.connections.helper_client import HelperClient
 from tenant.core.masked import UnmaskedByChoice
 from tenant.core.pads import EffectSource, SessionSecret
 from tenant.masking.backend import Backend
@@ -108,7 +108,7 @@ class BackendScheme(Scheme):
         """Open the scheme's backend for one model."""
 
 
-Holders = Callable[[GroupIndex, Peer | None], tuple[Sequence[HelperClient], RelayInstruction | None]]
+Holders = Callable[[GroupIndex, Peer | None], Sequence[HelperClient]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +117,9 @@ class Materials:
 
     Args:
         secret: the source of seeds and row numbers.
-        holders: returns the helpers of the next pad of a layer group, none if the scheme's `roles` name none, and the
-            instruction to relay effects, or None. Its arguments are the group, and the executor that will see the rows
-            or None for any executor. Raises if there are fewer helpers than a pad needs.
+        holders: returns the helpers of the next pad of a layer group, none if the scheme's `roles` name none. Its
+            arguments are the group, and the executor that will see the rows or None for any executor. Raises if there
+            are fewer helpers than a pad needs.
         store: the tenant's own copy of the weights, if it has one.
     """
 

@@ -48,7 +48,6 @@ def table_rows(ledger: Ledger, *, tokens: int) -> list[tuple[str, str]]:
         ("answer rows verified", f"{ledger.answers_verified:,}"),
         ("effect rows verified", f"{ledger.effects_verified:,}"),
         ("answers rejected", f"{ledger.answers_rejected:,}"),
-        *([("rows with relayed effects", f"{ledger.rows_relayed:,}")] * (ledger.rows_relayed > 0)),
         *([("rows that left a narrow ring", wraps)] * (ledger.rows_corrected + ledger.rows_repeated > 0)),
         *([("takeovers by another executor", f"{ledger.takeovers:,}, in {ledger.takeover_s:.1f} s")] * takeovers),
     ]

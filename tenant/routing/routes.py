@@ -133,7 +133,6 @@ class Routes:
         *,
         holders: Collection[Peer] | None,
         prefer: KnownProvider | None = None,
-        relayed_to: Peer | None = None,
     ) -> KnownProvider | None:
         """Choose the executor of a request. Report the outcome with `answered`, `failed` or `cancelled`.
 
@@ -141,7 +140,6 @@ class Routes:
             size: bytes of request and answer together.
             holders: the helpers that know the seeds of the rows' pads; None if new pads will be drawn for the executor.
             prefer: chosen if it is open.
-            relayed_to: the executor to which the effects of the rows' pads were relayed. It counts as the present one.
 
         Returns:
             The executor; None if no able executor is open.
@@ -155,7 +153,7 @@ class Routes:
             if able and len(serving) == 1:
                 provider: KnownProvider | None = able[0]
             else:
-                provider = self._best([r for r in able if r.is_open], index, size, prefer, relayed_to)
+                provider = self._best([r for r in able if r.is_open], index, size, prefer)
             if provider is not None:
                 provider.in_flight += 1
             return provider
@@ -164,21 +162,6 @@ class Routes:
         """Record that a provider gets a request without a choice; report the outcome as after `choose`."""
         with self._lock:
             provider.in_flight += 1
-
-    def likely(self, index: GroupIndex) -> KnownProvider | None:
-        """Return the executor that will probably get the next rows of a group; None if none is open. It may see rows
-        under pads of `holders` for it."""
-        with self._lock:
-            able = []
-            for provider in self.able(index):
-                holders = tuple(holder.peer for holder in self.holders(index, provider))
-                if len(holders) == self.helpers_per_pad and self._admits(provider.peer, holders):
-                    able.append(provider)
-            if len(able) == 1:
-                return able[0]
-            open_ones = [provider for provider in able if provider.is_open]
-            present = self._present.get((index, True))
-            return present if present in open_ones else min(open_ones, key=lambda r: r.cost(FEW_BYTES), default=None)
 
     def open_for(self, index: GroupIndex, size: int) -> list[KnownProvider]:
         """Return the executors that may share a large product, the one with the lowest cost first."""
@@ -220,7 +203,6 @@ class Routes:
         index: GroupIndex,
         size: int,
         prefer: KnownProvider | None,
-        relayed_to: Peer | None,
     ) -> KnownProvider | None:
         if prefer in open_ones:
             return prefer
@@ -232,8 +214,7 @@ class Routes:
         if not open_ones:
             return None
         best = min(open_ones, key=lambda provider: provider.cost(size))
-        holds_blocks = (provider for provider in open_ones if provider.peer == relayed_to)
-        present = next(holds_blocks, self._present.get((index, few)))
+        present = self._present.get((index, few))
         if present is not None and present in open_ones and best.cost(size) > _WORTH_A_MOVE * present.cost(size):
             return present
         self._present[index, few] = best

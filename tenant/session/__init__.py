@@ -4,8 +4,8 @@
     lane        the same path for a few rows, with all that does not change prepared
     part_queue  sends a large product as several requests at once
     failover    after a failure: asks another executor, replaces pads, quarantines a provider, or gives up
-    refused     after a refused product: corrects wraps, and fetches the blocks of a relayed answer
-    supply      draws pads ahead, and decides to which executor their effects are relayed
+    refused     after a refused product: corrects wraps
+    supply      draws pads ahead
     runtime     what belongs to one process: secret, pads, threads, connections
 
 `tally` has the counters and measures durations, and `traffic` predicts bytes. The code that guarantees privacy and

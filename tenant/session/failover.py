@@ -16,7 +16,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from typing import Any
+
+from torch import Tensor
 
 from symbiosis_priv.errors import (
     CertificateError,
@@ -38,11 +39,9 @@ from tenant.core.pads import Pad, PadOrder, Share, with_first_rows
 from tenant.core.parts import Part
 from tenant.routing.known_provider import KnownProvider
 from tenant.session.lane import Attempt
-from tenant.session.refused import restore_product
 from tenant.session.runtime import Runtime
 from tenant.session.supply import is_lost
 from tenant.session.tally import after_answer, clock, record, sights
-from tenant.worker import Promise
 
 log = logging.getLogger(__name__)
 
@@ -110,18 +109,15 @@ class Attempts:
                 part, patience_s=self._patience_s, deadline=self._deadline, since=self._began, meanwhile=meanwhile
             )
         routes.answered(provider, seconds=answer.seconds, size=part.size)
-        if answer.missed and (relays := self._runtime.pads.relays) is not None:
-            relays.pause(provider.peer)
         return answer
 
-    def succeeded(self, provider: KnownProvider, answer: Answer, *, corrected: int, repeated: int) -> bool:
+    def succeeded(self, provider: KnownProvider, *, corrected: int, repeated: int) -> bool:
         """Count a part whose product passed the check, except for `corrected` rows and rows that must be `repeated`.
         Count a takeover if another executor had failed before. Returns True if nothing was unusual."""
         part, counts = self._part, self._tally.counts
         with self._tally.lock:
             counts.answers_verified += part.count
             counts.effects_verified += part.count if part.sent.holders else 0
-            counts.rows_relayed += part.count if answer.relayed else 0
             counts.rows_corrected += corrected
             counts.rows_repeated += repeated
         if sights:
@@ -140,9 +136,7 @@ class Attempts:
 
     def _able(self) -> KnownProvider | None:
         part = self._part
-        return self._routes.choose(
-            part.index, part.size, holders=part.sent.holders, prefer=self._preferred, relayed_to=part.relayed_to
-        )
+        return self._routes.choose(part.index, part.size, holders=part.sent.holders, prefer=self._preferred)
 
     def _next(self) -> KnownProvider:
         part = self._part
@@ -229,11 +223,11 @@ class Attempts:
 
     # Effects that are late or lost
 
-    def effects_are_there(self, answer: Answer) -> bool:
-        """Wait for the effects of the part's pads, unless the executor has subtracted them from the answer. Returns
-        False if pads must be replaced. Raises the error of an effect that no other helper can compute."""
+    def effects_are_there(self) -> bool:
+        """Wait for the effects of the part's pads. Returns False if pads must be replaced. Raises the error of an
+        effect that no other helper can compute."""
         # without a lock, so an effect that has just arrived may be among them
-        if answer.relayed or all(share.effect.kept is not None for share in _shares(self._part)):
+        if all(share.effect.kept is not None for share in _shares(self._part)):
             return True
         started = clock()
         self._wait_for_effects()
@@ -285,8 +279,7 @@ class Attempts:
                 waited = time.monotonic() - began
                 others = routes.replacements(part.index, holders, part.size, waited_s=waited)
                 self._runtime.prober.reconnect(urgent=others)
-            effects: list[Promise[Any]] = [share.effect for share in missing]
-            wait(effects, max(0.0, patience))
+            wait([share.effect for share in missing], max(0.0, patience))
             late = [share for share in missing if not share.effect.done()]
             missing = self._missing()
             if late and spare:
@@ -295,9 +288,7 @@ class Attempts:
                 return
 
     def _missing(self) -> list[Share]:
-        """Return the shares whose effects have not arrived. Requests the effects that were relayed."""
-        for pad in self._part.pads:
-            pad.fetch_effects()
+        """Return the shares whose effects have not arrived."""
         return [share for share in _shares(self._part) if not share.effect.done()]
 
     def _replace_spoilt_pads(self) -> None:
@@ -328,7 +319,7 @@ class Attempts:
 
     # Results that are wrong
 
-    def refused(self, provider: KnownProvider, answer: Answer, *, may_wrap: bool = False) -> bool:
+    def refused(self, provider: KnownProvider, answer: Tensor, *, may_wrap: bool = False) -> bool:
         """Handle a product that failed the check: the executor's answer or an effect of its pads is wrong; or, if
         `may_wrap` is True, the product has left a narrow ring. Returns False if the keys find no error, and the product
         may have left the ring. No provider is suspected then. Raises `VerificationError`: the remaining providers
@@ -338,18 +329,8 @@ class Attempts:
             involved = [executor := provider.peer, *part.sent.holders]
             # another part may have found the same fault already, and the keys that attribute faults may be deleted
             found = [peer for peer in involved if peer in self._routes.quarantined]
-            try:
-                if not found and part.relayed:
-                    assert runtime.pads.relays is not None
-                    at_fault = restore_product(part, answer.words, answer.fetch_block, runtime.pads.relays.signer)
-                    found = [] if at_fault is None else [at_fault]
-            except TransportError as lost:  # no evidence, so no provider is suspected
-                runtime.end_relays(executor)
-                part.requests.clear()  # the stored requests name blocks
-                self._has_failed(provider, lost)
-                return True
             if not found:
-                found, own = attribute(runtime.preparation.blame, executor, part, answer.words)
+                found, own = attribute(runtime.preparation.blame, executor, part, answer)
                 if own:
                     self._quarantine(*found, rejected=0)
                     raise CheckpointError(

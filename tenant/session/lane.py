@@ -210,7 +210,6 @@ def may_repeat(part: Part, routes: Routes, pads: Supply) -> bool:
         part.count == part.rows.count <= MOST_FEW
         and type(part.rows) is FloatRows
         and part.counts is None
-        and pads.relays is None
         and all(type(pad) is Pad for pad in part.pads)
         and native.library() is not None
         and [len(requests) for requests in part.requests.values()] == [1]

@@ -102,9 +102,6 @@ class Runtime:
             routes,
             secret=secret,
             helpers=clients,
-            gate=self.gate,
-            relay=federation.relay,
-            executors=self.executors,
         )
         self._discovery = None if federation.registries is None else Discovery(federation, changed=routes.update)
         self._discovering = False
@@ -159,13 +156,6 @@ class Runtime:
             client, deadline_s = self.executors[provider], self.options.deadline_s
             counts, memory = self.tally, self._lane_memory
             self.lanes[place] = Lane(part, client, self.routes, self.pads, counts, memory, deadline_s=deadline_s)
-
-    def end_relays(self, executor: Peer) -> None:
-        """End relaying to an executor for this session."""
-        if self.pads.relays is not None:
-            self.pads.relays.pause(executor, for_good=True)
-        for client in tuple(self.executors.values()):
-            client.uses_blocks = client.uses_blocks and client.provider.peer != executor
 
     def close(self) -> None:
         """Stop threads and close connections. Waits for the threads, up to `_JOIN_S` in all. The runtime cannot be used
@@ -238,7 +228,7 @@ class Runtime:
 
     def _new_executor(self, provider: KnownProvider) -> ExecutorClient:
         new_channel = functools.partial(self._channel, provider.peer)
-        executor = ExecutorClient(provider, new_channel, relay=self._federation.relay)
+        executor = ExecutorClient(provider, new_channel)
         if self.closing.is_set():
             executor.close()
         return executor
@@ -253,7 +243,6 @@ class Runtime:
             notices=self.notices,
             wiretap=self.options.wiretap,
             ring_bits=self.options.ring_bits,
-            relay=self._federation.relay,
             permit=self.gate.check,
         )
 

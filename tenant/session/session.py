@@ -297,22 +297,17 @@ def send_part(
             continue
         finally:
             record("network + product", since=started)
-        try:
-            if not attempts.effects_are_there(answer):
-                continue
-            started = clock()
-            refused = part.open(answer.words, relayed=answer.relayed)
-            left: Sequence[int] | None = refused
-            if refused:
-                left = correct_or_blame(part, answer.words, refused, partial(attempts.refused, provider, answer))
-            record("unmask + verify + dequantise", since=started)
-            if left is None:
-                continue
-            answer.confirm()
-        finally:
-            answer.close()
-        break
-    usual = attempts.succeeded(provider, answer, corrected=len(refused) - len(left), repeated=len(left))
+        if not attempts.effects_are_there():
+            continue
+        started = clock()
+        refused = part.open(answer.words)
+        left: Sequence[int] | None = refused
+        if refused:
+            left = correct_or_blame(part, answer.words, refused, partial(attempts.refused, provider, answer.words))
+        record("unmask + verify + dequantise", since=started)
+        if left is not None:
+            break
+    usual = attempts.succeeded(provider, corrected=len(refused) - len(left), repeated=len(left))
     if usual and may_repeat(part, runtime.routes, runtime.pads):
         runtime.add_lane(part, provider)
     if left:
@@ -370,5 +365,3 @@ def _prepare_next(runtime: Runtime, part: Part) -> None:
     for pad in part.pads:
         for share in pad.shares:
             share.keystream.make_ahead(share.first_row + pad.rows, pad.rows)
-            if share.block is not None:  # the rows of the second keystream open the answer
-                share.block.second.make_ahead(share.first_row, pad.rows)

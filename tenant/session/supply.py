@@ -1,34 +1,23 @@
-"""The supply of pads: pads drawn ahead, and the executors to which their effects are relayed.
+"""The supply of pads, drawn ahead or when they are needed.
 
 `Supply` draws the pads of a session. A `PadPool` per (layer group, direction) draws pads for the next product while the
 current product waits for its answer, in the background and within a memory budget. If the pool is empty, it draws a pad
 immediately: the mask needs no request, and the effect is fetched while the executor computes. Privacy does not depend
 on this module: a pad that was returned twice would raise `BurntRowError` (`tenant.core.pads`).
-
-`Relays` decides to which executor the effects of the next pad are relayed, and holds the executors' permits. An
-executor takes blocks only with a permit, which names the helpers. The tenant asks for it on its own connection. A pad
-is relayed if all of its helpers have the permit; otherwise, and for a while after a failure, helpers send effects to
-the tenant.
 """
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
-
-from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.arithmetic.segments import Counts
-from symbiosis_priv.certificates.reading import fingerprint, load_pin
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import (
     CertificateError,
-    ProtocolError,
     ProviderError,
     QuarantinedError,
     SymbiosisError,
@@ -37,9 +26,9 @@ from symbiosis_priv.errors import (
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
-from tenant.connections.executor_client import ExecutorClient, row_limit
-from tenant.connections.helper_client import HelperClient, RelayInstruction
-from tenant.core.masked import UNMASKED_BY_CHOICE, Gate, UnmaskedByChoice
+from tenant.connections.executor_client import row_limit
+from tenant.connections.helper_client import HelperClient
+from tenant.core.masked import UNMASKED_BY_CHOICE, UnmaskedByChoice
 from tenant.core.pads import EffectSource, Pad, PadOrder, SessionSecret
 from tenant.core.parts import MOST_FEW
 from tenant.masking.scheme import Materials, SessionScheme
@@ -55,15 +44,11 @@ _LEAST_ROWS, _BLOCK_BYTES = 64, 1 << 20  # of a block for few rows, because a ro
 _PRODUCTS, _MOST_ROWS = 32, 256  # that a block lasts for, if it takes no more rows than that
 # An effect whose promise failed with one of these errors will not arrive.
 _GONE = (TransportError, ProviderError, CertificateError, QuarantinedError)
-_PERMIT_S: Final = 5.0  # longest wait for a permit
-_FIRST_PAUSE_S: Final = 1.0
-_LAST_PAUSE_S: Final = 300.0
-_USED_PART: Final = 0.5  # share of an executor's stated times that is used: clocks differ, and messages take time
 
 
 class Supply:
     """Draws the pads of one process, ahead or when they are needed. Thread-safe. `source`: draws pads; None if the
-    scheme returned `UNMASKED_BY_CHOICE`. `relays`: decides which effects are relayed; None without relay."""
+    scheme returned `UNMASKED_BY_CHOICE`."""
 
     def __init__(
         self,
@@ -75,11 +60,7 @@ class Supply:
         *,
         secret: SessionSecret,
         helpers: Mapping[KnownProvider, HelperClient],
-        gate: Gate,
-        relay: bool,
-        executors: Mapping[KnownProvider, ExecutorClient],
     ) -> None:
-        self.relays = Relays(gate, routes, executors) if relay else None
         self.refill = Worker("refill")
         self._facts, self._routes, self._helpers = preparation.facts, routes, helpers
         self._memory = PoolMemory(options.pool_memory)
@@ -137,20 +118,16 @@ class Supply:
         )
         return self._pools.setdefault((index, direction), pool)  # another thread may have made one
 
-    def _holders(self, index: GroupIndex, executor: Peer | None) -> tuple[list[HelperClient], RelayInstruction | None]:
-        """Return the helpers of the next pad and the instruction to relay; see `scheme.Materials`."""
+    def _holders(self, index: GroupIndex, executor: Peer | None) -> list[HelperClient]:
+        """Return the helpers of the next pad; see `scheme.Materials`."""
         provider = next((provider for provider in self._routes.executors if provider.peer == executor), None)
-        target = None if self.relays is None else self.relays.target(index, provider)
-        routes = self._routes.holders(index, target or provider)
+        routes = self._routes.holders(index, provider)
         if len(routes) < max(1, self._routes.helpers_per_pad):
             raise QuarantinedError(
                 f"a pad is shared by {self._routes.helpers_per_pad} helpers of companies other than the executor's; "
                 f"for {self._facts[index].entry.name} only {len(routes)} are left; nothing is sent. Add helpers."
             )
-        order = None
-        if self.relays is not None and target is not None:
-            order = self.relays.order(target, [provider.peer for provider in routes])
-        return [self._helpers[provider] for provider in routes], order
+        return [self._helpers[provider] for provider in routes]
 
 
 def most_rows(routes: Routes, widest: int) -> int:
@@ -294,83 +271,3 @@ def is_lost(pad: Pad) -> bool:
         except TimeoutError:  # the effect is still being computed
             continue
     return False
-
-
-class Relays:
-    """The relays of one process. Thread-safe. The gate checks rule 8 before each order."""
-
-    def __init__(self, gate: Gate, routes: Routes, executors: Mapping[KnownProvider, ExecutorClient]) -> None:
-        self._gate, self._routes, self._executors = gate, routes, executors
-        self._signers = {  # read once: a file that is replaced later must not convict the executor
-            fingerprint(pin): (provider.peer, load_pin(pin).public_key())
-            for provider in routes.helpers
-            for pin in provider.peer.pins
-        }
-        self._granted: dict[Peer, tuple[wire.Permit, float]] = {}  # with the time of renewal
-        self._paused: dict[Peer, tuple[float, float]] = {}  # end and length of each pause
-        self._asking: dict[Peer, threading.Lock] = {}  # one request for a permit at a time from each executor
-
-    def target(self, index: GroupIndex, executor: KnownProvider | None) -> KnownProvider | None:
-        """Return the executor that receives the effects of a group's next pad; None if they are not relayed.
-        `executor`: the executor that will see rows under the pad, if that is known."""
-        provider = executor or self._routes.likely(index)
-        welcome = provider.welcome if provider is not None and provider.is_up else None
-        if provider is None or welcome is None or welcome.version < wire.RELAY_VERSION:
-            return None
-        until, _ = self._paused.get(provider.peer, (0.0, 0.0))
-        return provider if until <= time.monotonic() else None
-
-    def order(self, provider: KnownProvider, holders: Sequence[Peer]) -> RelayInstruction | None:
-        """Return the instruction to relay effects of these helpers to an executor; None if they are not relayed. Raises
-        `RoleConflictError`: the executor belongs to a helper's company (rule 8)."""
-        with self._asking.setdefault(provider.peer, threading.Lock()):
-            permit, welcome = self._permit(provider), provider.welcome
-        permitted = [] if permit is None else [self.signer(helper) for helper in permit.helpers]
-        names = {found[0].name for found in permitted if found}
-        if permit is None or welcome is None or any(holder.name not in names for holder in holders):
-            return None
-        self._gate.check_relay(provider.peer, holders)
-        return RelayInstruction(
-            executor=provider.peer,
-            welcome=welcome,
-            order=wire.RelayOrder(permit=permit.token, executor=fingerprint(provider.peer.certificate)),
-            max_bytes=permit.max_bytes,
-            until=time.monotonic() + _USED_PART * permit.block_seconds,
-            failed=lambda: self.pause(provider.peer),
-        )
-
-    def signer(self, helper: str) -> tuple[Peer, PublicKeyTypes] | None:
-        """Return the helper whose certificate has this `fingerprint`, and the certificate's key; None if there is
-        none."""
-        return self._signers.get(helper)
-
-    def pause(self, executor: Peer, *, for_good: bool = False, first_s: float = _FIRST_PAUSE_S) -> None:
-        """Relay nothing to an executor for a while, or for the rest of the session. `first_s`: length of the first
-        pause. Each pause is twice as long as the one before, up to 300 s. The next one is a first pause again if there
-        was no failure for as long as the last pause."""
-        now = time.monotonic()
-        self._granted.pop(executor, None)  # a restarted executor has forgotten its permits
-        until, length = self._paused.get(executor, (0.0, 0.0))
-        if for_good:
-            self._paused[executor] = (float("inf"), length)
-        elif until <= now:
-            length = max(2 * length if now < until + length else 0.0, first_s)
-            length = min(length, _LAST_PAUSE_S)
-            self._paused[executor] = (now + length, length)
-            log.info("effects are not relayed to %s for %g s", executor.name, length)
-
-    def _permit(self, provider: KnownProvider) -> wire.Permit | None:
-        (permit, renew_at), now = self._granted.get(provider.peer, (None, 0.0)), time.monotonic()
-        if permit is not None and now < renew_at:
-            return permit
-        helpers = sorted(self._signers)
-        try:
-            with self._executors[provider].take(until=now + _PERMIT_S) as channel:
-                permit = channel.permit(helpers[: wire.MAX_HELPERS], deadline=now + _PERMIT_S)
-        except (TransportError, ProviderError, ProtocolError) as error:
-            log.info("effects are not relayed to %s: %s", provider, error)
-            late = time.monotonic() >= now + _PERMIT_S  # pads have waited that long
-            self.pause(provider.peer, first_s=_LAST_PAUSE_S if late else _FIRST_PAUSE_S)
-            return None
-        self._granted[provider.peer] = permit, now + _USED_PART * permit.seconds
-        return permit

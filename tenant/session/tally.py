@@ -22,7 +22,6 @@ class Ledger:
 
     Args:
         pads_redrawn: rows whose pads were replaced, because a helper was lost, late or at fault.
-        rows_relayed: rows whose effects the executor has subtracted.
         rows_corrected: rows whose products left a narrow ring and were corrected.
         rows_repeated: rows whose products left a narrow ring too often, and were multiplied again at half their scale.
         takeovers: requests that one executor failed to answer and another answered. takeover_s: their total delay in
@@ -44,7 +43,6 @@ class Ledger:
     bytes_from_executors: int = 0
     bytes_to_helpers: int = 0
     bytes_from_helpers: int = 0
-    rows_relayed: int = 0
     rows_corrected: int = 0
     rows_repeated: int = 0
     takeovers: int = 0

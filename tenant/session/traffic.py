@@ -41,12 +41,10 @@ class PredictedTraffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Transport:
-    """How matrices are sent. `relay`: helpers send effects to the executor. A request then names one block and confirms
-    one answer. `round_trips`: 2 if a pass of few rows uses composed groups. Such a group's product is under way
-    together with that of the group after it, and the two are one turn."""
+    """How matrices are sent. `round_trips`: 2 if a pass of few rows uses composed groups. Such a group's product is
+    under way together with that of the group after it, and the two are one turn."""
 
     ring_bits: RingBits = DEFAULT_RING_BITS
-    relay: bool = False
     round_trips: RoundTrips = 4
 
 
@@ -88,18 +86,15 @@ def _of_product(
     sizes = [min(most, rows - start) for start in range(0, rows, most)]
     up = down = 0
     for count in sizes:
-        nonce = bytes(wire.NONCE_BYTES)
         request = wire.Execute(
-            nonce=nonce,
+            nonce=bytes(wire.NONCE_BYTES),
             group=index,
             direction=direction,
             arithmetic="ring",
             rows=count,
             ring_bits=transport.ring_bits,
-            blocks=(wire.BlockRows(block=nonce, start=0, first=0, rows=count),) * transport.relay,
-            confirms=(nonce,) * transport.relay,
         )
-        result = wire.Result.answering(request, relayed=transport.relay)
+        result = wire.Result.answering(request)
         up += len(wire.encode(request)) + request.encoding.size(count, inputs)
         down += len(wire.encode(result)) + request.encoding.size(count, outputs)
     return PredictedTraffic(
@@ -107,5 +102,5 @@ def _of_product(
         turns=-(-len(sizes) // PARALLEL_CHANNELS),
         up=up,
         down=down,
-        effects=0 if transport.relay else wire.encoding_of("ring", transport.ring_bits).size(rows, outputs),
+        effects=wire.encoding_of("ring", transport.ring_bits).size(rows, outputs),
     )

@@ -108,6 +108,7 @@ NewProvider = Callable[..., ScriptedProvider]
 def new_provider(identities: Identities, store: WeightStore, network: Network) -> Iterator[NewProvider]:
     """`new_provider(store=..., layers="0", identity=..., max_rows=..., max_payload=...)`: another provider, of some
     layers; closed after the test."""
+    numbers = itertools.count()
     with contextlib.ExitStack() as running:
 
         def make(
@@ -118,7 +119,8 @@ def new_provider(identities: Identities, store: WeightStore, network: Network) -
             **limits: int,
         ) -> ScriptedProvider:
             served = WeightStore(store.path, layers=LayerRange.parse(layers)) if layers else store
-            identity = identity or identities.provider(len(network.known_as))
+            number = next(numbers)
+            identity = identity or identities.provider(number)
             kind = ListeningProvider if network.listens else ScriptedProvider
             provider = kind(served_model(served), identity, network, **limits)
             running.callback(provider.close)
@@ -154,7 +156,6 @@ def new_federation(identities: Identities, store: WeightStore) -> NewFederation:
         digest: str | None = None,
         companies: Sequence[Company] = (),
         pad_helpers: int | None = None,
-        relay: bool = False,
     ) -> Federation:
         return Federation(
             model_digest=digest or store.manifest().digest,
@@ -164,7 +165,6 @@ def new_federation(identities: Identities, store: WeightStore) -> NewFederation:
             peers=(*peers(executors, "executor"), *peers(helpers, "helper")),
             companies=tuple(companies),
             pad_helpers=pad_helpers,
-            relay=relay,
         )
 
     return make
@@ -225,8 +225,8 @@ def new_session(
     store: WeightStore,
     request: pytest.FixtureRequest,
 ) -> Iterator[NewSession]:
-    """`new_session(masking, executors, helpers, wiretap=..., ...)`, closed after the test. The masking "relay" is "pad"
-    with relayed effects. Without providers, it has those that the masking needs: `executor` and `helper`."""
+    """`new_session(masking, executors, helpers, wiretap=..., ...)`, closed after the test. Without providers, it has
+    those that the masking needs: `executor` and `helper`."""
     with contextlib.ExitStack() as open_sessions:
 
         def make(
@@ -241,15 +241,13 @@ def new_session(
             tolerance: Tolerance = PATIENT,
             **options: Any,
         ) -> Session:
-            relay = masking == "relay"
-            masking = "pad" if relay else masking
             if executors is None:
                 executors = [request.getfixturevalue("executor")]
                 if helpers is None and "helper" in scheme_named(masking).roles:
                     helpers = [request.getfixturevalue("helper")]
             helpers = helpers or ()
             session = Session(
-                new_federation(executors, helpers, companies=companies, pad_helpers=pad_helpers, relay=relay),
+                new_federation(executors, helpers, companies=companies, pad_helpers=pad_helpers),
                 prepared,
                 options=SessionOptions(masking=masking, deadline_s=deadline_s, tolerance=tolerance, **options),
                 store=store,

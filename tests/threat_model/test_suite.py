@@ -30,7 +30,6 @@ from threat_model.evidence.schemes import (
     NONE,
     PAD,
     PAD_24,
-    PAD_RELAY,
     PADS,
     PADS_3,
     QUICK_SCHEMES,
@@ -74,7 +73,7 @@ def test_rows_text_and_adapter_are_read_without_masking(quick: Suite, scheme: st
     assert adapter.figures["worst relative error"] <= 0.01
 
 
-@pytest.mark.parametrize("scheme", [PAD, PADS, PAD_RELAY, PAD_24, LOCAL], ids=lambda s: s.name)
+@pytest.mark.parametrize("scheme", [PAD, PADS, PAD_24, LOCAL], ids=lambda s: s.name)
 def test_every_attack_by_one_party_is_at_chance(quick: Suite, scheme: AttackedScheme) -> None:
     # Each interval has 99 % confidence, so about one in a hundred misses by chance. A failure here has probability
     # 1e-8.
@@ -156,9 +155,8 @@ def test_rows_of_composed_groups_are_read_without_a_mask_and_hidden_with_one(qui
     found = {(cell.scheme.name, cell.attack.name): cell for cell in quick.composed}
     for attack in ("two-row distinguisher, forward", "uniformity of bytes"):
         assert found["none", attack].verdict is Verdict.BROKEN
-        assert found["pad", attack].verdict is found["pad, relay", attack].verdict is Verdict.HIDDEN
+        assert found["pad", attack].verdict is Verdict.HIDDEN
     assert found["pad", "collusion, forward"].verdict is Verdict.BY_DESIGN
-    assert found["pad, relay", "product less blocks, forward"].verdict is Verdict.HIDDEN
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -196,7 +194,7 @@ def test_any_single_honest_helper_is_enough(lab: Lab, recorded: Recorded, scheme
         assert outcome(Collusion(direction), helpers).success == 1.0
 
 
-@pytest.mark.parametrize("scheme", [PADS, PAD_RELAY, PAD_24], ids=lambda s: s.name)
+@pytest.mark.parametrize("scheme", [PADS, PAD_24], ids=lambda s: s.name)
 def test_a_recording_tells_rows_with_ml_kems_secrets_and_nothing_with_x25519s_alone(
     lab: Lab, recorded: Recorded, scheme: AttackedScheme
 ) -> None:
@@ -207,7 +205,7 @@ def test_a_recording_tells_rows_with_ml_kems_secrets_and_nothing_with_x25519s_al
     assert all(link.kem is None for link in harvested.links)
     assert all(len(request.seed) > SEED_BYTES for link in harvested.links for request, _ in link.effects)
     for link in harvested.links:  # the session may end before its last effects arrive
-        assert scheme.relay or any(payload for _, payload in link.effects)
+        assert any(payload for _, payload in link.effects)
     for direction in DIRECTIONS:
         without = examine(Harvest(direction), recording, lab).outcome
         assert without is not None

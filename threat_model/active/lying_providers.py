@@ -7,28 +7,18 @@ plausible: its aborts depend on the secret.
 """
 
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
 from unittest import mock
 
-import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from provider.refusal import Refusal
-from provider.relay.blocks import BlockStore, KeptBlock, without_blocks
-from provider.relay.links import _block_of, make_block
 from symbiosis_priv.arithmetic.keystream import expand, random_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, RANGE, Direction
-from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.errors import QuarantinedError, VerificationError
-from symbiosis_priv.federation import load_federation
 from symbiosis_priv.harness.local import silenced
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
@@ -51,9 +41,6 @@ Lie = Callable[[Tensor], None]
 _ROWS = 3
 _WARM = 3  # single rows after which a session repeats what it has prepared
 _PLAUSIBLE = 1 << 29
-_PATIENCE_S: Final = 60.0  # a busy executor misses a block, and then nothing is relayed for some seconds
-_GATEWAY: Final = "provider.gateway.connection"
-_fetch = BlockStore.fetch
 
 
 @dataclass(frozen=True)
@@ -124,7 +111,6 @@ def attack_actively(lab: Lab, *, repeats: int, rng: torch.Generator) -> ActiveRe
         for what, refused in (
             ("hostile folder", attack_folders(lab)),
             ("lying registry", attack_registry(lab.federation)),
-            ("lying relay", attack_relays(lab, preparation)),
         ):
             detections += [Detection(f"{what}: {name}", int(caught), 1) for name, caught in refused.items()]
         leaks = [_leak(lab, preparation, "with verification", 8 * repeats, rng)]
@@ -252,71 +238,3 @@ def _signed(value: int) -> int:
     """Return a residue modulo 2^32 as int32."""
     value &= 0xFFFFFFFF
     return value - (1 << 32) if value >> 31 else value
-
-
-def attack_relays(lab: Lab, preparation: Preparation) -> dict[str, bool]:
-    """Lies about relayed effects, planted in providers of this process: a helper that signs a wrong block, and an
-    executor that subtracts something else than it hands out. Returns, for each lie, True if the product was refused and
-    only the liar was named."""
-
-    def wrong_block(effect: memoryview, request: wire.Effect, entry: GroupEntry) -> memoryview:
-        block = bytearray(make_block(effect, request, entry))
-        block[0] ^= 1
-        return memoryview(block)
-
-    def longer_block(effect: memoryview, request: wire.Effect, entry: GroupEntry) -> memoryview:
-        block = wrong_block(effect, request, entry)
-        return memoryview(bytes(block) + bytes(len(block) // request.rows))
-
-    def longer_binding(request: wire.Effect) -> wire.Binding:
-        block = _block_of(request)
-        return msgspec.structs.replace(block, rows=block.rows + 1)
-
-    def other_rows(
-        answer: memoryview, parts: Iterable[tuple[wire.BlockRows, memoryview]], request: wire.Execute
-    ) -> NDArray[np.int32]:
-        return np.ascontiguousarray(without_blocks(answer, parts, request)[::-1])
-
-    def withhold(*_: object) -> KeptBlock:
-        raise Refusal(wire.ErrorCode.REFUSED, "there is no such block")
-
-    make, fetch = f"{_GATEWAY}.make_block", "provider.relay.blocks.BlockStore.fetch"
-    subtract: dict[str, Callable[..., Any]] = {f"{_GATEWAY}.without_blocks": other_rows}
-    longer: dict[str, Callable[..., Any]] = {make: longer_block, "provider.relay.links._block_of": longer_binding}
-    lies: dict[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
-        "a helper signs a wrong block": ("helper", {make: wrong_block}),
-        "a helper signs more rows than were ordered": ("helper", longer),
-        "an executor subtracts other rows": ("executor", subtract),
-        "an executor withholds the block": ("executor", subtract | {fetch: withhold}),
-        "an executor's block is not signed": ("executor", subtract | {fetch: _changed(signature=bytes(64))}),
-        "an executor's block is another one": ("executor", subtract | {fetch: _changed(nonce=bytes(16))}),
-        "an executor changes the block": ("executor", subtract | {fetch: _changed()}),
-    }
-    federation, options = load_federation(lab.relayed), SessionOptions(masking="pad", deadline_s=20, pool_memory=0)
-    rows = torch.arange(3 * preparation.facts[0].inputs(FORWARD), dtype=torch.int32).view(3, -1) % 97 - 48
-    found = dict.fromkeys(lies, False)
-    for name, (liar, replacements) in lies.items():
-        with ExitStack() as stack:
-            for target, lie in replacements.items():
-                stack.enter_context(mock.patch(target, lie))
-            session = stack.enter_context(closing(Session(federation, preparation, options=options)))
-            deadline = time.monotonic() + _PATIENCE_S
-            try:
-                while not session.ledger().rows_relayed and time.monotonic() < deadline:
-                    session.product(GroupIndex(0), FORWARD, rows)
-            except VerificationError as error:
-                found[name] = error.provider == liar
-    return found
-
-
-def _changed(**fields: bytes) -> Callable[..., KeptBlock]:
-    """Returns a `fetch` that changes fields of the block's header, or the payload if no field is named."""
-
-    def fetch(store: BlockStore, tenant: Any, block: bytes) -> KeptBlock:
-        kept = _fetch(store, tenant, block)
-        header = msgspec.structs.replace(kept.header, **fields)
-        assert kept.payload is not None
-        payload = kept.payload if fields else memoryview(bytes(kept.payload)[::-1])
-        return KeptBlock(header, kept.helper, kept.size, payload)
-
-    return fetch

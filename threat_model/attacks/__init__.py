@@ -7,7 +7,6 @@ from threat_model.attacks import tokens
 from threat_model.attacks.adapter_extraction import AdapterExtraction
 from threat_model.attacks.base import Attack, Outcome
 from threat_model.attacks.collusion import Coalition, Collusion, HelperAlone, PartialCollusion
-from threat_model.attacks.exchanges import RelayedAnswers
 from threat_model.attacks.recorded_links import Harvest
 from threat_model.attacks.reused_noise import CandidateSubtraction, Differencing, RepeatedRows
 from threat_model.attacks.side_channels import ExecutorShapes, MixedBatches, NeighbourCounts, NetworkShapes
@@ -17,7 +16,6 @@ ATTACKS: tuple[Attack[Any, Any], ...] = (
     *(CandidateSubtraction(direction) for direction in DIRECTIONS),
     *(RepeatedRows(direction) for direction in DIRECTIONS),
     *(Differencing(direction) for direction in DIRECTIONS),
-    *(RelayedAnswers(direction) for direction in DIRECTIONS),
     tokens.Averaging(),
     tokens.SubspaceProjection(),
     tokens.FirstLayerTokens(),

@@ -8,46 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
-from threat_model.attacks.base import DirectedAttack, GuessedRows, RowsAttack
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, Direction
 from threat_model.evidence.public import Public
 from threat_model.evidence.views import Exchange, ExecutorView
-
-
-class RelayedAnswers(DirectedAttack[ExecutorView, GuessedRows], RowsAttack[ExecutorView]):
-    """The smallest rows whose products are nearest to the answers without blocks. If a helper relayed bare effects, the
-    executor's product less the blocks would be the product of the rows, `x W^T`, and a matrix with at least as many
-    outputs as inputs gives the rows back. If the keystream m of the blocks were that of the mask n, and a matrix is
-    square, the difference `x W^T - n` and the masked row `x + n` would add up to `x (W^T + 1)`. The attack tries both,
-    and takes the smaller rows. A block is `e + m`, so both are sums with a uniform term."""
-
-    name = "product less blocks"
-    sees = "masked rows, relayed blocks, and its products less the blocks"
-    source = "threat model, relay"
-
-    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> GuessedRows | None:
-        @functools.cache
-        def inverse(index: int, *, plus_one: bool) -> Tensor:
-            weight = public.quantised(index).weight.double()
-            if plus_one:
-                weight = weight + torch.eye(len(weight), dtype=torch.float64)
-            found: Tensor = torch.linalg.pinv(weight.t() if self.direction == FORWARD else weight)
-            return found
-
-        rows: dict[int, Tensor] = {}
-        for exchange in view.of(direction=self.direction):
-            if exchange.blocks is None:
-                continue
-            sums = [exchange.answer]
-            if exchange.rows.shape == exchange.answer.shape:
-                sums.append(exchange.answer + exchange.rows)
-            found = [
-                (total << view.unused_bits >> view.unused_bits).double() @ inverse(exchange.group, plus_one=bool(place))
-                for place, total in enumerate(sums)
-            ]
-            rows[exchange.order] = min(found, key=lambda guess: float(guess.norm()))
-        return rows or None
-
 
 _PASSES = 6
 

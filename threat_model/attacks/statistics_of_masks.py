@@ -123,7 +123,7 @@ class Uniformity(Attack[ExecutorView, list[bool]]):
     """Chi-square on each byte and serial correlation along and across rows, per layer and direction."""
 
     name = "uniformity of bytes"
-    sees = "rows, and relayed blocks"
+    sees = "rows"
     source = "Knuth, TAOCP 2, 3.3"
     metric = "tests that reject at 1 %"
     chance = "0.01"
@@ -134,16 +134,15 @@ class Uniformity(Attack[ExecutorView, list[bool]]):
         for group, direction in layers:
             # equal lengths, so that all rows of a layer form one matrix of words
             found = view.of(index=group, direction=direction)
-            for matrices in ([e.rows for e in found], [e.blocks for e in found if e.blocks is not None]):
-                words = torch.cat(matrices).view(torch.int32) if matrices else torch.empty(0)
-                if words.numel() >= _MIN_WORDS:
-                    words = words << view.unused_bits
-                    tests = _byte_tests(words, view.unused_bits // 8)
-                    # two-sided, of the correlation between neighbours along a row, and down a column
-                    x = (words.double() + 0.5) / (2.0**32 / math.sqrt(12))  # the mean of a uniform int32 is -1/2
-                    for a, b in ((x[:, :-1], x[:, 1:]), (x[:-1], x[1:])):
-                        tests.append(2 * normal_tail(abs(float((a * b).sum())) / math.sqrt(a.numel())))
-                    rejected += [p < _LEVEL for p in tests]
+            words = torch.cat([e.rows for e in found]).view(torch.int32)
+            if words.numel() >= _MIN_WORDS:
+                words = words << view.unused_bits
+                tests = _byte_tests(words, view.unused_bits // 8)
+                # two-sided, of the correlation between neighbours along a row, and down a column
+                x = (words.double() + 0.5) / (2.0**32 / math.sqrt(12))  # the mean of a uniform int32 is -1/2
+                for a, b in ((x[:, :-1], x[:, 1:]), (x[:-1], x[1:])):
+                    tests.append(2 * normal_tail(abs(float((a * b).sum())) / math.sqrt(a.numel())))
+                rejected += [p < _LEVEL for p in tests]
         return rejected
 
     def score(self, guess: list[bool], truth: Truth) -> Outcome:

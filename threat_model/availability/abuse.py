@@ -26,15 +26,13 @@ import torch
 import typer
 
 from symbiosis_priv.arithmetic.ring import FORWARD
-from symbiosis_priv.certificates.issuing import issue
-from symbiosis_priv.certificates.reading import Identity, Kind, fingerprint, sign
+from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.certificates.revocation import revoke
 from symbiosis_priv.errors import DeadlineExceededError, SymbiosisError
 from symbiosis_priv.federation import Peer, load_federation
 from symbiosis_priv.harness.local import METRICS, LocalFederation
 from symbiosis_priv.kernels import probe_rows
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.block_statement import statement
 from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.network.tls import client_context
 from tenant.bench.measured_models import HALF_THE_CORES, small_llama
@@ -62,11 +60,10 @@ _DECODING_MS = (0.5, 1.5, 3.0)  # pauses between two rows
 
 @dataclass(frozen=True)
 class Client:
-    """A tenant with a valid certificate, and the provider that it asks. `helper`: one whose blocks it may relay there.
-    `inputs`, `outputs`: columns of a request's and of its answer's rows."""
+    """A tenant with a valid certificate, and the provider that it asks. `inputs`, `outputs`: columns of a request's and
+    of its answer's rows."""
 
     identity: Identity
-    helper: Identity
     peer: Peer
     digest: str
     inputs: int
@@ -118,25 +115,6 @@ def decode(abuser: Client, *, pause_s: float) -> None:
     while True:
         channel.request(request_of(1), mask(row, UNMASKED_BY_CHOICE), outputs=abuser.outputs)
         time.sleep(pause_s)
-
-
-def flood_blocks(abuser: Client) -> None:
-    """Send unused blocks, one after the other."""
-    own, peer = abuser.helper, abuser.peer
-    key, payload = own.private_key(), bytes(wire.RING32.size(_ROWS, abuser.outputs))
-    context = client_context(certificate=own.certificate, key=own.key, pins=peer.pins, kind=Kind.PROVIDER)
-    link, channel = peer.connection(context), abuser.channel()
-    with contextlib.suppress(SymbiosisError), contextlib.closing(channel), link:
-        link.open(time.monotonic() + _DEADLINE_S)
-        permit = channel.permit([fingerprint(own.certificate)], deadline=time.monotonic() + _DEADLINE_S).token
-        named: dict[str, Any] = {"permit": permit, "executor": fingerprint(peer.pins[0])}
-        while True:
-            block = wire.Binding(**request_of(_ROWS).binding())
-            signature = sign(key, statement(block, **named, payload=payload))
-            deadline = time.monotonic() + _DEADLINE_S
-            deposit = wire.Deposit(**block.binding(), permit=permit, signature=signature)
-            link.send(deposit, payload, deadline=deadline)
-            link.receive_header(max_payload=0, deadline=deadline)
 
 
 def read_nothing(abuser: Client, *, sends_rows: bool = True) -> None:
@@ -203,7 +181,6 @@ def abuses() -> dict[str, Abuse]:
             for ms in _DECODING_MS
         },
         "a flood of large requests": Abuse(flood, _CONNECTIONS, seen=flooding),
-        "a flood of blocks": Abuse(flood_blocks, _CONNECTIONS, seen={"connections": 1, "blocks": _CONNECTIONS}),
         "answers that nobody reads": Abuse(read_nothing, seen={"requests": _READERS}),
         "payloads that never come": Abuse(partial(read_nothing, sends_rows=False), seen={"connections": _READERS}),
         "requests whose tenant leaves": Abuse(leave, _CONNECTIONS, seen={"connections": _CONNECTIONS}),
@@ -254,15 +231,13 @@ def abuse(
     model = small_llama(hidden, inner=hidden).save(folder / "model")
     revoked = folder / "revoked.txt"
     revoked.touch()
-    helper = issue(folder / "helper", authority=None, kind=Kind.PROVIDER, name="helper")
     options: dict[str, dict[str, object]] = {
         "executor": {"threads": threads},
         "tls": {"revoked": revoked},
         "metrics": METRICS,
-        "relay": {"from": [helper.certificate]},
     }
     with LocalFederation(model, folder / "federation", helpers=0, provider_options=options) as local:
-        bench = _Bench(local, helper, revoked, columns=(hidden, 3 * hidden))
+        bench = _Bench(local, revoked, columns=(hidden, 3 * hidden))
         with contextlib.closing(bench.channel):
             bench.honest(seconds)  # the first requests load the weights
             for name, abuse in abuses().items():
@@ -270,8 +245,8 @@ def abuse(
 
 
 class _Bench:
-    def __init__(self, local: LocalFederation, helper: Identity, revoked: Path, *, columns: tuple[int, int]) -> None:
-        self._local, self._helper, self._revoked = local, helper, revoked
+    def __init__(self, local: LocalFederation, revoked: Path, *, columns: tuple[int, int]) -> None:
+        self._local, self._revoked = local, revoked
         self._federation = load_federation(local.federation)
         self._inputs, self._outputs = columns
         honest = Identity(self._federation.tenant_certificate, self._federation.tenant_key)
@@ -350,7 +325,7 @@ class _Bench:
 
     def _client(self, identity: Identity) -> Client:
         peer, digest = self._federation.executors[0], self._federation.model_digest
-        return Client(identity, self._helper, peer, digest, self._inputs, self._outputs)
+        return Client(identity, peer, digest, self._inputs, self._outputs)
 
     def _counted(self, abuser: Client, before: dict[str, Any]) -> dict[str, int]:
         """The increase of the provider's counters for an abuser and for unauthenticated connections since `before`."""
@@ -369,7 +344,6 @@ def _counts(status: dict[str, Any], abuser: str) -> Counter[str]:
     handshakes = status["handshakes"]
     found = Counter({"pending handshakes": handshakes["present"] + handshakes["late"] + handshakes["crowded_out"]})
     found["connections"] = sum(n for name, n in status["visits"].items() if name.startswith(f"{abuser}@"))
-    found["blocks"] = status["blocks"]["deposits"]
     for tenant in status["tenants"]:
         if tenant["tenant"].startswith(f"{abuser}@"):
             found.update({name: tenant["counts"][name] for name in _COUNTERS})

@@ -4,7 +4,7 @@ The schemes themselves state their claims, and no attack depends on a scheme's n
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tenant.masking import scheme as masking
@@ -16,13 +16,12 @@ OUTSIDERS: frozenset[Party] = frozenset({"network", "neighbour"})
 
 @dataclass(frozen=True, kw_only=True)
 class AttackedScheme:
-    """A registered masking scheme in one setting. `name`: column of the report; `relay`: helpers relay effects."""
+    """A registered masking scheme in one setting. `name`: column of the report."""
 
     masking: masking.Scheme
     name: str
     settings: Mapping[str, Any]
     helpers: int
-    relay: bool = False
 
     @property
     def family(self) -> str:
@@ -62,7 +61,6 @@ PAD, PADS, PADS_3 = (
     variant(_REMOTE["pad"], name="pad" if helpers == 1 else f"pad × {helpers}", helpers=helpers)
     for helpers in (1, 2, 3)
 )
-PAD_RELAY = replace(PAD, name="pad, relay", relay=True)
 PAD_24 = variant(_REMOTE["pad"], name="pad, 24 bits", ring_bits=24)
 
 POOL_SIZES = (2, 4, 16)
@@ -75,5 +73,5 @@ def _all(pools: tuple[AttackedScheme, ...], pads: tuple[AttackedScheme, ...]) ->
 
 
 _POOLS = tuple(paper_pool(size, scale) for scale in NOISE_SCALES for size in POOL_SIZES)
-SCHEMES = _all(_POOLS, (PAD, PADS, PADS_3, PAD_RELAY, PAD_24))
-QUICK_SCHEMES = _all((paper_pool(16, 16.0),), (PAD, PADS, PAD_RELAY, PAD_24))
+SCHEMES = _all(_POOLS, (PAD, PADS, PADS_3, PAD_24))
+QUICK_SCHEMES = _all((paper_pool(16, 16.0),), (PAD, PADS, PAD_24))

@@ -4,7 +4,7 @@ A `Recorder` at the tenant's connections keeps every frame before encryption and
 view is cut from these frames. An attack receives one view and the public model (`public.Public`). The tenant's own
 knowledge is in `truth.Truth`, which only the scorer sees.
 
-    executor           every request and answer of the executor role, and every relayed block
+    executor           every request and answer of the executor role
     helper             every seed, row range and effect of one helper
     executor+helper    the executor and every helper, against the assumption of `pad`
     all but a helper   the executor and every helper except one
@@ -32,7 +32,6 @@ from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import hybrid, wire
-from symbiosis_priv.network.block_statement import block_id
 
 Party = Literal["executor", "helper", "executor+helper", "all but a helper", "network", "neighbour", "recorder"]
 PARTIES: tuple[Party, ...] = get_args(Party)
@@ -49,12 +48,11 @@ class Exchange:
     rows: Tensor  # `[r, d]`, int32 on the ring path, float32 otherwise, as received
     answer: Tensor  # `[r, o]`, as sent back
     fields: Mapping[str, object] = field(default_factory=dict)  # every header field
-    blocks: Tensor | None = None  # int32 `[r, o]`, the sum of the relayed blocks that were subtracted from the answer
 
 
 @dataclass(frozen=True, eq=False)
 class EffectExchange:
-    """One request to a helper and its answer; `effect` is int32 `[rows, o]`, or the block that the helper relayed."""
+    """One request to a helper and its answer; `effect` is int32 `[rows, o]`."""
 
     order: int
     helper: str
@@ -156,7 +154,7 @@ class RecordedLink:
 
 @dataclass(frozen=True, eq=False)
 class RecorderView:
-    """All links were recorded, and X25519's secrets computed later. (Relayed blocks are in `executor`.)"""
+    """All links were recorded, and X25519's secrets computed later."""
 
     executor: ExecutorView
     links: tuple[RecordedLink, ...]
@@ -198,7 +196,6 @@ class Recorder:
         self._exchanges: list[Exchange] = []
         self._effects: list[EffectExchange] = []
         self._packets: list[Packet] = []
-        self._blocks: dict[bytes, Tensor] = {}
         self._links: dict[hybrid.Sealing, RecordedLink] = {}
         self._count = 0
         self.last_executed = -1
@@ -245,31 +242,18 @@ class Recorder:
         ):
             yield
 
-    def deposited(self, header: wire.Deposit, payload: wire.Buffer) -> None:
-        """Record a block that the executor has received from a helper."""
-        with self._lock:
-            self._blocks[header.nonce] = header.encoding.unpack(bytearray(payload), rows=header.rows)
-
     def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
         with self._lock:
             self._record_packet(peer, message, payload, upward=False)
             if not isinstance(message, wire.Result):
                 return
             order, request, rows = self._waiting.pop(message.nonce)
-            if payload is None and isinstance(request, wire.Effect):
-                payload = self._blocks[block_id(request)]
             if payload is None:
                 return
             if isinstance(request, wire.Execute) and rows is not None:
-                blocks = None
-                if message.relayed:
-                    blocks = torch.zeros_like(payload)
-                    for part in request.blocks:
-                        block = self._blocks[part.block][part.start : part.start + part.rows]
-                        blocks[part.first : part.first + part.rows] += block
                 header = msgspec.structs.asdict(request)
                 kind = request.group, request.direction, request.arithmetic
-                self._exchanges.append(Exchange(order, *kind, rows, payload.clone(), header, blocks))
+                self._exchanges.append(Exchange(order, *kind, rows, payload.clone(), header))
             elif isinstance(request, wire.Effect):
                 where = request.group, request.direction, request.rows, request.first_row, request.seed
                 self._effects.append(EffectExchange(order, peer.name, *where, payload.clone(), request.counts))

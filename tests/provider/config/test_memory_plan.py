@@ -1,13 +1,12 @@
 """The memory plan: its figures, their truth, and the refusal of a provider that does not fit."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
 
 from provider.config.memory_plan import Need, check_plan, memory_plan, widest
-from provider.config.schema import MIB, ExecutorConfig, RelayConfig
+from provider.config.schema import MIB, ExecutorConfig
 from provider.products.model import Transfers
 from provider.serve import Provider
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -55,15 +54,6 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_numbers(
     monkeypatch.setattr("provider.config.memory_plan._container_limit", lambda: 10 * MIB)
     with pytest.raises(ConfigError, match="of 10 MiB"):
         Provider(configure()).start()
-
-
-def test_the_memory_for_blocks_is_counted_where_they_are_accepted(configure: Configure, store: WeightStore) -> None:
-    def size(relay: RelayConfig) -> int:
-        config = configure(relay=relay)
-        return sum(need.size for need in memory_plan(config, store.manifest(), store.served))
-
-    accepts = RelayConfig(helpers=(Path("beta.pem"),), memory_mib=3)
-    assert size(accepts) - size(RelayConfig(memory_mib=3)) == 3 * MIB
 
 
 def test_only_served_layers_are_counted(configure: Configure, store: WeightStore) -> None:

@@ -82,14 +82,6 @@ def test_other_keys_are_optional(tmp_path: Path) -> None:
     assert from_json(to_json(config)) == config
 
 
-def test_paths_of_relays_are_relative_to_the_file(tmp_path: Path) -> None:
-    relay = '[relay]\nto = [{ address = "a.example:1", certificate = "keys/a.pem" }]\nfrom = ["keys/b.pem"]'
-    config = load(written(tmp_path, f'roles = ["executor", "helper"]\n{MINIMAL}{relay}'))
-    assert config.relay.to[0].certificate == tmp_path / "keys/a.pem"
-    assert config.relay.helpers == (tmp_path / "keys/b.pem",)
-    assert from_json(to_json(config)) == config
-
-
 @cases(__file__, "mistakes")
 def test_mistakes_are_named(
     tmp_path: Path, before: str | None, after: str | None, replaced: str | None, by: str | None, named: str

@@ -101,14 +101,12 @@ def dialogues(digest: str) -> dict[str, list[bytes]]:
         return wire.encode(wire.Execute(**binding | fields), payload_bytes=len(payload)) + payload
 
     forward, backward = {"group": 0, "direction": "forward"}, {"group": 1, "direction": "backward"}
-    confirms = {"confirms": (bytes(16),)}
     effect = wire.Effect(
         nonce=next(nonces), group=0, direction="forward", arithmetic="ring", rows=2, seed=seed, first_row=3
     )
     return {
         "executor, version 3": [hello(3), rows(2, WIDTH, **forward), rows(1, WIDTH, **backward), rows(0, 1, **forward)],
         "executor, version 4": [hello(4), rows(2, WIDTH, 24, **forward)],
-        "executor, version 5": [hello(5), rows(2, WIDTH, **forward, **confirms), rows(3, WIDTH, 24, **backward)],
         "helper": [hello(5, "helper"), wire.encode(effect)],
     }
 
@@ -116,31 +114,23 @@ def dialogues(digest: str) -> dict[str, list[bytes]]:
 def others() -> list[tuple[str, bytes]]:
     """One frame of each further message, by the function that parses it."""
     named: dict[str, Any] = {"nonce": bytes(16), "group": 1, "direction": "forward", "arithmetic": "ring", "rows": 3}
-    pin, token = "sha256:" + "ab" * 32, bytes(range(32))
-    order = wire.RelayOrder(permit=token, executor=pin)
-    block = wire.BlockRows(block=bytes(16), start=1, first=0, rows=2)
+    seed: Any = bytes(range(32))
     limit = wire.QuotaLimit(amount=3.5, unit="rows/s")
     report: dict[str, Any] = {"name": "p", "model_digest": "sha256:0", "time": 1.5, "uptime_s": 2.0}
     counts: dict[str, Any] = {"groups": 1, "groups_loaded": 1, "requests": 7, "connections": 1}
     requests = [
         wire.FetchHealth(),
-        wire.PermitRequest(helpers=(pin,)),
-        wire.FetchBlock(block=bytes(16)),
-        wire.Execute(**named, counts=(1, 2), blocks=(block,)),
+        wire.Execute(**named, counts=(1, 2)),
+        wire.Effect(**named, seed=seed, first_row=0),
     ]
     replies = [
         wire.HealthReport(**report, **counts),
-        wire.Permit(token=token, helpers=(pin,), seconds=600.0, block_seconds=60.0, max_bytes=1 << 20),
-        wire.Block(**named, helper=pin, permit=token, signature=b"s"),
         wire.Failure(code=wire.ErrorCode.BUSY, detail="busy", limit=limit),
-        wire.Result(**named, relayed=True),
+        wire.Result(**named),
     ]
-    effect = wire.Effect(**named, seed=token, first_row=0, relay=order)  # type: ignore[arg-type]
     return [
-        *(("decode_request", wire.encode(message)) for message in (*requests, effect)),
+        *(("decode_request", wire.encode(message)) for message in requests),
         *(("decode_reply", wire.encode(message)) for message in replies),
-        ("decode_deposit", wire.encode(wire.Deposit(**named, permit=token, signature=b"s"))),
-        ("decode_link_reply", wire.encode(wire.Deposited(block=bytes(16)))),
     ]
 
 

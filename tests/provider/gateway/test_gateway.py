@@ -196,7 +196,7 @@ def test_refused_requests_leave_the_connection_usable(connect: Connect, provider
 def test_seeds_are_taken_under_a_key_of_ml_kem_only(connect: Connect, provider: Provider) -> None:
     """A helper refuses older tenants, bare seeds, a second exchange, and an exchange in the other role."""
     bad = wire.ErrorCode.BAD_REQUEST
-    for version in (wire.VERSION, wire.NARROW_VERSION, wire.RELAY_VERSION):
+    for version in (wire.VERSION, wire.NARROW_VERSION):
         client = connect("carol", role=None)
         older = wire.Hello(version=version, role="helper", model_digest=provider.model_digest)
         reply = client.ask(older)
@@ -291,7 +291,7 @@ def test_silent_and_slow_clients_are_dropped(
     configure: Configure, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("provider.gateway.gateway.HANDSHAKE_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("provider.gateway.frames.IDLE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("provider.gateway.connection.IDLE_TIMEOUT_S", 0.3)
     with Provider(configure(frame_timeout_s=0.3)) as provider:
         silent = open_tcp(provider)
         idle = connect(to=provider)

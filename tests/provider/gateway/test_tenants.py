@@ -424,8 +424,7 @@ def test_requests_are_refused_once_the_certificate_has_expired(
         assert "expired" in str(reply)
         assert open_one.at_end()
         alice.product(execute(0, 1), ones(1))
-        key = reading.load_certificates(erin.certificate)[0].public_key()
-        peer = AuthenticatedPeer(ALICE, "mark", not_after=real_now() + timedelta(days=9), key=key)
+        peer = AuthenticatedPeer(ALICE, "mark", not_after=real_now() + timedelta(days=9))
         authorities = {ALICE.authority: real_now() + timedelta(days=1)}
         assert Credentials(context, authorities=authorities, revoked=frozenset()).refusal(peer) is not None
 

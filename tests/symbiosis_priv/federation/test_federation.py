@@ -160,6 +160,4 @@ def test_layers_and_pads_are_read(write: Write) -> None:
     assert federation.pad_helpers == 1
     plain = load_federation(write())
     assert plain.pad_helpers is None
-    relaying = load_federation(write(pads={"relay": True}))
-    assert (plain.relay, relaying.relay, relaying.pad_helpers) == (False, True, None)
     assert [peer.layers for peer in plain.peers] == [None, None]

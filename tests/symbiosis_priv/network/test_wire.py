@@ -1,6 +1,5 @@
-"""Messages survive encoding and decoding, and all other data is refused. A block's id stands for one matrix."""
+"""Messages survive encoding and decoding, and all other data is refused."""
 
-import itertools
 import tracemalloc
 from collections.abc import Callable
 from typing import Any, get_args
@@ -16,7 +15,6 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.block_statement import block_id, statement
 from tests import drawn
 from tests.builds import BUILDS, build
 from tests.cases import cases, table
@@ -33,40 +31,19 @@ bindings: dict[str, SearchStrategy[Any]] = {
     "rows": st.integers(0, wire.MAX_ROWS),
     "counts": st.none() | st.lists(st.integers(0, wire.MAX_ROWS), max_size=9).map(tuple),
 }
-nonces, rows = bindings["nonce"], bindings["rows"]
-fingerprints = seeds.map(lambda seed: f"sha256:{seed.hex()}")
-signatures = st.binary(min_size=1, max_size=144)
-executes = st.builds(
-    wire.Execute,
-    **bindings,
-    blocks=st.lists(st.builds(wire.BlockRows, block=nonces, start=rows, first=rows, rows=rows), max_size=3).map(tuple),
-    confirms=st.lists(nonces, max_size=3).map(tuple),
-)
-orders = st.builds(wire.RelayOrder, permit=seeds, executor=fingerprints)
-effects = st.builds(wire.Effect, **bindings, seed=seeds, first_row=st.integers(0, 2**62 - 1), relay=st.none() | orders)
+executes = st.builds(wire.Execute, **bindings)
+effects = st.builds(wire.Effect, **bindings, seed=seeds, first_row=st.integers(0, 2**62 - 1))
 hellos = st.builds(wire.Hello, version=counts, role=st.sampled_from(get_args(wire.Role)), model_digest=texts)
 requests: SearchStrategy[wire.Request] = (
     executes
     | effects
     | hellos
     | st.builds(wire.FetchHealth)
-    | st.builds(wire.PermitRequest, helpers=st.lists(fingerprints, min_size=1, max_size=3).map(tuple))
-    | st.builds(wire.FetchBlock, block=nonces)
     | st.builds(wire.KeyShare, share=st.binary(min_size=1216, max_size=1216))
 )
-deposits = st.builds(wire.Deposit, **bindings, permit=seeds, signature=signatures)
 replies: SearchStrategy[wire.Reply] = (
-    st.builds(wire.Result, **bindings, relayed=st.booleans())
+    st.builds(wire.Result, **bindings)
     | st.builds(wire.KeyAnswer, share=st.binary(min_size=1120, max_size=1120))
-    | st.builds(wire.Block, **bindings, helper=fingerprints, permit=seeds, signature=signatures)
-    | st.builds(
-        wire.Permit,
-        token=seeds,
-        helpers=st.lists(fingerprints, max_size=3).map(tuple),
-        seconds=st.floats(0, 1e12),
-        block_seconds=st.floats(0, 1e12),
-        max_bytes=counts,
-    )
     | st.builds(
         lambda groups, **fields: wire.Welcome(first_group=min(groups), end_group=max(groups), **fields),
         groups=st.lists(st.integers(0, wire.MAX_GROUPS), min_size=2, max_size=2, unique=True),
@@ -104,8 +81,6 @@ def split(frame: bytes, *, payload: int) -> bytes:
 DECODED: dict[Callable[[bytes], wire.Message], SearchStrategy[Any]] = {
     wire.decode_request: requests,
     wire.decode_reply: replies,
-    wire.decode_deposit: deposits,
-    wire.decode_link_reply: st.builds(wire.Deposited, block=nonces),
 }
 
 
@@ -116,28 +91,21 @@ def test_a_message_is_decoded_where_it_belongs_and_nowhere_else(
     message = data.draw(DECODED[decode])
     header = split(wire.encode(message, payload_bytes=payload), payload=payload)
     assert decode(header) == decode(memoryview(header)) == message
-    here = {wire.decode_reply, wire.decode_link_reply} if isinstance(message, wire.Failure) else {decode}
-    for other in DECODED.keys() - here:
+    for other in DECODED.keys() - {decode}:
         with pytest.raises(ProtocolError):
             other(header)
 
 
-def test_the_most_counts_and_blocks_fit_a_header_and_more_are_refused() -> None:
+def test_the_most_counts_fit_a_header_and_more_are_refused() -> None:
     most: dict[str, Any] = {
         **{"nonce": bytes(16), "group": wire.MAX_GROUPS - 1, "direction": "backward", "arithmetic": "ring"},
         **{"rows": wire.MAX_ROWS, "counts": (wire.MAX_ROWS,) * wire.MAX_EXPERTS, "ring_bits": 24},
     }
-    block = wire.BlockRows(block=bytes(16), start=wire.MAX_ROWS, first=wire.MAX_ROWS, rows=wire.MAX_ROWS)
-    largest = wire.Execute(**most, blocks=(block,) * wire.MAX_BLOCKS, confirms=(bytes(16),) * wire.MAX_BLOCKS)
-    for request in (largest, wire.Effect(**most, seed=Seed(bytes(32)), first_row=(1 << 62) - 1)):
+    for request in (wire.Execute(**most), wire.Effect(**most, seed=Seed(bytes(32)), first_row=(1 << 62) - 1)):
         assert wire.decode_request(wire.encode(request)[wire.PREFIX.size :]) == request
     for counts in ([0] * (wire.MAX_EXPERTS + 1), [-1], [wire.MAX_ROWS + 1], [0.5]):
         with pytest.raises(ProtocolError, match="counts"):
             wire.decode_request(msgspec.msgpack.encode(EXECUTE | {"counts": counts}))
-    for field in ("blocks", "confirms"):
-        longer = msgspec.structs.replace(largest, counts=None, **{field: (*getattr(largest, field)[:1] * 33,)})
-        with pytest.raises(ProtocolError, match=field):
-            wire.decode_request(wire.encode(longer)[wire.PREFIX.size :])
 
 
 @pytest.mark.parametrize("document", [EXECUTE, EFFECT], ids=["execute", "effect"])
@@ -152,39 +120,7 @@ def test_a_request_without_options_has_the_bytes_of_the_older_protocol(document:
 def test_the_version_of_a_hello_is_the_lowest_that_has_what_the_tenant_uses() -> None:
     assert wire.version_of(32) == wire.VERSION
     assert wire.version_of(24) == wire.NARROW_VERSION
-    assert {wire.version_of(bits, relay=True) for bits in (24, 32)} == {wire.RELAY_VERSION}
-    assert {wire.version_of(bits, relay=relay, role="helper") for bits in (24, 32) for relay in (False, True)} == {
-        wire.HYBRID_VERSION
-    }
-
-
-def test_only_an_answer_to_a_request_with_a_relay_may_be_relayed() -> None:
-    rows = wire.BlockRows(block=bytes(16), start=0, first=0, rows=3)
-    effect = wire.Effect(**BINDING, seed=Seed(bytes(32)), first_row=0)
-    for direct, relayed in (
-        (wire.Execute(**BINDING), wire.Execute(**BINDING, blocks=(rows,))),
-        (effect, msgspec.structs.replace(effect, relay=ORDER)),
-    ):
-        reply = wire.Result.answering(direct, relayed=True)
-        assert reply.answers(relayed)
-        assert not reply.answers(direct)
-        assert wire.Result.answering(direct).answers(relayed)  # the block was missing, or could not be sent
-
-
-@given(deposits, st.binary(max_size=32), fingerprints, st.data())
-def test_a_statement_differs_if_any_of_its_parts_differs(
-    deposit: wire.Deposit, payload: bytes, executor: str, data: st.DataObject
-) -> None:
-    def stated(deposit: wire.Deposit, payload: bytes, executor: str) -> bytes:
-        return statement(deposit, permit=deposit.permit, executor=executor, payload=payload)
-
-    own = stated(deposit, payload, executor)
-    name = data.draw(st.sampled_from(sorted({*bindings, "ring_bits", "permit"})))
-    value = data.draw({**bindings, "ring_bits": st.sampled_from([24, 32]), "permit": seeds}[name])
-    other = msgspec.structs.replace(deposit, **{name: value})
-    assert (stated(other, payload, executor) == own) == (other == deposit)
-    assert stated(deposit, payload + b"\0", executor) != own
-    assert stated(deposit, payload, executor[:-1] + "_") != own
+    assert {wire.version_of(bits, role="helper") for bits in (24, 32)} == {wire.HYBRID_VERSION}
 
 
 def test_a_reply_with_other_counts_does_not_match_the_request() -> None:
@@ -291,8 +227,6 @@ def test_unknown_fields_types_and_values_are_refused(frame: MalformedFrame) -> N
 def test_a_seed_is_not_shown(effect: wire.Effect) -> None:
     shown = f"{effect} {effect!r} {[effect]}"
     assert repr(effect.seed)[2:-1] not in shown
-    if effect.relay is not None:
-        assert repr(effect.relay.permit)[2:-1] not in shown
 
 
 @cases(__file__, "refused_replies")
@@ -311,15 +245,11 @@ def test_no_message_has_a_field_for_a_secret() -> None:
         "Hello": {"version", "role", "model_digest"},
         "KeyShare": {"share"},  # public keys
         "KeyAnswer": {"share"},  # a ciphertext and a public key
-        "Execute": binding | {"blocks", "confirms"},
-        "Effect": binding | {"seed", "first_row", "relay"},
+        "Execute": binding,
+        "Effect": binding | {"seed", "first_row"},
         "FetchHealth": set(),
         "Welcome": {"version", "model_digest", "first_group", "end_group", "max_rows", "max_payload"},
-        "Result": binding | {"limit", "relayed"},
-        "PermitRequest": {"helpers"},
-        "Permit": {"token", "helpers", "seconds", "block_seconds", "max_bytes"},
-        "FetchBlock": {"block"},
-        "Block": binding | {"helper", "permit", "signature"},
+        "Result": binding | {"limit"},
         "HealthReport": {
             "name", "model_digest", "time", "uptime_s", "groups", "groups_loaded", "requests", "connections",
         },
@@ -363,16 +293,6 @@ def test_matrices_round_trip_without_a_copy(data: st.DataObject, width: int, cou
 
 
 @given(st.data(), drawn.widths(), testing.row_counts())
-def test_a_payload_is_subtracted_as_its_matrix(data: st.DataObject, width: int, count: int) -> None:
-    matrix, other = (data.draw(testing.ring_rows(width=width, count=count)) for _ in "ab")
-    for name, encoding in itertools.product(BUILDS, (wire.RING32, wire.RING24)):
-        rest = matrix.clone()
-        with build(name):
-            encoding.subtract(encoding.pack(other), rest.numpy())
-        assert torch.equal(rest, matrix - (other if encoding is wire.RING32 else other << 8 >> 8))
-
-
-@given(st.data(), drawn.widths(), testing.row_counts())
 def test_narrow_payloads_hold_the_low_24_bits(data: st.DataObject, width: int, count: int) -> None:
     """Payloads can also be unpacked in place, in the memory of the matrix."""
     matrix = data.draw(testing.ring_rows(width=width, count=count))
@@ -394,32 +314,3 @@ def test_payloads_are_little_endian_and_row_major() -> None:
     matrix = torch.tensor([[1, -2], [3, 1 << 30]], dtype=torch.int32)
     assert bytes(wire.RING32.pack(matrix)).hex() == "01000000feffffff0300000000000040"
     assert bytes(wire.RING32.pack(matrix.t())) == bytes(wire.RING32.pack(matrix.t().contiguous()))
-
-
-ORDER = wire.RelayOrder(permit=bytes(32), executor="sha256:" + 64 * "0")
-BLOCK_EFFECT = wire.Effect(**BINDING | {"rows": 12}, counts=(1, 11), seed=Seed(bytes(32)), first_row=3, relay=ORDER)
-OTHER: dict[str, Any] = {
-    "group": 2,
-    "direction": "backward",
-    "rows": 121,
-    "counts": (11, 1),
-    "ring_bits": 24,
-    "seed": bytes([1]) * 32,
-    "first_row": 31,
-    "relay": msgspec.structs.replace(ORDER, executor="sha256:" + 64 * "1"),
-}
-
-
-@given(st.sets(st.sampled_from(sorted(OTHER)), min_size=1))
-def test_whatever_decides_the_matrix_decides_the_id(names: set[str]) -> None:
-    other = msgspec.structs.replace(BLOCK_EFFECT, **{name: OTHER[name] for name in names})
-    assert block_id(other) != block_id(BLOCK_EFFECT)
-    one, other = (msgspec.structs.replace(BLOCK_EFFECT, counts=counts) for counts in (None, ()))
-    assert block_id(one) != block_id(other)
-
-
-def test_a_request_that_is_repeated_orders_the_same_block() -> None:
-    renewed = msgspec.structs.replace(ORDER, permit=bytes([1]) * 32)
-    again = msgspec.structs.replace(BLOCK_EFFECT, nonce=bytes([1]) * 16, relay=renewed)
-    assert block_id(again) == block_id(BLOCK_EFFECT)
-    assert len(block_id(BLOCK_EFFECT)) == wire.NONCE_BYTES

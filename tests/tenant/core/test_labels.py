@@ -1,7 +1,6 @@
 """Known answers of every key that is derived from a secret: no two keys are one, and no change alters them unnoticed.
 
-A pad's mask and the keystream that hides its effect come from one seed: only their labels keep them apart. Blocks' ids
-and keystreams are made by tenants and helpers of different releases, so these answers are part of the protocol.
+Keystreams are made by tenants and helpers of different releases, so these answers are part of the protocol.
 """
 
 import ast
@@ -14,11 +13,10 @@ import pytest
 import torch
 
 import tenant
-from symbiosis_priv.arithmetic.keystream import Seed, mask_key, relay_key
+from symbiosis_priv.arithmetic.keystream import Seed, mask_key
 from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.block_statement import block_id
 from symbiosis_priv.network.hybrid import Sealing, connection_key
 from tenant.core.blame import BlameKeys
 from tenant.core.pads import SessionSecret
@@ -33,12 +31,6 @@ ROOT = Path(tenant.__file__).parents[1]
 def helper_seed() -> bytes:
     with mock.patch("secrets.token_bytes", lambda size: SECRET[:size]):
         return SessionSecret().seed_for("one", "its key")
-
-
-def block(**fields: Any) -> bytes:
-    order = wire.RelayOrder(permit=bytes(32), executor=f"sha256:{'ab' * 32}")
-    named: dict[str, Any] = {"nonce": bytes(16), "group": 3, "direction": "forward", "arithmetic": "ring", "rows": 5}
-    return block_id(wire.Effect(**named | {"seed": Seed(SECRET), "first_row": 7, "relay": order} | fields))
 
 
 def connection() -> bytes:
@@ -81,10 +73,6 @@ KNOWN: dict[str, tuple[Callable[[], bytes | list[int]], str | list[int]]] = {
         lambda: mask_key(Seed(SECRET), **PLACE),
         "0284992f81adc3fb73f4056edc25acd286ce56d3422b3dd03fa921be0ea0e9fc",
     ),
-    "relay": (
-        lambda: relay_key(Seed(SECRET), **PLACE),
-        "120c3224bc9a592388f39b99b73f5b0a28af877db57eee79d3f9c64e18ccf8b8",
-    ),
     "connection": (connection, "136abf4e3254d1f34a1afd529262a4958501ffd04b686c48de76c345a6adfd13"),
     "seeds": (
         sealed_seed,
@@ -94,7 +82,6 @@ KNOWN: dict[str, tuple[Callable[[], bytes | list[int]], str | list[int]]] = {
         lambda: bytes(Sealing(SECRET).cover(bytes(16), memoryview(bytes(16)))),
         "91a0e9e8a0e1d2e3219293edd11bb0a5",
     ),
-    "block": (block, "1f8573e664e85418e83c4901daeed760"),
     "check": (check_column, [1220035414777612680, 1281815671437598392]),
     "check experts": (column_of_experts, [403268441053321065, 1037766461579365793]),
     "verify": (blame_column, [1152205593, 153042273]),
@@ -112,14 +99,6 @@ def test_a_key_has_its_known_answer(label: str) -> None:
     make, expected = KNOWN[label]
     key = make()
     assert (key.hex() if isinstance(key, bytes) else key) == expected
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"group": 2}, {"direction": "backward"}, {"first_row": 8}, {"rows": 6}, {"counts": (5,)}, {"ring_bits": 24}],
-)
-def test_a_blocks_id_names_everything_that_decides_its_matrix(fields: dict[str, Any]) -> None:
-    assert block(**fields) != block()
 
 
 def test_every_label_has_a_known_answer() -> None:

@@ -332,8 +332,6 @@ def test_the_gate_looks_at_every_holder(
     gate.check(executor, masked_under([*holders, holders[0]]))
     with pytest.raises(RoleConflictError):
         gate.check(executor, masked_under([*holders[:place], own, *holders[place:]]))
-    with pytest.raises(RoleConflictError):
-        gate.check_relay(executor, [*holders[:place], own, *holders[place:]])
 
 
 def test_routing_cannot_overrule_the_gate(scripted: Scripted, monkeypatch: Patch) -> None:

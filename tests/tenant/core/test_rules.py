@@ -310,9 +310,8 @@ def leaks(providers: Sequence[ScriptedProvider], secrets: dict[str, list[bytes]]
     for heard in (h for p in providers for h in p.heard):
         request = heard.request
         fields = set(msgspec.structs.asdict(request)) - set(wire.Binding.__struct_fields__)
-        allowed = {"seed", "first_row", "relay"} if isinstance(request, wire.Effect) else {"blocks", "confirms"}
-        relayed = request.relay if isinstance(request, wire.Effect) else request.blocks or request.confirms
-        if fields != allowed or relayed or request.arithmetic != "ring" or request.counts is not None:
+        allowed = {"seed", "first_row"} if isinstance(request, wire.Effect) else set()
+        if fields != allowed or request.arithmetic != "ring" or request.counts is not None:
             found.add("format")
         if heard.header != wire.encode(request, payload_bytes=len(heard.payload)):
             found.add("format")

@@ -88,14 +88,6 @@ def test_each_address_of_a_provider_is_probed(
         assert find_gaps(federation, findings, preparation.manifest.layers) == []
 
 
-def test_an_executor_that_takes_no_blocks_is_reported(scripted: Scripted) -> None:
-    federation = scripted.new_federation([scripted.executor], [scripted.helper], relay=True)
-    for scripted.executor.takes_blocks in (True, False):
-        first, second = probed(federation, None)
-        assert first.failure is second.failure is None
-        assert ["relay" in warning for warning in first.warnings] == [True] * (not scripted.executor.takes_blocks)
-
-
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("role", ["executor", "helper"])
 def test_a_wrong_product_is_found_in_either_role_and_direction(

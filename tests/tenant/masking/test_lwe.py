@@ -47,7 +47,7 @@ def prepared(store: WeightStore, cache: Path) -> Preparation:
 
 
 def lwe_source(prepared: Preparation, secret: SessionSecret) -> LweSource:
-    return LweSource(Materials(preparation=prepared, secret=secret, holders=lambda *_: ((), None), store=None))
+    return LweSource(Materials(preparation=prepared, secret=secret, holders=lambda *_: (), store=None))
 
 
 def close(source: LweSource) -> None:
@@ -356,8 +356,6 @@ def test_what_it_does_not_do_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=r"'lwe' needs ring_bits = 32, not 24"):
         scripted.new_session("lwe", [scripted.executor], prepared=prepared, ring_bits=24)
-    with pytest.raises(ConfigError, match="remove relay = true"):
-        session_scheme("lwe").check(scripted.new_federation([scripted.executor], relay=True))
     with pytest.raises(RoleConflictError, match=r"'lwe' \(experimental: a lattice assumption, and 6 GB"):
         scripted.new_session("pad", [scripted.executor])
     with pytest.raises(ConfigError, match="has no option 'K'"):

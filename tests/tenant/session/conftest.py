@@ -7,4 +7,3 @@ import pytest
 def _hear_from_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine, too, every present executor has answered a probe before the first request."""
     monkeypatch.setattr("tenant.routing.probing._GRACE_S", 2.0)
-    monkeypatch.setattr("tenant.session.supply._PERMIT_S", 60.0)

@@ -160,9 +160,7 @@ def fails(how: str) -> Behaviour:
     return behave
 
 
-@pytest.mark.parametrize(
-    ("how", "masking"), [("lost", "local"), ("late", "pad"), ("stopping", "relay"), ("lie", "pad")]
-)
+@pytest.mark.parametrize(("how", "masking"), [("lost", "local"), ("late", "pad"), ("stopping", "pad"), ("lie", "pad")])
 def test_another_executor_gets_the_same_bytes(
     new_provider: NewProvider, new_session: NewSession, caplog: pytest.LogCaptureFixture, how: str, masking: str
 ) -> None:

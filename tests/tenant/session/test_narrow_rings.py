@@ -52,7 +52,7 @@ def floats(session: Session, index: int, direction: Direction, count: int, seed:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 2), ("relay", 2)])
+@pytest.mark.parametrize(("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 2)])
 def test_every_scheme_has_the_bits_of_the_simulation(
     new_provider: NewProvider, new_session: NewSession, masking: str, helpers: int
 ) -> None:
@@ -95,11 +95,10 @@ def test_what_providers_see_of_a_row_that_is_sent_again(executor: ScriptedProvid
 def test_an_output_that_wraps_in_every_row_is_not_taken_for_a_lie(
     new_session: NewSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in SmolLM2-135M, where one output of a layer group wraps in most rows. No block is fetched, so the executor
-    does not see it."""
+    """As in SmolLM2-135M, where one output of a layer group wraps in most rows."""
     monkeypatch.setattr(Attempts, "refused", lambda *_, **__: pytest.fail("a fault was suspected"))
     monkeypatch.setattr(refused, "_ENTRIES", 500)  # rows are corrected in several steps
-    session = new_session("relay", ring_bits=24)
+    session = new_session("pad", ring_bits=24)
     rows = 0.5 * floats(session, OUT, FORWARD, 60) + store_of(session).group(OUT).weight[5].to(torch.float32) / 100
     want = reference(session, 5.0).linear(OUT, FORWARD, rows)
     assert torch.equal(backend_of(session, 5.0).linear(OUT, FORWARD, rows), want)
@@ -128,7 +127,7 @@ def test_three_bytes_per_integer_travel(scripted: Scripted) -> None:
 def test_a_helper_without_ml_kem_is_refused_by_name(scripted: Scripted) -> None:
     """A helper of an older release, which knows versions up to 5."""
     refusal = wire.Failure(code=wire.ErrorCode.BAD_REQUEST, detail="this provider speaks versions 3 and 4 and 5, not 6")
-    scripted.helper.refusal = lambda hello: refusal if hello.version > wire.RELAY_VERSION else None
+    scripted.helper.refusal = lambda hello: refusal if hello.version > 5 else None
     session = scripted.new_session("pad")
     with pytest.raises(ProviderError, match=r"ML-KEM-768 only: ask its operator to upgrade"):
         session.product(QKV, FORWARD, torch.ones(1, 64, dtype=torch.int32))
@@ -149,14 +148,13 @@ def test_only_liars_are_named(new_provider: NewProvider, new_session: NewSession
     parties = {"executor": new_provider(), "first": new_provider(), "second": new_provider()}
 
     @given(
-        st.sampled_from(["pad", "relay"]),
         st.sets(st.sampled_from(sorted(parties)), max_size=2),
         st.lists(st.integers(1, 2**24 - 1).filter(lambda error: error % (1 << 21)), min_size=3, max_size=3),
         st.integers(1, 12),
         st.integers(0, 99),
     )
     @settings(max_examples=20, suppress_health_check=list(HealthCheck), deadline=None)
-    def named(masking: str, liars: set[str], errors: list[int], count: int, seed: int) -> None:
+    def named(liars: set[str], errors: list[int], count: int, seed: int) -> None:
         for error, (name, party) in zip(errors, parties.items(), strict=True):
 
             def lie(heard: Heard, reply: wire.Result, answer: Tensor, error: int = error) -> bytes:
@@ -165,7 +163,7 @@ def test_only_liars_are_named(new_provider: NewProvider, new_session: NewSession
 
             party.behaviour = lie if name in liars else honest
         session = new_session(
-            masking, [parties["executor"]], [parties["first"], parties["second"]], pool_memory=0, ring_bits=24
+            "pad", [parties["executor"]], [parties["first"], parties["second"]], pool_memory=0, ring_bits=24
         )
         rows = floats(session, OUT, FORWARD, count, seed)
         want = reference(session).linear(OUT, FORWARD, rows)
@@ -233,9 +231,8 @@ def test_a_wrong_correction_is_not_used(preparation: Preparation, store: WeightS
     assert not rows.product[1].any()
 
 
-@pytest.mark.parametrize("masking", ["pad", "relay"])
 def test_a_liar_does_not_cost_the_search_for_wraps_of_two_entries(
-    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, masking: str
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The search takes tens of milliseconds a row."""
     searched, pairs = [], Corrector._pairs
@@ -251,7 +248,7 @@ def test_a_liar_does_not_cost_the_search_for_wraps_of_two_entries(
         return frame(reply, answer)
 
     scripted.executor.behaviour = lie
-    session = scripted.new_session(masking, [scripted.executor], [scripted.helper], ring_bits=24)
+    session = scripted.new_session("pad", ring_bits=24)
     with pytest.raises(VerificationError, match="executor"):
         backend_of(session, spread=7.0).linear(OUT, FORWARD, floats(session, OUT, FORWARD, 200))
     assert not searched

@@ -73,7 +73,6 @@ class World:
             provider.heard.clear()
             provider.refuse_connections = False
             provider.behaviour = lambda *heard, number=number: self._answer(number, *heard)
-            provider.block_wait_s = 0.05
 
     def peer(self, number: int, role: wire.Role) -> Peer:
         return self.providers[number].peer(role, name=f"p{number}", operator=self.company[number])
@@ -152,14 +151,13 @@ def prefixes(rows: Tensor) -> list[bytes]:
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of a session: numbers of its providers. `guests` join and leave while it runs; k helpers share a pad,
-    and may relay its effects."""
+    """The roles of a session: numbers of its providers. `guests` join and leave while it runs; k helpers share a
+    pad."""
 
     executors: tuple[int, ...]
     guests: tuple[int, ...]
     helpers: tuple[int, ...]
     k: int
-    relay: bool = False
 
 
 @st.composite
@@ -173,7 +171,6 @@ def roles(draw: st.DrawFn) -> Roles:
         tuple(order[helpers + split : helpers + executors]),
         tuple(order[:helpers]),
         draw(st.integers(1, 2)),
-        draw(st.booleans()),
     )
 
 
@@ -250,7 +247,7 @@ def opened(world: World, scripted: Scripted, cast: Roles, *, memory: int) -> Run
     for provider in world.providers:
         provider.heard.clear()
     session = scripted.new_session(
-        "relay" if cast.relay else "pad",
+        "pad",
         [world.peer(n, "executor") for n in cast.executors],
         [world.peer(n, "helper") for n in cast.helpers],
         pad_helpers=cast.k,

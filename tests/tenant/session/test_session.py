@@ -55,9 +55,7 @@ Lie = Callable[[random.Random, "Heard", wire.Result, Tensor], "tuple[wire.Messag
 # Exact answers
 
 
-@pytest.mark.parametrize(
-    ("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 1), ("pad", 2), ("relay", 1), ("relay", 2)]
-)
+@pytest.mark.parametrize(("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 1), ("pad", 2)])
 def test_every_scheme_is_exact(new_provider: NewProvider, new_session: NewSession, masking: str, helpers: int) -> None:
     preparation: Preparation
     session: Session = new_session(masking, [new_provider()], [new_provider() for _ in range(helpers)])
@@ -79,7 +77,6 @@ def test_every_scheme_is_exact(new_provider: NewProvider, new_session: NewSessio
     assert ledger.answers_verified == ledger.rows > 0
     assert ledger.pads_taken == (0 if masking == "none" else ledger.rows)
     assert (ledger.effects_verified > 0) == (helpers > 0)
-    assert (ledger.rows_relayed > 0) == (masking == "relay")
 
 
 def both(session: Session, indices: Sequence[GroupIndex]) -> list[bool]:

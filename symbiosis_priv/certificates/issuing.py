@@ -40,8 +40,7 @@ _CLOCK_SKEW: Final = timedelta(minutes=5)
 _KEY_USES: Final = tuple(inspect.signature(x509.KeyUsage).parameters)
 
 _USAGES: Final = {
-    # a helper connects to executors
-    reading.Kind.PROVIDER: [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH],
+    reading.Kind.PROVIDER: [ExtendedKeyUsageOID.SERVER_AUTH],
     reading.Kind.TENANT: [ExtendedKeyUsageOID.CLIENT_AUTH],
 }
 LeafKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey

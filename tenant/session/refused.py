@@ -4,9 +4,8 @@ In a narrow ring, products of honest providers may leave the ring. Their rows ar
 verification keys (`symbiosis_priv.arithmetic.wraps`).
 """
 
-import logging
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +14,6 @@ from symbiosis_priv.arithmetic import passes, wraps
 from symbiosis_priv.arithmetic.modular import Column, dot
 from tenant.core.parts import Part, Rows
 
-log = logging.getLogger(__name__)
-
-_EVIDENCE_S: Final = 10.0  # time limit for all blocks; nothing else is sent meanwhile
 _FEW_ROWS = 8  # more rows than this do not leave a ring by chance at two entries
 _ENTRIES = 1 << 22  # of the rows that are copied and corrected together
 

@@ -54,7 +54,7 @@ def test_provider_names_its_hosts(tmp_path: Path, authority: Identity) -> None:
     provider = issuing.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="gpu", hosts=hosts)
     certificate = leaf(provider.certificate)
     certificate.verify_directly_issued_by(leaf(authority.certificate))
-    assert reading.usages(certificate) == [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    assert reading.usages(certificate) == [ExtendedKeyUsageOID.SERVER_AUTH]
     assert reading.hosts_of(certificate) == ("gpu.example.org", "10.0.0.7", "::1")
     assert reading.kind_of(certificate) is Kind.PROVIDER
     assert reading.tenant_name(certificate) is None

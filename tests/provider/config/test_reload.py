@@ -248,8 +248,7 @@ def refused(connect: Connect, provider: Provider) -> bool:
 
 def test_files_are_read_once_they_are_stable_and_also_after_errors(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    writing, looks, read = True, 0, threading.Semaphore(0)
-    errors = [RecursionError("nobody has thought of it")]
+    writing, broken, looks, read = True, True, 0, threading.Semaphore(0)
 
     def files() -> list[Path]:
         nonlocal looks
@@ -261,8 +260,8 @@ def test_files_are_read_once_they_are_stable_and_also_after_errors(tmp_path: Pat
     def reload() -> None:
         assert not writing
         read.release()
-        if errors:
-            raise errors.pop()
+        if broken:
+            raise RecursionError("nobody has thought of it")
 
     reloader = Reloader(files, reload, interval_s=0.01)
     reloader.periodic.start()
@@ -272,8 +271,11 @@ def test_files_are_read_once_they_are_stable_and_also_after_errors(tmp_path: Pat
         writing = False
         assert read.acquire(timeout=20)
         until(lambda: not reloader.succeeded)
+        broken = False
+        until(lambda: reloader.succeeded)
+        while read.acquire(blocking=False):
+            pass
         path.write_text("another one")
         assert read.acquire(timeout=20)
-        until(lambda: reloader.succeeded)
     finally:
         reloader.periodic.close(20)

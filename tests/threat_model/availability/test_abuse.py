@@ -26,7 +26,6 @@ def test_every_abuse_is_measured_and_named(tmp_path: Path, monkeypatch: pytest.M
         "control: a process that only computes": ["nothing"],
         "a row every 0.5 ms, beside fine-tuning": ["connections 1", "requests "],
         "a flood of large requests": ["connections 4", "requests "],
-        "a flood of blocks": ["connections ", "blocks "],
         "answers that nobody reads": ["connections 16", "requests 16"],
         "payloads that never come": ["connections 16"],
         "requests whose tenant leaves": ["connections "],

@@ -279,15 +279,7 @@ class _Forced:
         return False
 
 
-def bytes_goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    for row in where(rows, masking="pad/24"):
-        if not str(row["work"]).startswith("its"):
-            what = f"{row['model']}, {row['work']}: bytes over"
-            yield Goal(f"{what} today's", figure(row, "over_first_masking"), at_most=0.76)
-            yield Goal(f"{what} float16's without masks", figure(row, "over_float16_unmasked"), at_most=2.55)
-
-
-@benchmark("bytes", goals=bytes_goals)
+@benchmark("bytes")
 def bytes_(folder: Path, progress: Progress, *, masking: Maskings = "pad,pad/24,pad/two") -> Iterator[Row]:
     """Compute the bytes that a tenant moves for a token and a step of Llama-2-7B and Llama-3-8B.
 

@@ -298,9 +298,14 @@ def test_the_server_refuses(keys: Keys, name: str | None, message: str) -> None:
     assert_refused(outcome.client, CertificateError, "without a valid certificate")
 
 
-def test_a_providers_certificate_names_no_tenant(keys: Keys) -> None:
-    """A provider's certificate may connect, as a helper's must, and the authority that signs tenants has issued it."""
+def test_a_providers_certificate_names_no_tenant(keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may not connect. One of release 0.5.0 may, and the authority that signs tenants has issued it."""
     outcome = connect(server(keys), careless_client(keys.provider))
+    assert_refused(outcome.server, CertificateError, "unsuitable certificate purpose")
+    both = [*issuing._USAGES[Kind.PROVIDER], *issuing._USAGES[Kind.TENANT]]
+    monkeypatch.setitem(issuing._USAGES, Kind.PROVIDER, both)
+    older = issuing.issue(tmp_path, authority=keys.authority, kind=Kind.PROVIDER, name="older")
+    outcome = connect(server(keys), careless_client(older))
     assert_refused(outcome.server, CertificateError, "no verified tenant certificate")
     assert outcome.client == b""
 

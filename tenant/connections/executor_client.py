@@ -79,14 +79,16 @@ class ExecutorClient:
     def take(self, *, until: float) -> Iterator[Channel]:
         """Context manager for the exclusive use of a channel. `until`: latest time to wait for a free channel, on the
         clock of `time.monotonic`. Raises `NoFreeChannelError`: no channel was free until then."""
-        channel = self.acquire(until=until)
+        channel = self._free_channel(until)
         try:
             yield channel
         finally:
-            self.release(channel)
+            with self._lock:
+                self._free.append(channel)
+                if self._waiting:
+                    self._returned.notify()
 
-    def acquire(self, *, until: float) -> Channel:
-        """Take a channel as `take` does. The caller must `release` it."""
+    def _free_channel(self, until: float) -> Channel:
         with self._lock:
             while not self._free and len(self.channels) >= MOST_CHANNELS:
                 self._waiting += 1
@@ -102,13 +104,6 @@ class ExecutorClient:
             if self._closed:
                 channel.close()
             return channel
-
-    def release(self, channel: Channel) -> None:
-        """Return a channel, so that another thread can take it."""
-        with self._lock:
-            self._free.append(channel)
-            if self._waiting:
-                self._returned.notify()
 
     def ask(
         self, part: Part, *, patience_s: float, deadline: float, since: float, meanwhile: Callable[[], None]
@@ -126,7 +121,7 @@ class ExecutorClient:
             ProviderError: the executor refused.
             ProtocolError: the executor broke the protocol.
         """
-        answers, before = list[Tensor](), self.provider.health.state
+        before = self.provider.health.state
         with self.take(until=deadline) as channel:
             if self.provider.health.state is State.DOWN and before is not State.DOWN:
                 raise ConnectionLostError(f"{self.provider} was lost while its connections were in use")
@@ -137,12 +132,10 @@ class ExecutorClient:
             started = time.monotonic()
             limit = row_limit(part.widest, welcome)
             matrices = part.sent.split(limit) if part.count > limit else [part.sent]
-            for request, rows in zip(self._requests(part, limit), matrices, strict=True):
-                answers.append(
-                    channel.attempt(
-                        request, rows, outputs=part.outputs, deadline=until, since=since, meanwhile=meanwhile
-                    )
-                )
+            answers = [
+                channel.attempt(request, rows, outputs=part.outputs, deadline=until, since=since, meanwhile=meanwhile)
+                for request, rows in zip(self._requests(part, limit), matrices, strict=True)
+            ]
             return Answer(joined(answers), time.monotonic() - started)
 
     def _requests(self, part: Part, limit: int) -> list[wire.Execute]:
@@ -165,15 +158,12 @@ class ExecutorClient:
     def repeat(self, request: RepeatedRequest, *, deadline: float, meanwhile: Callable[[], None]) -> Answer | None:
         """Send a request like an earlier one, as `ask` does. Returns None if no open connection is free; nothing was
         sent then."""
-        channel = self.acquire(until=deadline)
-        try:
+        with self.take(until=deadline) as channel:
             started = time.monotonic()
             if channel.connection is None or (started - channel.used_at > _FRESH_S and channel.probe() is None):
                 return None
             words = channel.repeat(request, deadline=deadline, meanwhile=meanwhile)
             return Answer(words, time.monotonic() - started)
-        finally:
-            self.release(channel)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

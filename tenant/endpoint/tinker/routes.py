@@ -290,7 +290,7 @@ class Tinker:
     # Checkpoints
 
     def run_checkpoints(self, run: str, client: Client) -> Answer:
-        return {"checkpoints": [one for one in self._listed(client) if one.tinker_path.split("/")[2] == run]}
+        return {"checkpoints": self._listed(client, run)}
 
     def user_checkpoints(
         self, client: Client, limit: Annotated[int, Query(ge=0)] = 100, offset: Annotated[int, Query(ge=0)] = 0
@@ -400,9 +400,10 @@ class Tinker:
 
         return self._submit(run, body.seq_id, work)
 
-    def _listed(self, client: str) -> list[types.Checkpoint]:
-        """Return the checkpoints of a key, the newest one first."""
-        found = [one for one in self.checkpoints.all(self._owner(client)) if one[0].kind in TYPES]
+    def _listed(self, client: str, run: str | None = None) -> list[types.Checkpoint]:
+        """Return the checkpoints of a key, or of one of its runs, the newest one first."""
+        every = self.checkpoints.all(self._owner(client))
+        found = [one for one in every if one[0].kind in TYPES and run in (None, one[0].run)]
         return [self._described(*one) for one in sorted(found, key=lambda one: one[1].time, reverse=True)]
 
     def _described(self, place: Place, record: Record) -> types.Checkpoint:

@@ -14,7 +14,7 @@ import msgspec
 
 from provider import logs
 from provider.announce.announcer import Announcer
-from provider.announce.placement import Rebalancer, placed
+from provider.announce.placement import placed
 from provider.config.memory_plan import check_plan, memory_plan
 from provider.config.provider_toml import load
 from provider.config.reload import Reloader
@@ -26,8 +26,7 @@ from provider.gateway.gateway import MAX_HANDSHAKES, Gateway
 from provider.gateway.usage import UsageCounters
 from provider.operations.status import Status, take_status
 from provider.products.model import open_store
-from symbiosis_priv.checkpoints.layers import LayerRange, whole_layers
-from symbiosis_priv.checkpoints.manifest import Manifest, price_of_composing
+from symbiosis_priv.checkpoints.manifest import price_of_composing
 from symbiosis_priv.checkpoints.weights import Progress
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.network.addresses import listen
@@ -52,9 +51,8 @@ class Provider:
         with Provider(config) as provider:
             connect_to(provider.address)
 
-    The file `source` of the configuration is read again when it changes, and passed through `adapt`. `on_move` is
-    called in another thread when other layers need this executor more; then `move` changes them. Quotas hold
-    `burst_s`."""
+    The file `source` of the configuration is read again when it changes, and passed through `adapt`. Quotas
+    hold `burst_s`."""
 
     def __init__(
         self,
@@ -62,18 +60,15 @@ class Provider:
         *,
         source: Path | None = None,
         progress: Progress | None = None,
-        on_move: Callable[[], None] | None = None,
         adapt: Callable[[ProviderConfig], ProviderConfig] = lambda config: config,
         burst_s: float = 1.0,
     ) -> None:
         self._adapt, self._burst_s = adapt, burst_s
-        self.config = self._unplaced = self._reloaded = config  # `_reloaded`: as last read
-        self._source, self._progress, self._on_move = source, progress, on_move
+        self.config = self._reloaded = config  # `_reloaded`: as last read
+        self._source, self._progress = source, progress
         self._credentials: Credentials | None = None
-        self._next: ProviderConfig | None = None  # set before `move`
         self._gateway: Gateway | None = None
         self._announcer: Announcer | None = None
-        self._rebalancer: Rebalancer | None = None
         self._metrics: MetricsServer | None = None
 
     @property
@@ -102,7 +97,7 @@ class Provider:
         if "helper" in self.config.roles:
             require_hybrid('roles = ["helper"]')
         config = self.config = placed(self.config, progress=self._progress)
-        self._credentials = credentials = Credentials.load(config.tls, before=self._credentials)
+        self._credentials = credentials = Credentials.load(config.tls)
         store = open_store(config)
         manifest, served = store.manifest(progress=self._progress), store.served
         self.model_digest = manifest.digest
@@ -123,7 +118,9 @@ class Provider:
             gateway.state.quotas.burst_s = self._burst_s
             gateway.listener.start()
             self._reloader.periodic.start()
-            self._start_announcing(gateway, manifest, served)
+            if config.registry.announce:
+                self._announcer = Announcer(config, address=self.address, manifest=manifest, served=served)
+                self._announcer.periodic.start()
             if config.metrics.listen is not None:
                 # imports Prometheus' client, which most providers do not need
                 from provider.operations.metrics import MetricsServer
@@ -144,26 +141,12 @@ class Provider:
         log.info("started", provider=config.name, address=gateway.listener.address, groups=len(served), **composed)
         return self
 
-    def _start_announcing(self, gateway: Gateway, manifest: Manifest, served: range) -> None:
-        registry = self.config.registry
-        if registry.announce:
-            self._announcer = Announcer(self.config, address=gateway.listener.address, manifest=manifest, served=served)
-            self._announcer.periodic.start()
-        if self._unplaced.model.layers == AUTO and registry.rebalance_s and self._on_move is not None:
-            layers = whole_layers(served, manifest.layers)
-            own = LayerRange(layers[0], layers[-1])
-            self._rebalancer = Rebalancer(self._unplaced, layers=own, move=self._plan_move)
-            self._rebalancer.periodic.start()
-
     def stop(self) -> None:
         """Tell the registries, accept no more connections, answer requests in flight, and close. Returns within twice
         `limits.stop_timeout_s`, plus the seconds that a registry takes."""
         if self._gateway is None:
             return
         timeout = self.config.limits.stop_timeout_s
-        if self._rebalancer is not None:
-            self._rebalancer.periodic.stop()
-            self._rebalancer = None
         if self._announcer is not None:
             self._announcer.leave()
             self._announcer = None
@@ -179,23 +162,6 @@ class Provider:
         self._gateway = None
         self._usage.close()
         log.info("stopped", provider=self.config.name, requests=requests, clean=clean)
-
-    def _plan_move(self, config: ProviderConfig) -> None:
-        assert self._on_move is not None, "`start` checks it"
-        self._next = config
-        self._on_move()
-
-    def move(self) -> None:
-        """Serve other layers, after `on_move`: leave the registries, answer requests in flight, and start again.
-        Tenants take other executors meanwhile. What was reloaded and revoked stays so. Raises as `start` does."""
-        if self._next is None:
-            return
-        log.info("moving", layers=self.config.model.layers, to=self._next.model.layers)
-        self.stop()
-        reloaded = {name: getattr(self._reloaded, name) for name in ("tls", "quota", "tenants")}
-        self.config, self._next = msgspec.structs.replace(self._next, **reloaded), None
-        self.start()
-        self._reloader.request()  # files may have changed since the last look
 
     def reload(self) -> None:
         """Read certificates, revocations and quotas again soon. If one of them is invalid, it is logged and
@@ -256,9 +222,9 @@ def serve(
     logs.setup(config.log_level)
     _allow_descriptors(config)
     _share_arenas()
-    stop, started, wake = threading.Event(), threading.Event(), threading.Event()
-    provider = Provider(config, source=source, progress=progress, on_move=wake.set, adapt=adapt, burst_s=burst_s)
-    on_signal = set_on_signals(stop, wake, starting=lambda: not started.is_set())
+    stop, started = threading.Event(), threading.Event()
+    provider = Provider(config, source=source, progress=progress, adapt=adapt, burst_s=burst_s)
+    on_signal = set_on_signals(stop, starting=lambda: not started.is_set())
     signal.signal(signal.SIGHUP, lambda *_: provider.reload())
     try:
         provider.start()
@@ -277,11 +243,7 @@ def serve(
             logs.announce("listening", **ready)
             if stop_with_stdin:
                 when_stdin_closes(on_signal)
-            while not stop.is_set():
-                wake.wait()
-                wake.clear()
-                if not stop.is_set():
-                    provider.move()
+            stop.wait()
     finally:
         provider.stop()
 

@@ -1,5 +1,5 @@
 """What an executor tells registries, and what it learns from them.
 
 announcer  announces the executor
-placement  chooses its layers (`layers = "auto"`), at the start and while it runs
+placement  chooses its layers at the start (`layers = "auto"`)
 """

@@ -50,8 +50,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             while tokens are decoded. They take about 1.4 times the memory of the model's other weights, and a decoded
             token about twice the work; the provider logs the factors when it starts. Changes the digest.
         cache: folder for quantised weights; the user's cache folder if left out.
-        layers: first and last layer that is served; all if left out. "auto" chooses the layers that are served least by
-            the executors in the registries of `announce`. The digest always covers the whole model.
+        layers: first and last layer that is served; all if left out. "auto" chooses, when the provider starts, those
+            that are served least by the executors in the registries of `announce`. The digest always covers the whole
+            model.
     """
 
     checkpoint: str
@@ -268,8 +269,6 @@ class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         revoked: the authority's list of revoked certificates.
         address: where tenants reach this provider, `host:port`; `listen` if left out. The certificate names the host.
         capacity_layers: number of layers that fit into memory, for layers = "auto" under [model].
-        rebalance_s: with layers = "auto", the time after which a running executor asks the registries again, and moves
-            to layers that need it clearly more; 0: never.
     """
 
     announce: tuple[str, ...] = ()
@@ -277,7 +276,6 @@ class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     revoked: Path | None = None
     address: str | None = None
     capacity_layers: _Count | None = None
-    rebalance_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 300.0
 
     def __post_init__(self) -> None:
         for address in (*self.announce, *([] if self.address is None else [self.address])):

@@ -139,7 +139,7 @@ class WeightStore:
         self._skeleton: Skeleton | None = None
         self._manifest: Manifest | None = None
         self._read_for: Path | None = None
-        self.cache_failed = False
+        self._cache_failed = False
         try:  # warn if other users can change the cache: they could replace weights, or truncate a mapped file
             with PrivateFolder.open(self.cache.parent) as parent:
                 parent.subfolder(self.cache.name).close()
@@ -355,14 +355,14 @@ class WeightStore:
         try:
             write()
         except (OSError, SafetensorError) as error:
-            if not self.cache_failed:
+            if not self._cache_failed:
                 log.warning(
                     "cannot cache quantised weights in %s (%s): they are quantised again at every start. Make room "
                     "there, or choose another folder (`cache` in provider.toml, SYMBIOSIS_PRIV_CACHE)",
                     self.cache,
                     error,
                 )
-            self.cache_failed = True
+            self._cache_failed = True
 
 
 def _key(entry: GroupEntry) -> str:

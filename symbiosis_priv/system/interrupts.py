@@ -77,13 +77,12 @@ class Interrupts:
             signal.signal(number, handler)
 
 
-def set_on_signals(*events: threading.Event, starting: Callable[[], bool] = lambda: False) -> Callable[..., None]:
-    """Let SIGINT and SIGTERM set events, and also raise KeyboardInterrupt while a server is `starting`, which may take
-    minutes. Returns the handler."""
+def set_on_signals(event: threading.Event, *, starting: Callable[[], bool] = lambda: False) -> Callable[..., None]:
+    """Let SIGINT and SIGTERM set an event, and also raise KeyboardInterrupt while a server is `starting`, which may
+    take minutes. Returns the handler."""
 
     def arrived(*_: object) -> None:
-        for event in events:
-            event.set()
+        event.set()
         if starting():
             raise KeyboardInterrupt
 

@@ -18,7 +18,11 @@ MAX_BYTES = 16 << 20  # size limit of a file, larger than any list of tenants or
 T = TypeVar("T")
 
 # what to do about keys of earlier releases
-_GONE = {"gateways": "devices takes its place", "relay": "effects are not relayed any more: remove it"}
+_GONE = {
+    "gateways": "devices takes its place",
+    "relay": "effects are not relayed any more: remove it",
+    "rebalance_s": "layers are chosen once: remove it, and restart the provider to choose them again",
+}
 
 
 def toml_table(header: str, **entries: object) -> str:

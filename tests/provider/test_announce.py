@@ -2,14 +2,10 @@
 layers for a new provider is compared with an exhaustive search.
 """
 
-import contextlib
 import math
-import resource
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import msgspec
@@ -17,18 +13,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from provider.announce.placement import (
-    Placed,
-    Placement,
-    Rebalancer,
-    Served,
-    better,
-    coverage,
-    has_turn,
-    most_needed,
-    placed,
-    unplaced,
-)
+from provider.announce.placement import Placed, Served, coverage, most_needed, placed, unplaced
 from provider.config.schema import AnnounceConfig, ProviderConfig, TlsConfig
 from provider.logs import JsonLines
 from provider.products.model import open_store
@@ -187,36 +172,6 @@ def test_a_lying_registry_can_only_cause_a_bad_choice_of_layers(
             assert placed(joining).model.layers == chosen
 
 
-@pytest.mark.parametrize("lacking", ["memory", "disk"])
-def test_an_executor_stays_where_it_is_while_the_new_weights_do_not_fit(
-    announcing: Announcing,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    lacking: str,
-) -> None:
-    """Layer 1 has no operator, so the executor would move there. It moves once there is room."""
-    config = announcing("mover", layers="auto", capacity_layers=1, rebalance_s=0.1)
-    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, cache=tmp_path))
-    others = [Placed(name, name, LayerRange(0, 0)) for name in ("one", "two")]
-    monkeypatch.setattr(Placement, "others", lambda self: others)
-    moved: list[ProviderConfig] = []
-    rebalancer = Rebalancer(config, layers=LayerRange(0, 0), move=moved.append)
-    with monkeypatch.context() as small, contextlib.ExitStack() as full:
-        if lacking == "memory":
-            small.setattr("provider.config.memory_plan._container_limit", lambda: 10 << 20)
-        else:
-            before = resource.getrlimit(resource.RLIMIT_FSIZE)
-            full.callback(resource.setrlimit, resource.RLIMIT_FSIZE, before)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-        rebalancer.periodic.start()
-        until(lambda: "cannot_move" in caplog.messages)
-        assert not moved
-    until(lambda: bool(moved))
-    rebalancer.periodic.close(20)
-    assert moved[0].model.layers == "1"
-
-
 # The choice of layers
 
 NOBODY = Served()
@@ -250,95 +205,6 @@ def test_providers_that_join_one_after_the_other_cover_all_layers(layers: int, l
     assert min(counts) >= 1
 
 
-# Moving while running
-
-
-def at(key: str, layers: str, *, operator: str | None = None) -> Placed:
-    return Placed(key, operator or key, LayerRange.parse(layers))
-
-
-PLACES = st.lists(
-    st.builds(
-        lambda first, length, operator: (f"{first}-{min(first + length, 7)}", operator),
-        st.integers(0, 7), st.integers(0, 7), st.sampled_from("abcd"),
-    ),
-    max_size=8,
-)  # fmt: skip
-
-
-@given(places=PLACES, first=st.integers(0, 6), period=st.integers(0, 30))
-def test_a_move_helps_the_least_served_layers_and_leaves_no_layer_alone(
-    places: list[tuple[str, str]], first: int, period: int
-) -> None:
-    others = [at(str(i), layers, operator=who) for i, (layers, who) in enumerate(places)]
-    own = at("own", f"{first}-{first + 1}")
-    if (to := better(8, own, others, period=period)) is not None:
-        before, after = coverage(8, [*others, own]), coverage(8, [*others, own._replace(layers=to)])
-        assert sorted(after) > sorted(before)
-        assert all(after[layer].operators for layer in (first, first + 1))
-        assert all(better(8, own._replace(layers=to), others, period=later) is None for later in range(8))
-
-
-def test_only_a_clear_lack_is_worth_a_move() -> None:
-    """Less than three quarters of the mean is a lack."""
-    others = [at(key, "0") for key in "abc"] + [at("a1", "1", operator="a")]
-    others += [at(key, "1") for key in "de"]
-    moves = [better(2, at("own", "1"), others, period=period) for period in range(8)]
-    assert moves == [None] * 8  # 3 of 3.5
-    others += [at("f", "1"), at("g", "1"), at("h", "1")]  # 3 of 5
-    moves = [better(2, at("own", "1"), others, period=period) for period in range(8)]
-    assert sorted(map(str, moves)) == ["0"] + ["None"] * 7  # in its turn
-
-
-def test_executors_of_one_operator_take_turns() -> None:
-    fleet = [at(key, "0", operator="one") for key in "abc"]
-    for turns in (1, 8):
-        for period in range(16):
-            assert sum(has_turn(own, fleet, period=period, turns=turns) for own in fleet) <= 1
-        for own in fleet:
-            assert any(has_turn(own, fleet, period=period, turns=turns) for period in range(8))
-    assert all(has_turn(at("z", "0"), fleet, period=period, turns=1) for period in range(8))
-
-
-def test_a_swarm_settles_and_does_not_oscillate() -> None:
-    """Two hundred executors look at random times. Every second period some
-    leave and others join, and most executors of the last twelve layers leave in period 12. A move takes a fifth
-    of a period, in which the executor serves nothing. Then nobody joins or leaves. Fixed seed.
-    """
-    random = Random(5)
-    layers, served = 24, list[Placed]()
-    worst, moves = [], []
-
-    def join(number: int) -> None:
-        length = random.choice([4, 8, 8, 16])
-        where = most_needed(coverage(layers, served), length)
-        served.append(at(f"{number:05}", str(where), operator=str(number % 90)))
-
-    for number in range(200):
-        join(number)
-    for period in range(40):
-        if period < 16 and period % 2 == 0:
-            random.shuffle(served)
-            del served[:10]
-            for number in range(10):
-                join(1000 + 100 * period + number)
-        if period == 12:
-            served = [one for one in served if one.layers.first < 12 or random.random() < 0.3]
-        before = coverage(layers, served)
-        worst.append(min(before).executors / statistics.fmean(one.executors for one in before))
-        moving: list[tuple[float, Placed]] = []
-        moves.append(0)
-        for moment, own in sorted((random.random(), own) for own in served):
-            served += [one for until_, one in moving if until_ <= moment]
-            moving = [(until_, one) for until_, one in moving if until_ > moment]
-            others = [one for one in served if one.key != own.key]
-            if (to := better(layers, own, others, period=period)) is not None:
-                served.remove(own)
-                moving.append((moment + 0.2, own._replace(layers=to)))
-                moves[-1] += 1
-        served += [one for _, one in moving]
-    assert min(coverage(layers, served)).operators == 2
-    assert max(moves) <= len(served) / 8
-    assert moves[30:] == [0] * 10
-    assert worst[12] < 0.65
-    assert worst[24] >= 0.75
+def test_layers_of_one_operator_come_before_layers_of_two() -> None:
+    there = [Placed("one", LayerRange(0, 0)), Placed("two", LayerRange(0, 9)), *[Placed("two", LayerRange(1, 1))] * 3]
+    assert most_needed(coverage(2, there), 1) == LayerRange(1, 1)

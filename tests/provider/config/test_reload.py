@@ -5,14 +5,12 @@ import shutil
 import threading
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
-from provider.announce.placement import with_layers
 from provider.config.provider_toml import load, template
 from provider.config.reload import Reloader
-from provider.config.schema import MetricsConfig, ProviderConfig, QuotaConfig, TlsConfig
+from provider.config.schema import MetricsConfig, ProviderConfig, TlsConfig
 from provider.gateway.credentials import Credentials
 from provider.products.model import open_store
 from provider.serve import Provider
@@ -134,26 +132,6 @@ def test_a_revoked_tenant_stays_revoked_until_a_restart(configure: Configure, co
         provider.reload()
 
 
-def test_a_move_to_other_layers_keeps_what_was_reloaded_and_revoked(
-    configure: Configure, connect: Connect, tls: TlsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A provider that starts again with other layers has the reloaded quotas, and no revocation is withdrawn."""
-    config, source = configure(tls=tls), tmp_path / "provider.toml"
-    source.touch()
-    changed = msgspec.structs.replace(config, quota=QuotaConfig(weight=3.0))
-    monkeypatch.setattr("provider.serve.load", lambda path, whole: changed)
-    with Provider(config, source=source, on_move=lambda: None) as provider:
-        provider.reload()
-        until(lambda: provider._reloaded is changed)
-        assert tls.revoked is not None
-        tls.revoked.write_text("")
-        provider._plan_move(with_layers(config, "1"))
-        provider.move()
-        assert (provider.config.model.layers, provider.config.quota) == ("1", changed.quota)
-        assert failure(connect("bob", role=None, to=provider).receive()[0]) == wire.ErrorCode.REVOKED
-        assert isinstance(connect("alice", role=None, to=provider).ask(wire.FetchHealth()), wire.HealthReport)
-
-
 def test_a_mistake_in_another_file_holds_no_revocation_back(
     configure: Configure, connect: Connect, tls: TlsConfig, keys: Keys, tmp_path: Path
 ) -> None:
@@ -187,29 +165,6 @@ def test_a_reload_that_has_failed_is_tried_again(
         until(lambda: refused(connect, provider))
         until(lambda: provider.status().reloaded)
         assert not failures
-
-
-def test_settings_that_were_edited_during_a_move_are_read_after_it(
-    configure: Configure, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, source = configure(), tmp_path / "provider.toml"
-    source.touch()
-    edited, start = msgspec.structs.replace(config, quota=QuotaConfig(weight=3.0)), Provider.start
-    found = [config]
-    monkeypatch.setattr("provider.serve.load", lambda path, whole: found[-1])
-
-    def edit_and_start(self: Provider) -> Provider:
-        found.append(edited)
-        source.write_text("# edited")
-        return start(self)
-
-    with Provider(config, source=source, on_move=lambda: None) as provider:
-        monkeypatch.setattr(Provider, "start", edit_and_start)
-        provider._plan_move(with_layers(config, "1"))
-        provider.move()
-        until(lambda: provider._reloaded is edited)
-        client = connect("alice", role=None, to=provider)
-        assert isinstance(client.ask(wire.FetchHealth()), wire.HealthReport)
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\x0b", "\x0c", "\x85"])

@@ -45,9 +45,9 @@ class Outcome:
 def placed(executors: int, *, rng: random.Random, operators: int) -> list[Placed]:
     """Executors that join one after the other."""
     there: list[Placed] = []
-    for number in range(executors):
+    for _ in range(executors):
         where = most_needed(coverage(LAYERS, there), SERVED)
-        there.append(Placed(f"{number:04}", str(rng.randrange(operators)), where))
+        there.append(Placed(str(rng.randrange(operators)), where))
     return there
 
 

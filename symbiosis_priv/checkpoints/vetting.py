@@ -32,7 +32,6 @@ _OTHER_FILES = ("configuration_files", "transformers_weights")
 _LAYERS = re.compile(r"(?:layers?|blocks|stages|depths?|attention_types|dense_replace)$")
 _COUNTS = re.compile(r"(?:experts|labels)$")
 _MAX_COUNT = 1 << 14  # limit of experts, labels and sizes, because Python builds a module for each
-_MAX_SIDE = 1 << 12  # pixels of what a processor makes of a picture, or seconds of a sound
 _MAX_LAYERS = 1 << 10  # limit of layers, each of many modules
 # Without a group and with two repetitions at most, a match takes a polynomial of low degree in a name's length. Entries
 # like `target_modules` may be any pattern: `tenant.model.adapter_limits` matches them with a time limit.
@@ -160,18 +159,6 @@ def vet_adapter(folder: Path) -> dict[str, Any]:
     for key, value in _entries(config):
         _check_numbers(path, key, value)
     return config
-
-
-def vet_processor(folder: Path) -> None:
-    """Refuse a processor of pictures or sounds that loads another model or makes pictures of any size. Raises
-    `CheckpointError`."""
-    for name in ("processor_config.json", "preprocessor_config.json"):
-        path = folder / name
-        for key, value in _entries(read_json(path) if path.exists() else {}):
-            if key.startswith("audio_tokenizer") and value:
-                raise CheckpointError(f"{path} names another model to load ({key}); delete that entry")
-            if key in ("height", "width", "chunk_length") and isinstance(value, int | float) and value > _MAX_SIDE:
-                raise CheckpointError(f"{path} says {key} = {value}, and at most {_MAX_SIDE} is read; fetch it again")
 
 
 def _check_numbers(path: Path, key: str, value: Any) -> None:

@@ -85,10 +85,6 @@ class Serving:
             "without meaning where there is nothing to compute: prompts, answers and nothing look alike to providers.",
         ),
     ] = None
-    media: Annotated[
-        bool,
-        Option("--media", help="Take pictures and sounds in chats, with the model's processor; one request at a time."),
-    ] = False
     pooling: Annotated[Literal["mean", "last"], Option(help="Which hidden states of a text make its embedding.")] = (
         "mean"
     )
@@ -104,12 +100,12 @@ class Serving:
                 "--pace needs --answer-bucket, the number of rows of every step: 2 or more, and more than "
                 "--draft-tokens"
             )
-        if self.media or self.tinker is not None:
-            raise ConfigError("--pace holds for answers to texts only; leave out --media and --tinker")
+        if self.tinker is not None:
+            raise ConfigError("--pace holds for answers only; leave out --tinker")
 
     def check_for_classifier(self) -> None:
         """Refuse what only models that generate have."""
-        given = {"--draft": self.draft, "--media": self.media, "--tinker": self.tinker, "--pace": self.pace_ms}
+        given = {"--draft": self.draft, "--tinker": self.tinker, "--pace": self.pace_ms}
         if wrong := [name for name, value in given.items() if value]:
             raise ConfigError(f"this model classifies texts and generates none; leave out {', '.join(wrong)}")
 

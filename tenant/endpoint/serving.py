@@ -28,7 +28,6 @@ from tenant.model.loading import (
     is_classifier,
     load_classifier,
     load_language_model,
-    load_processor,
     load_tokenizer,
     warn_of_other_template,
 )
@@ -54,13 +53,10 @@ def opened(
     if classifies:
         options.check_for_classifier()
     tokenizer = load_tokenizer(model)
-    processor = load_processor(model) if options.media else None
-    if processor is not None and tokenizer.chat_template is None:
-        tokenizer.chat_template = processor.chat_template  # of chat_template.json
     if classifies:
         loaded = load_classifier(model, remote=remote, tokenizer=tokenizer)
     else:
-        loaded = load_language_model(model, remote=remote, tokenizer=tokenizer, media=options.media)
+        loaded = load_language_model(model, remote=remote, tokenizer=tokenizer)
     with ExitStack() as running:
         backend = running.enter_context(backend_of(loaded))
         tasks = Tasks(loaded, tag=name, memory_limit=DEFAULT_MEMORY if options.tinker is None else _TRAINING_MEMORY)
@@ -79,9 +75,7 @@ def opened(
         engine: Engine = (
             ClassifyingEngine(loaded, tokenizer, tasks=tasks)
             if classifies
-            else open_engine(
-                loaded, tokenizer, tasks=tasks, limits=limits, drafter=drafter, media=options.media, turn=turn
-            )
+            else open_engine(loaded, tokenizer, tasks=tasks, limits=limits, drafter=drafter, turn=turn)
         )
         running.callback(engine.close, interrupt=backend.close)
         service = Service(
@@ -92,7 +86,6 @@ def opened(
             tasks=tasks,
             pooling=options.pooling,
             answer_bucket=options.answer_bucket,
-            processor=processor,
             session=session_of(loaded),
         )
         running.callback(service.vocabulary.close)
@@ -122,6 +115,6 @@ def server(
     routers = service.routers
     if not service.labels:
         shown = scheme_named(masking)
-        page = page_router(shown, lambda: ledger_of(service.model), model=service.root, media=options.media)
+        page = page_router(shown, lambda: ledger_of(service.model), model=service.root)
         routers = [page, *routers]
     return Server(create_app(service, settings, routers=routers), listener, drain_s=options.drain_s)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoProcessor,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
@@ -29,15 +28,13 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.discovery.skeleton import architecture, load_config
 from symbiosis_priv.checkpoints.forms import stated
-from symbiosis_priv.checkpoints.vetting import on_this_machine, read_json, vet_adapter, vet_processor
+from symbiosis_priv.checkpoints.vetting import on_this_machine, read_json, vet_adapter
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, UnsupportedModelError, one_line
 from symbiosis_priv.system.files import read_limited
 from tenant.model.adapter_limits import MemoryLimit, bounded_config, needs_weights
@@ -65,9 +62,6 @@ _COMPARE_YOURSELF = (
     "'inputs.safetensors'), and pass --inputs inputs.safetensors in place of --text"
 )
 _NEXT_TOKEN = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-_WITH_MEDIA = frozenset(  # the second mapping has models of sound without an encoder of text, such as Audio Flamingo
-    (*MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values())
-)
 
 
 def load_model(
@@ -138,7 +132,6 @@ def load_language_model(
     dtype: torch.dtype | str = "auto",
     blocks: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    media: bool = False,
 ) -> Any:
     """Load a model that predicts the next token, and set it to generate one token per forward pass. Arguments as for
     `load_model`.
@@ -146,7 +139,6 @@ def load_language_model(
     Args:
         tokenizer: the split model's tokenizer, from `load_tokenizer`. The preparation confirms the tokenizer's files
             while the model is loaded, so the files must be the same ones.
-        media: load a model that takes pictures or sounds besides text; others are refused.
 
     Raises:
         CheckpointError: the files of `tokenizer` have changed since it was loaded.
@@ -154,20 +146,14 @@ def load_language_model(
             would include the token to predict.
         SymbiosisError: `load_model` has failed.
     """
-    config = load_config(resolve(model))
-    kind = architecture(config)
-    takes_media = kind.__name__ in _WITH_MEDIA and not config.is_encoder_decoder
-    if media and not takes_media:
-        raise UnsupportedModelError(
-            f"{model} is a {kind.__name__}, which takes no pictures or sounds; serve texts only"
-        )
-    if not media and not is_language_model(kind):
+    kind = architecture(load_config(resolve(model)))
+    if not is_language_model(kind):
         raise UnsupportedModelError(
             f"{model} is a {kind.__name__}, which does not predict the next token from text alone. Load it with "
-            f"{kind.__name__}.from_pretrained(path, quantization_config=RemoteConfig(...)) and train that with PEFT"
-            + ("; `symbiosis-priv tenant serve --media` serves it" if takes_media else "")
+            f"{kind.__name__}.from_pretrained(path, quantization_config=RemoteConfig(...)), and use that with PEFT, or "
+            f"with its processor and generate()"
         )
-    loaded = load_model(model, remote=remote, dtype=dtype, blocks=blocks, kind=kind if media else AutoModelForCausalLM)
+    loaded = load_model(model, remote=remote, dtype=dtype, blocks=blocks)
     if tokenizer is not None:
         _check_unchanged(loaded, model, tokenizer)
     if loaded.can_generate():
@@ -245,28 +231,6 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
         raise CheckpointError(f"{folder} changed while its tokenizer was being loaded; run the command again")
     vars(tokenizer)[_READ_FROM] = {path: before[path] for path in files}
     return tokenizer
-
-
-def load_processor(model: str | Path) -> Any:
-    """Load the processor of a checkpoint, which makes a model's inputs of pictures or sounds and text. Raises
-    `ConfigError`: a package that the processor needs is not installed; `CheckpointError`: there is no processor, it
-    needs code of the checkpoint, or `vet_processor` refuses it."""
-    folder = resolve(model)
-    vet_processor(folder)
-    missing = f"{model} has no processor that transformers can load without running its code"
-    with on_this_machine():
-        try:
-            processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except ImportError as error:
-            needed = one_line(str(error)).partition(". ")[0]
-            raise ConfigError(
-                f"{model}: {needed}; install it, in the build that fits torch, or leave out --media"
-            ) from error
-        except Exception as error:  # transformers raises many types for malformed files
-            raise CheckpointError(f"{missing} ({shortened(error)})") from error
-    if isinstance(processor, PreTrainedTokenizerBase):  # what AutoProcessor returns for a model of texts
-        raise CheckpointError(f"{missing}; leave out --media, which is for models of pictures or sounds")
-    return processor
 
 
 def _states(paths: Iterable[Path]) -> dict[Path, tuple[int, ...]]:

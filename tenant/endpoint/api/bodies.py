@@ -5,7 +5,7 @@ A field with one allowed value is one of OpenAI's fields that may be sent and ha
 value (null, or an empty text or list) counts as absent: clients send back what they have read of an answer, with all
 fields that their own classes have.
 
-A value that may have several forms (`Texts`, `Part`) is checked as the form that it has, so that an error names what is
+A value that may have several forms (`Texts`, `Item`) is checked as the form that it has, so that an error names what is
 wrong with this form. The names of forms begin with "<", so that no error takes one for a field.
 
 A body of 8 MiB may hold millions of wrong values, and pydantic describes each in about a kilobyte. So a list is checked
@@ -13,9 +13,9 @@ up to its first wrong item (`FAIL_FAST`), and an object with more than `_FIELDS`
 read.
 """
 
-from collections.abc import Callable, Coroutine, Set
+from collections.abc import Callable, Coroutine, Sequence, Set
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, LiteralString, TypeVar
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -48,6 +48,13 @@ def _check_part_count(value: Any) -> Any:
     messages = (one.values() for one in value if isinstance(one, dict)) if isinstance(value, list) else ()
     if sum(len(given) for fields in messages for given in fields if isinstance(given, list)) > _PARTS:
         raise PydanticCustomError("too_many_parts", f"there are more than {_PARTS:,} parts and calls")
+    return value
+
+
+def _check_text_only(value: Any) -> Any:
+    """Refuse a part of a message that is no text."""
+    if not isinstance(value, dict) or value.get("type") not in ("text", "input_text", "output_text"):
+        raise PydanticCustomError("form", _TEXTS_ONLY)
     return value
 
 
@@ -84,12 +91,17 @@ def _check_together(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     return check(value)
 
 
+_TEXTS_ONLY: LiteralString = (
+    "this endpoint takes texts only; for pictures and sounds, call model.generate() with the model's processor: "
+    "docs/checkpoints.md, Images and sound"
+)
 _FIELDS = 1024
 _ONE_BY_ONE = 1 << 16
 _PARTS = 1 << 14  # and calls, of all messages: pydantic makes 100,000 a second
 _TEXTS = 2048
 BOUNDED = BeforeValidator(_check_field_count)
 _FEW_PARTS = BeforeValidator(_check_part_count)
+_TEXT_ONLY = BeforeValidator(_check_text_only)
 FAIL_FAST = Field(fail_fast=True)
 INTEGER = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 """Accepts 5.0 for 5, because JSON has only one type of numbers."""
@@ -213,41 +225,6 @@ class TextPart(Strict):
     text: str
 
 
-Detail = Literal["auto", "low", "high", "original"]
-
-
-class ImageUrl(Strict):
-    """A picture as a `data:` address. `detail` has no effect: the model's processor decides the size."""
-
-    url: str
-    detail: Detail | None = None
-
-
-class ImagePart(Strict):
-    type: Literal["image_url"]
-    image_url: ImageUrl
-
-
-class InputAudio(Strict):
-    """A sound as base64."""
-
-    data: str
-    format: Literal["wav"]
-
-
-class AudioPart(Strict):
-    type: Literal["input_audio"]
-    input_audio: InputAudio
-
-
-Part = Annotated[
-    Annotated[TextPart, Tag("<text>")]
-    | Annotated[ImagePart, Tag("<image_url>")]
-    | Annotated[AudioPart, Tag("<input_audio>")],
-    _chosen(_type, "a part of the type text, image_url or input_audio"),
-]
-
-
 class FunctionCall(Strict):
     """A call by the model; `arguments` is JSON."""
 
@@ -266,7 +243,7 @@ class ToolCall(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: TextOrList[Part] | None = None
+    content: TextOrList[Annotated[TextPart, _TEXT_ONLY]] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128), FAIL_FAST] | None = None
     tool_call_id: str | None = None
@@ -331,27 +308,17 @@ class ChatRequest(CompletionFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20), INTEGER] | None = None
 
 
+def text_of(content: str | Sequence["TextPart | InputText | TextBlock"], between: str = "") -> str:
+    """Return the text of a message's content."""
+    return content if isinstance(content, str) else between.join(part.text for part in content)
+
+
 class InputText(Strict):
     type: Literal["input_text", "output_text"]
     text: str
 
 
-class InputImage(Strict):
-    """A picture, as in `ImageUrl`."""
-
-    type: Literal["input_image"]
-    image_url: str
-    detail: Detail | None = None
-
-
-InputPart = Annotated[
-    Annotated[InputText, Tag("<input_text>")]
-    | Annotated[InputText, Tag("<output_text>")]
-    | Annotated[InputImage, Tag("<input_image>")]
-    | Annotated[AudioPart, Tag("<input_audio>")],
-    _chosen(_type, "a part of the type input_text, output_text, input_image or input_audio"),
-]
-InputContent = TextOrList[InputPart]
+InputContent = TextOrList[Annotated[InputText, _TEXT_ONLY]]
 
 
 class InputItem(Strict):
@@ -453,17 +420,6 @@ class TextBlock(MessageBlock):
     citations: list[Any] | None = None
 
 
-class Base64Source(Strict):
-    type: Literal["base64"]
-    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
-    data: str
-
-
-class ImageBlock(MessageBlock):
-    type: Literal["image"]
-    source: Base64Source
-
-
 class ToolUseBlock(MessageBlock):
     type: Literal["tool_use"]
     id: str
@@ -471,18 +427,12 @@ class ToolUseBlock(MessageBlock):
     input: dict[str, Any]
 
 
-ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")],
-    _chosen(_type, "a block of the type text or image"),
-]
-
-
 class ToolResultBlock(MessageBlock):
     """The result of a tool. `is_error` has no effect: the text says it."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: TextOrList[ResultBlock] | None = None
+    content: TextOrList[Annotated[TextBlock, _TEXT_ONLY]] | None = None
     is_error: bool | None = None
 
 
@@ -497,12 +447,11 @@ class ThinkingBlock(MessageBlock):
 
 Block = Annotated[
     Annotated[TextBlock, Tag("<text>")]
-    | Annotated[ImageBlock, Tag("<image>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[ThinkingBlock, Tag("<redacted_thinking>")],
-    _chosen(_type, "a block of the type text, image, tool_use, tool_result or thinking"),
+    _chosen(_type, f"a block of the type text, tool_use, tool_result or thinking: {_TEXTS_ONLY}"),
 ]
 
 
@@ -537,7 +486,7 @@ class MessagesRequest(Strict):
     service_tier: Literal["auto", "standard_only"] | None = None
     stop_sequences: Annotated[list[StopText], Field(max_length=16), FAIL_FAST] | None = None
     stream: bool | None = None
-    system: TextOrList[TextBlock] | None = None
+    system: TextOrList[Annotated[TextBlock, _TEXT_ONLY]] | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     thinking: Annotated[dict[str, Any], BOUNDED] | None = None
     tool_choice: AnthropicChoice | None = None

@@ -6,7 +6,7 @@ import math
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,6 @@ from symbiosis_priv.errors import ConfigError
 from tenant.endpoint.api.bodies import CompletionFields
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.http_server import CONNECTIONS
-from tenant.endpoint.api.media import Processor
 from tenant.endpoint.api.vocabulary import Vocabulary
 from tenant.endpoint.engine.answer import TextStream
 from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Pooling, Sampling
@@ -129,7 +128,6 @@ class Service:
         tasks: Tasks | None = None,
         pooling: Pooling = "mean",
         answer_bucket: int = 1,
-        processor: Any = None,
         session: Session | None = None,
     ) -> None:
         config = model.config.get_text_config()
@@ -145,7 +143,6 @@ class Service:
         self.tasks = tasks
         self.pooling = pooling
         self.answer_bucket = answer_bucket
-        self.processor = None if processor is None else Processor(processor)
         self.created = int(time.time())
         self.context: int = context_of(config) or 1 << 20
         self.ends = frozenset(token for token in found if token is not None)
@@ -231,7 +228,7 @@ class Service:
             raise self.too_long(len(text), "characters", param=param)
 
     async def in_thread(self, client: str, work: Callable[[], T]) -> T:
-        """Run `work` in the only thread for texts and media, where clients take turns. Work that has begun keeps the
+        """Run `work` in the only thread for texts, where clients take turns. Work that has begun keeps the
         thread until its end, also if its client has left; work that waits then is dropped."""
         async with self._turns[client]:  # at most one call of each client is in the queue
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -263,7 +260,6 @@ class Service:
         client: str,
         limit: int | None,
         default: int,
-        inputs: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> EngineRequest:
         """Return the request to the engine for one prompt, with at most `limit` new tokens (`default` if None). Missing
@@ -312,7 +308,6 @@ class Service:
                 **sampling,
             ),
             bucket=max(self.answer_bucket, body.answer_bucket or 1),
-            inputs=inputs or {},
             shows_row=body.stream_options is not None and body.stream_options.include_row,
         )
 

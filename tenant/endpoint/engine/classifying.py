@@ -93,8 +93,8 @@ class ClassifyingEngine(QueuedEngine):
             "input_ids": _padded([one.prompt for one in requests], pad, width),
             "attention_mask": _padded([[1] * len(one.prompt) for one in requests], 0, width),
         }
-        if any(TYPES in one.inputs for one in requests):
-            given[TYPES] = _padded([one.inputs.get(TYPES) or [0] * len(one.prompt) for one in requests], 0, width)
+        if any(one.types for one in requests):
+            given[TYPES] = _padded([one.types or [0] * len(one.prompt) for one in requests], 0, width)
         given = {name: tensor.to(self._model.device) for name, tensor in given.items()}
         if self._tasks is None:
             return list(self._model(**given).logits)

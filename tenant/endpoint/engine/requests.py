@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from symbiosis_priv.errors import SymbiosisError
 
@@ -74,7 +74,7 @@ class EngineRequest:
             `EngineLimits.prompt_rows` at most), which are filled with rows of no meaning, and passes of the answer.
             `Done` follows the last pass of the bucket.
         pooling: compute an embedding of the prompt instead of an answer, or a classifier's logits.
-        inputs: further tensors for the model's forward pass, of pictures or sounds, by name.
+        types: the type of each token, for a classifier that reads pairs of texts.
         shows_row: report a row of the last token that was computed without other requests (`Done.row`).
     """
 
@@ -88,7 +88,7 @@ class EngineRequest:
     sampling: Sampling = field(default_factory=Sampling)
     bucket: int = 1
     pooling: Pooling | None = None
-    inputs: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    types: tuple[int, ...] | None = None
     shows_row: bool = False
 
     @property

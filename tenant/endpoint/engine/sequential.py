@@ -1,11 +1,8 @@
-"""The engine for models that `PackedModel` does not support, and for pictures and sounds; and the choice of engines."""
+"""The engine for models that `PackedModel` does not support, and the choice of engines."""
 
 import copy
 import logging
-import time
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +21,7 @@ from tenant.endpoint.engine.answer import token_logprob
 from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.endpoint.engine.queued import QueuedEngine, Turn
-from tenant.endpoint.engine.requests import Engine, EngineRequest, Handle, Load, Sink
+from tenant.endpoint.engine.requests import Engine, EngineRequest
 from tenant.endpoint.engine.sequence import Drafter, Sequence
 from tenant.session.tally import look, taken_sight
 from tenant.tasks import Tasks
@@ -97,9 +94,6 @@ class SequentialEngine(QueuedEngine):
         )
         ids = torch.tensor([request.prompt], dtype=torch.long, device=self._model.device)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        for name, tensor in request.inputs.items():
-            dtype = self._model.dtype if tensor.is_floating_point() else tensor.dtype
-            given[name] = tensor.to(self._model.device, dtype)
         with batch, torch.no_grad():
             if request.pooling is not None:
                 hidden = self._model.base_model(**given).last_hidden_state[0]
@@ -132,27 +126,6 @@ class SequentialEngine(QueuedEngine):
         return token
 
 
-class MediaEngine(Engine):
-    """Computes requests of texts together, and those with pictures or sounds with `generate()`. Both engines use the
-    model in turns, so neither waits for more than a step of the other."""
-
-    def __init__(self, texts: ContinuousEngine, media: SequentialEngine) -> None:
-        self._texts, self._media = texts, media
-
-    def submit(self, request: EngineRequest, sink: Sink) -> Handle:
-        return (self._media if request.inputs else self._texts).submit(request, sink)
-
-    def load(self) -> Load:
-        texts, media = self._texts.load(), self._media.load()
-        names = ("running", "waiting", "steps", "tokens")
-        return replace(texts, **{name: getattr(texts, name) + getattr(media, name) for name in names})
-
-    def close(self, *, drain_s: float = 0.0, interrupt: Callable[[], None] | None = None) -> None:
-        end = time.monotonic() + drain_s
-        for engine in (self._media, self._texts):
-            engine.close(drain_s=max(0.0, end - time.monotonic()), interrupt=interrupt)
-
-
 class _Steps(LogitsProcessor):
     """Lets the request's own sampler choose each token: the only token that `generate()` can choose."""
 
@@ -182,14 +155,13 @@ def open_engine(
     tasks: Tasks | None = None,
     limits: EngineLimits | None = None,
     drafter: Drafter | None = None,
-    media: bool = False,
     turn: Turn | None = None,
 ) -> Engine:
     """Open the engine that computes all requests together; or, for a model that this engine does not support, the
     engine that calls `generate()` for each request. The choice and its reason are logged. `drafter`: guesses tokens to
-    save round trips (`speculation`). `media`: requests may have pictures or sounds, which the engine on `generate()`
-    takes. Raises `ConfigError`: there is a drafter or a pace, which the engine on `generate()` does not support;
-    `SymbiosisError`: the model cannot generate: a provider fails, or its experts would show routes."""
+    save round trips (`speculation`). Raises `ConfigError`: there is a drafter or a pace, which the engine on
+    `generate()` does not support; `SymbiosisError`: the model cannot generate: a provider fails, or its experts would
+    show routes."""
     limits = limits or EngineLimits()
     try:
         packed = _probed(model, tasks)
@@ -201,12 +173,8 @@ def open_engine(
             ) from error
         log.warning("%s: one request at a time, because %s", type(model).__name__, error)
         return SequentialEngine(model, tokenizer, tasks=tasks, max_waiting=limits.waiting, turn=turn)
-    log.info("%s: all requests together%s", type(model).__name__, " but those with pictures or sounds" * media)
-    turn = turn or Turn()
-    texts = ContinuousEngine(packed, tokenizer, tasks=tasks, limits=limits, drafter=drafter, turn=turn)
-    if not media:
-        return texts
-    return MediaEngine(texts, SequentialEngine(model, tokenizer, tasks=tasks, max_waiting=limits.waiting, turn=turn))
+    log.info("%s: all requests together", type(model).__name__)
+    return ContinuousEngine(packed, tokenizer, tasks=tasks, limits=limits, drafter=drafter, turn=turn)
 
 
 def _probed(model: Any, tasks: Tasks | None) -> PackedModel:

@@ -19,7 +19,7 @@ FILES = {
     "/icon.svg": ("icon.svg", "image/svg+xml"),
     **{
         f"/{name}.js": (f"{name}.js", "text/javascript")
-        for name in ("page", "chats", "dom", "events", "ledger", "markdown", "pictures")
+        for name in ("page", "chats", "dom", "events", "ledger", "markdown")
     },
 }
 """The page's files and their types, by path. They need no key."""
@@ -62,7 +62,7 @@ class Provider(ProviderFigures):
 class SessionLedger(BaseModel):
     """The providers of the session. `summary` names the parties that can read rows, and `assumption` states when rows
     are hidden from the others. `model`: the base model; with its commit if it is on the hub. `remote`: rows are sent to
-    providers; `exposed`: an executor can read them. `media`: chats may have pictures or sounds."""
+    providers; `exposed`: an executor can read them."""
 
     model: str
     masking: str
@@ -71,11 +71,10 @@ class SessionLedger(BaseModel):
     visible: str
     remote: bool
     exposed: bool
-    media: bool
     providers: list[Provider]
 
 
-def page_router(scheme: Scheme, ledger: Callable[[], Ledger | None], *, model: str, media: bool = False) -> APIRouter:
+def page_router(scheme: Scheme, ledger: Callable[[], Ledger | None], *, model: str) -> APIRouter:
     """Return the routes of the page. `/ledger` needs a key, which the application checks. `ledger`: returns the
     counters of the session; None if the scheme has no session."""
     router = APIRouter()
@@ -97,7 +96,6 @@ def page_router(scheme: Scheme, ledger: Callable[[], Ledger | None], *, model: s
             visible=_VISIBLE,
             remote="executor" in scheme.roles,
             exposed="executor" in scheme.roles - scheme.hides_from,
-            media=media,
             providers=[
                 Provider(**asdict(one) | unseen, hidden=one.role in scheme.hides_from, sees=sees(scheme, one.role))
                 for one in providers

@@ -4,16 +4,14 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from functools import partial
 from inspect import signature
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from symbiosis_priv.errors import ConfigError, OverloadedError
-from tenant.endpoint.api.bodies import ChatRequest, JsonRoute, Message, NamedTool, StreamOptions, TextPart
+from tenant.endpoint.api.bodies import ChatRequest, JsonRoute, Message, NamedTool, StreamOptions, text_of
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.api.media import Media, Processor, check_kept, texts_of
 from tenant.endpoint.api.routes.tools import ToolText, arguments_of, calling, closed, tagged
 from tenant.endpoint.api.running import (
     DOCUMENTED,
@@ -85,7 +83,7 @@ class PreparedChat:
                 in_tags = tagged(template)
             except ConfigError as error:
                 raise ApiError(400, str(error), param="tools") from error
-        prompt, inputs = await _prompt(body, service, template, client)
+        prompt = await _prompt(body, service, template, client)
         grammar = await _grammar(body, service, template, client)
         request = service.request(
             body,
@@ -93,7 +91,6 @@ class PreparedChat:
             client=client,
             limit=limits.pop() if limits else None,
             default=_NEW_TOKENS,
-            inputs=inputs,
             grammar=grammar,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
@@ -178,46 +175,25 @@ class PreparedChat:
         return {"content": [{**own, "top_logprobs": tops}], "refusal": None}
 
 
-async def _prompt(
-    body: ChatRequest, service: Service, template: str, client: str
-) -> tuple[list[int], Mapping[str, Any]]:
-    """Return the token ids of the rendered messages, and the tensors of their pictures and sounds."""
-    media = Media()
-
-    def decode() -> list[dict[str, Any]]:
-        return [_message(one, place, service.processor, media) for place, one in enumerate(body.messages)]
-
-    # decoding takes long, so it runs in the thread
-    messages = decode() if service.processor is None else await service.in_thread(client, decode)
+async def _prompt(body: ChatRequest, service: Service, template: str, client: str) -> list[int]:
+    """Return the token ids of the rendered messages."""
+    messages = [_message(one, place) for place, one in enumerate(body.messages)]
     tools = None
     if body.tools and body.tool_choice != "none":
         tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools]
 
     options: dict[str, Any] = _options(body, service, template)
     options |= {"chat_template": template, "tools": tools, "add_generation_prompt": True}
-
-    def render() -> str:
-        text = render_chat(messages, service.tokenizer, **options)
-        service.check_length(text, param="messages")  # before work whose time depends on it
-        if service.processor is not None:
-            check_kept(messages, text)
-        return text
-
-    inputs: Mapping[str, Any] = {}
     try:
-        text = await service.in_thread(client, render)
-        if media and service.processor is not None:
-            process = partial(service.processor.inputs, text, media, context=service.context)
-            prompt, inputs = await service.in_thread(client, process)
+        text = await service.in_thread(client, lambda: render_chat(messages, service.tokenizer, **options))
     except ConfigError as error:
         raise ApiError(400, str(error), param="messages") from error
-    if not media:
-        prompt = await service.encode(text, param="messages", client=client, special=False)  # the template adds them
+    prompt = await service.encode(text, param="messages", client=client, special=False)  # the template adds them
     if not prompt:
         raise ApiError(400, "the messages have no tokens", param="messages")
     if len(prompt) > service.context:
         raise service.too_long(len(prompt), "tokens", param="messages")
-    return prompt, inputs
+    return prompt
 
 
 def _options(body: ChatRequest, service: Service, template: str) -> dict[str, str | int | float | bool]:
@@ -236,19 +212,11 @@ def _options(body: ChatRequest, service: Service, template: str) -> dict[str, st
     return options
 
 
-def _message(message: Message, place: int, processor: Processor | None, media: Media) -> dict[str, Any]:
-    """Return a message as chat templates need it: joined text, or a list of parts for a model with a processor; and
-    arguments as objects. Pictures and sounds are added to `media`."""
+def _message(message: Message, place: int) -> dict[str, Any]:
+    """Return a message as chat templates need it: joined text, and arguments as objects."""
     found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-    parts = message.content
-    where = f"messages.{place}.content"
-    if processor is not None and message.role != "tool":
-        given = [TextPart(type="text", text=parts)] if isinstance(parts, str) else parts or []
-        named = ((f"{where}.{number}", part) for number, part in enumerate(given))
-        found["content"] = [processor.template_part(part, media, param=name) for name, part in named] or None
-    else:
-        found["content"] = texts_of(parts, param=where) if isinstance(parts, list) else parts
-    if found["content"] is None:
+    found["content"] = None if message.content is None else text_of(message.content)
+    if message.content is None:
         if message.role != "assistant" or not message.tool_calls:
             raise ApiError(400, "the message has no content", param=f"messages.{place}.content")
         found["content"] = ""

@@ -105,7 +105,7 @@ async def _probabilities(
                 client=client,
                 pooling="logits",
                 bucket=service.answer_bucket,
-                inputs={} if types is None else {TYPES: types},
+                types=None if types is None else tuple(types),
             )
             for tokens, types in texts[begin : begin + _AT_A_TIME]
         ]

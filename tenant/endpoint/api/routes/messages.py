@@ -39,7 +39,7 @@ def _chat(body: bodies.MessagesRequest) -> bodies.ChatRequest:
         raise ApiError(400, "the last message is the assistant's; end with one of the user", param="messages")
     found: list[dict[str, Any]] = []
     if body.system is not None:
-        system = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
+        system = bodies.text_of(body.system, "\n")
         found.append({"role": "system", "content": system})
     for message in body.messages:
         text = message.content
@@ -66,27 +66,20 @@ def _chat(body: bodies.MessagesRequest) -> bodies.ChatRequest:
 def _messages(role: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
     """Convert a message to messages of a chat: the results of tools first, as the messages that they are there."""
     results: list[dict[str, Any]] = []
-    content: list[dict[str, Any]] = []
+    texts: list[str] = []
     calls: list[dict[str, Any]] = []
     for block in blocks:
         if isinstance(block, bodies.ToolResultBlock):
-            said = block.content if isinstance(block.content, str) else [_part(one) for one in block.content or ()]
-            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": said or ""})
+            said = bodies.text_of(block.content or "")
+            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": said})
         elif isinstance(block, bodies.ToolUseBlock):
             function = {"name": block.name, "arguments": json.dumps(block.input)}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif not isinstance(block, bodies.ThinkingBlock):
-            content.append(_part(block))
-    if content or calls or not results:
-        results.append({"role": role, "content": content or None, "tool_calls": calls or None})
+            texts.append(block.text)
+    if texts or calls or not results:
+        results.append({"role": role, "content": "".join(texts) if texts else None, "tool_calls": calls or None})
     return results
-
-
-def _part(block: bodies.TextBlock | bodies.ImageBlock) -> dict[str, Any]:
-    """Convert a block to a part of a chat's message."""
-    if isinstance(block, bodies.TextBlock):
-        return {"type": "text", "text": block.text}
-    return {"type": "image_url", "image_url": {"url": f"data:{block.source.media_type};base64,{block.source.data}"}}
 
 
 class _Prepared:

@@ -47,7 +47,7 @@ def _chat(body: bodies.ResponsesRequest) -> bodies.ChatRequest:
         found.append({"role": "system", "content": body.instructions})
     for item in [bodies.InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input:
         if isinstance(item, bodies.InputMessage):
-            found.append({"role": item.role, "content": _content(item.content)})
+            found.append({"role": item.role, "content": bodies.text_of(item.content)})
         elif isinstance(item, bodies.InputCall):
             if not found or found[-1]["role"] != "assistant":
                 found.append({"role": "assistant", "content": None})
@@ -55,7 +55,7 @@ def _chat(body: bodies.ResponsesRequest) -> bodies.ChatRequest:
             call = {"id": item.call_id, "type": "function", "function": function}
             found[-1].setdefault("tool_calls", []).append(call)
         elif isinstance(item, bodies.InputResult):
-            found.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": bodies.text_of(item.output)})
     same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream")
     given: dict[str, Any] = {name: getattr(body, name) for name in same}
     given |= {"messages": found, "max_tokens": body.max_output_tokens}
@@ -74,20 +74,6 @@ def _chat(body: bodies.ResponsesRequest) -> bodies.ChatRequest:
         return bodies.ChatRequest.model_validate(given)
     except ValidationError as error:
         raise ApiError(400, f"too many items, or {error.errors()[0]['msg']}"[:500], param="input") from error
-
-
-def _content(content: bodies.InputContent) -> str | list[dict[str, Any]]:
-    """Convert the content of a message to that of a chat."""
-    return content if isinstance(content, str) else [_part(part) for part in content]
-
-
-def _part(part: bodies.InputText | bodies.InputImage | bodies.AudioPart) -> dict[str, Any]:
-    """Convert a part of a message to a part of a chat."""
-    if isinstance(part, bodies.InputText):
-        return {"type": "text", "text": part.text}
-    if isinstance(part, bodies.InputImage):
-        return {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}}
-    return part.model_dump()
 
 
 class _Prepared:

@@ -5,18 +5,13 @@ import { add, button, byId, copyButton, count } from "./dom.js";
 import { events } from "./events.js";
 import * as ledger from "./ledger.js";
 import { show } from "./markdown.js";
-import * as pictures from "./pictures.js";
 
 const LEDGER_MS = 500;
 const HERE = /^(localhost|127\.[0-9.]+|\[::1\])$/; // rows are shown to browsers on the endpoint's machine only
-const TEXTS_ONLY =
-  "This server takes texts only. For pictures, start tenant serve with --media and a model of pictures.";
 
 const isNarrow = matchMedia("(max-width: 60rem)");
-// { id, messages: [{ role, content, model }] }; content is a text or a list of parts. A reload opens it again.
+// { id, messages: [{ role, content, model }] }. A reload opens it again.
 let chat = chats.all().find(({ id }) => id === sessionStorage.getItem("open")) ?? newChat();
-let attached = []; // data URLs of pictures for the next message
-let takesPictures = false;
 let answering = null; // the AbortController of the answer in progress
 let progress = ""; // of the answer; shown while no provider is waited for
 let before = null; // the ledger before the last question
@@ -24,18 +19,6 @@ let costs = {}; // of the last answer
 
 function newChat() {
   return { id: crypto.randomUUID(), messages: [] };
-}
-
-function textOf(content) {
-  return typeof content === "string" ? content : content.map((part) => part.text ?? "").join("");
-}
-
-function picturesOf(content) {
-  return typeof content === "string" ? [] : content.flatMap((part) => part.image_url?.url ?? []);
-}
-
-function contentOf(text, urls) {
-  return urls.length ? [...urls.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text }] : text;
 }
 
 function say(text) {
@@ -102,9 +85,7 @@ async function showModels() {
 
 async function sessionLedger() {
   const now = await (await request("ledger")).json();
-  takesPictures = now.media;
   ledger.showPromise(now);
-  byId("attach").hidden = !takesPictures;
   return now;
 }
 
@@ -132,11 +113,9 @@ function bubble(role, heading) {
 
 function showMessage({ role, content, model }, at) {
   const { article, text } = bubble(role, role === "user" ? "You" : (model ?? "Answer"));
-  article.dataset.text = textOf(content);
-  if (role === "user") {
-    picturesOf(content).forEach((url) => pictures.show(text, url, "Picture"));
-    add(text, "div", textOf(content)).dir = "auto";
-  } else show(text, content);
+  article.dataset.text = content;
+  if (role === "user") add(text, "div", content).dir = "auto";
+  else show(text, content);
   if (at !== undefined) addActions(article, at);
   return article;
 }
@@ -205,7 +184,7 @@ function edit(article, at) {
     form.remove();
     replaced.forEach((one) => (one.hidden = false));
   };
-  const box = add(form, "textarea", textOf(content));
+  const box = add(form, "textarea", content);
   box.dir = "auto";
   box.ariaLabel = "Edited message";
   box.addEventListener("keydown", (event) => (event.key === "Escape" ? close() : sendOnEnter(event)));
@@ -214,7 +193,7 @@ function edit(article, at) {
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     const text = box.value.trim();
-    if (text) askAgain(at, contentOf(text, picturesOf(content)));
+    if (text) askAgain(at, text);
   });
   replaced.forEach((one) => (one.hidden = true));
   box.focus();
@@ -322,18 +301,15 @@ function setAnswering(controller) {
 }
 
 function keep({ id, messages }) {
-  chats.keep(id, messages, textOf(messages[0].content));
+  chats.keep(id, messages, messages[0].content);
   sessionStorage.setItem("open", id);
   showChats();
 }
 
 // Puts a question that was stopped before its answer began into the empty message box; else it stays in the chat.
 function takeBack(at) {
-  if (!byId("message").value && !attached.length) {
-    const { content } = chat.messages.pop();
-    byId("message").value = textOf(content);
-    attached = picturesOf(content);
-    showAttached();
+  if (!byId("message").value) {
+    byId("message").value = chat.messages.pop().content;
     if (chat.messages.length) keep(chat);
     else chats.remove(chat.id);
     showChats();
@@ -360,63 +336,14 @@ async function send(content) {
   write();
 }
 
-// Pictures for the next message
-
-function showAttached() {
-  const place = byId("attached");
-  place.replaceChildren();
-  attached.forEach((url, at) => {
-    const remove = button("×", () => {
-      attached.splice(at, 1);
-      showAttached();
-      byId("message").focus();
-    });
-    remove.setAttribute("aria-label", `Remove picture ${at + 1}`);
-    pictures.show(place, url, `Picture ${at + 1}`).after(remove);
-  });
-}
-
-async function attach(files) {
-  if (!takesPictures) return say(TEXTS_ONLY);
-  for (const file of files) {
-    try {
-      attached.push(await pictures.read(file));
-      say("");
-    } catch (error) {
-      say(error.message);
-    }
-  }
-  showAttached();
-  byId("message").focus();
-}
-
-byId("attach").addEventListener("click", () => byId("picture").click());
-
-byId("picture").addEventListener("change", async (event) => {
-  await attach([...event.target.files]);
-  event.target.value = "";
-});
-
-for (const name of ["dragover", "drop", "paste"]) {
-  document.addEventListener(name, (event) => {
-    const data = event.dataTransfer ?? event.clipboardData;
-    if (!data.types.includes("Files") || (name === "paste" && data.types.includes("text/plain"))) return;
-    event.preventDefault(); // the browser would open the file in place of the page
-    if (name !== "dragover") attach([...data.files]);
-  });
-}
-
 // Controls
 
 byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = byId("message").value.trim();
   if (!text || answering) return byId("message").focus();
-  const content = contentOf(text, attached);
   byId("message").value = "";
-  attached = [];
-  showAttached();
-  send(content);
+  send(text);
 });
 
 function sendOnEnter(event) {

@@ -168,7 +168,7 @@ def test_pairs_are_scored_and_ranked_as_the_model_scores_them(tiny: Path, tmp_pa
 
 def test_options_of_models_that_generate_are_refused(classifier: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(classifier, tmp_path / "copy")
-    for options in (Serving(draft="prompt"), Serving(media=True)):
+    for options in (Serving(draft="prompt"), Serving(tinker=tmp_path)):
         with (
             pytest.raises(ConfigError, match="this model classifies texts and generates none; leave out --"),
             serving.opened(folder, RemoteConfig(masking="simulate"), name="x", adapters={}, options=options),

@@ -3,7 +3,6 @@
 `pytest --basetemp FOLDER` keeps pictures of the page's states in FOLDER/states0.
 """
 
-import base64
 import json
 import re
 import shutil
@@ -22,7 +21,6 @@ from tenant import RemoteConfig
 from tenant.endpoint.options import Serving
 from tenant.model.ledger import ledger_of
 from tenant.session.tally import Ledger
-from tests.tenant.endpoint.api.test_media import png, write
 from tests.tenant.endpoint.conftest import served_at
 
 INSTALL = "to test the page, install Chromium and `pip install playwright`"
@@ -391,7 +389,7 @@ def test_languages_run_in_their_own_direction(page: Any, states: Path) -> None:
     page.screenshot(path=states / "arabic.png")
 
 
-CONTRAST, DROP = (Path(__file__).with_name(f"{name}.js").read_text(encoding="utf-8") for name in ("contrast", "drop"))
+CONTRAST = Path(__file__).with_name("contrast.js").read_text(encoding="utf-8")
 
 
 def contrasts(page: Any) -> dict[tuple[str, str], float]:
@@ -473,49 +471,6 @@ def test_a_phone_shows_the_conversation_first(page: Any, states: Path) -> None:
     page.get_by_role("button", name="Settings").click()
     drawer = page.locator("#settings").bounding_box()
     assert (drawer["x"], drawer["width"], drawer["y"] + drawer["height"]) == (0, 390, 844)
-
-
-def test_a_server_of_texts_says_that_it_takes_no_pictures(page: Any) -> None:
-    page.evaluate(DROP, ["drop", "image/png", ""])
-    page.get_by_text("takes texts only").wait_for()
-    assert page.get_by_role("button", name="Add a picture").is_hidden()
-
-
-def test_pictures_are_dropped_pasted_and_chosen(browser: Any, tmp_path: Path) -> None:
-    """An endpoint of LLaVA in miniature. The page's policy allows no address of a picture, so they are drawn."""
-    write(tmp_path, "Llava")
-    file = base64.b64encode(png(40, 30)).decode()
-    remote = RemoteConfig(masking="simulate")
-    with (
-        served_at(tmp_path, remote, key=KEY, options=Serving(media=True)) as (_, address),
-        signed_in(browser, address) as page,
-    ):
-        settings(page, tokens="4", temperature="0")
-        page.get_by_text("on this machine alone").wait_for()
-        for place in ("drop", "paste"):
-            page.evaluate(DROP, [place, "image/png", file])
-        page.locator("#picture").set_input_files([{"name": "c.png", "mimeType": "image/png", "buffer": png(4000, 20)}])
-        page.get_by_role("button", name="Remove picture 3").click()
-        huge = {"name": "huge.png", "mimeType": "image/png", "buffer": bytes((20 << 20) + 1)}
-        page.locator("#picture").set_input_files([huge])
-        page.get_by_text("huge.png is larger than 20 MiB").wait_for()
-        page.evaluate(DROP, ["drop", "image/png", base64.b64encode(b"no picture").decode()])
-        page.get_by_text("cannot read a.png").wait_for()
-        with page.expect_request(COMPLETIONS) as asked:
-            ask(page, "What is this?")
-        *parts, text = question(asked)[0]["content"]
-        assert [part["image_url"]["url"].partition(",")[0] for part in parts] == ["data:image/jpeg;base64"] * 2
-        assert text["text"] == "What is this?"
-        assert page.locator("#chat").get_by_role("alert").count() == 0
-        page.reload()
-        page.locator("#chat .user canvas").nth(1).wait_for()
-        page.get_by_role("button", name="Edit").click()
-        page.get_by_label("Edited message").fill("And this?")
-        page.get_by_role("option").first.wait_for(state="attached")  # the page has asked for models meanwhile
-        with page.expect_request(COMPLETIONS) as asked:
-            page.keyboard.press("Enter")
-        assert question(asked)[0]["content"] == [*parts, {"type": "text", "text": "And this?"}]
-        answer_of(page)
 
 
 def test_a_wrong_key_is_asked_for_again(browser: Any, served: Served) -> None:

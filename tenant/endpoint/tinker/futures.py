@@ -75,6 +75,12 @@ class Futures:
     def find(self, client: str, id: str) -> Future | None:
         return self._of.get(client, {}).get(id)
 
+    def cancel(self, client: str, prefix: str) -> None:
+        """Cancel the requests whose ids begin with `prefix`."""
+        for id, one in self._of.get(client, {}).items():
+            if id.startswith(prefix):
+                one.cancel()
+
     def new(self, client: str, id: str, size: int) -> Future:
         """Return a future, which `keep` adds. Old results are dropped, as many as its `size` needs. Raises `ApiError`
         if requests without a result leave no room."""

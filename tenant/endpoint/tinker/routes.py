@@ -48,8 +48,7 @@ T = TypeVar("T", bound=BaseModel)
 Answer = dict[str, Any]
 
 SIGNED = "/tinker-files/"
-_SESSION_S = 900.0  # without a heartbeat, of which the client sends one every 10 s
-_SESSIONS = 64  # of one key
+_SESSION_S = 120.0  # without a heartbeat, of which the client sends one every 10 s
 _SAMPLERS = 256  # of one session; the oldest ones end
 _TTL_S = 10 * 366 * 86400
 _URL_S = 3600
@@ -161,10 +160,6 @@ class Tinker:
 
     async def create_session(self, body: Offered[types.CreateSessionRequest], client: Client) -> Answer:
         session = _Session(id=secrets.token_hex(16), client=client)
-        own = sorted((one for one in self.sessions.values() if one.client == client), key=lambda one: one.heard)
-        silent = [one for one in self.sessions.values() if session.heard - one.heard > _SESSION_S]
-        for old in {one.id: one for one in (*silent, *own[: max(0, len(own) - _SESSIONS + 1)])}.values():
-            self._end(old)
         self.sessions[session.id] = session
         return {"session_id": session.id}
 
@@ -173,7 +168,8 @@ class Tinker:
         return {}
 
     async def finish(self, session: str, client: Client) -> Response:
-        self._end(self._session(client, session))
+        if session in self.sessions:  # it may have ended because the client was silent
+            self._end(self._session(client, session))
         return Response(status_code=204)
 
     # Training
@@ -339,14 +335,17 @@ class Tinker:
         if found is None or found.client != client:
             raise ApiError(410, "there is no such session; the endpoint may have been started again", code="not_found")
         found.heard = time.monotonic()
+        for other in [one for one in self.sessions.values() if found.heard - one.heard > _SESSION_S]:
+            self._end(other)
         return found
 
     def _end(self, session: _Session) -> None:
-        """End a session and its training clients."""
+        """End a session, its training clients and its samples. The results that are there stay."""
         del self.sessions[session.id]
         for run in self.training.runs(session.client):
             if run.id.startswith(session.id):
                 self.training.end(run)
+        self.futures.cancel(session.client, f"{session.id}:sample:")
 
     def _sampler(self, client: str, id: str) -> Place | None:
         session = self.sessions.get(id.partition(":")[0])

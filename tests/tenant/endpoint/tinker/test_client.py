@@ -22,7 +22,7 @@ from tenant import RemoteConfig
 from tenant.model.loading import load_language_model
 from tenant.tasks import Tasks
 from tests.tenant.endpoint.tinker.conftest import KEYS, served
-from tests.waiting import beside, until
+from tests.waiting import beside
 
 pytest.importorskip("tinker")
 from tinker.proto.request_conv import forward_backward_request_to_proto
@@ -34,11 +34,12 @@ from tenant.endpoint.tinker.futures import Futures
 from tenant.endpoint.tinker.training import Training
 from tenant.endpoint.tinker.wire import steps_of
 
-pytestmark = [  # the client leaves a connection open
+QUIET = [  # the client leaves a connection open
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning"),
 ]
+pytestmark = QUIET
 Connect = Callable[..., Any]
 TEXTS = [[5, 9, 7, 11, 3], [8, 2, 4], [100, 40, 6, 6, 1, 90, 17]]
 
@@ -501,10 +502,3 @@ def test_results_are_fetched_by_the_key_that_asked_as_often_as_it_likes(
     assert post(address, "retrieve_future", request, KEYS[1])[0] == 410
     assert post(address, "get_info", {"model_id": training.model_id}, KEYS[1])[0] == 404
     assert post(address, "retrieve_future", {"request_id": "x"})[0] == 410
-
-
-def test_a_sample_is_cancelled(tinker: Any, connect: Connect, address: str) -> None:
-    sampler = connect().create_sampling_client(base_model="tiny").result()
-    params = tinker.SamplingParams(stop=[])
-    sampler.sample(tinker.ModelInput.from_ints([1, 2]), 200, params).future().cancel()
-    until(lambda: post(address, "retrieve_future", {"request_id": f"{sampler._sampling_session_id}:0"})[0] != 408)

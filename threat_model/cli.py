@@ -26,7 +26,6 @@ from tenant.cli.options import loading
 
 # torch, Hypothesis and the packages that need them are imported late, so that --help does not wait for them
 if TYPE_CHECKING:
-    from symbiosis_priv.federation import Peer
     from threat_model.conformance.subject import Subject
     from threat_model.conformance.trials import PropertyResult
 
@@ -123,7 +122,7 @@ def _subjects(path: Path, model: str | None, *, seed: int, deadline: float) -> l
         from symbiosis_priv.checkpoints.weights import WeightStore
         from tenant.preparation.keys import prepare
         from threat_model.conformance.oracle import CheckpointOracle, Oracle, PreparedOracle
-        from threat_model.conformance.subject import Dialler, Subject
+        from threat_model.conformance.subject import Subject
 
     oracle: Oracle
     if model is None:
@@ -144,11 +143,8 @@ def _subjects(path: Path, model: str | None, *, seed: int, deadline: float) -> l
             )
         oracle = CheckpointOracle(store, seed=seed)
 
-    def subject(peer: Peer, executors: Sequence[Subject] = ()) -> Subject:
-        return Subject(Dialler(peer, own.certificate, own.key, deadline), oracle, executors)
-
-    asked = [subject(one) for peer in federation.executors for one in peer.by_address]
-    return asked + [subject(one, asked) for peer in federation.helpers for one in peer.by_address]
+    peers = [one for peer in (*federation.executors, *federation.helpers) for one in peer.by_address]
+    return [Subject(peer, own, oracle, deadline) for peer in peers]
 
 
 _STYLE = {"holds": "green", "broken": "bold red", "not served": "dim", "not tested": "dim"}
@@ -185,7 +181,7 @@ def run_properties(subjects: Sequence[Subject], *, examples: int, seed: int, bud
             if found.reason is not None and found.reason not in {r.reason for r in before}:
                 say(f"    {found.reason}", style)
             if found.violation is not None:
-                say(f"    {found.at_fault} breaks {found.property.name}", style)
+                say(f"    {found.provider} breaks {found.property.name}", style)
                 for line in found.violation.lines():
                     say(f"      {line}")
             results.append(found)

@@ -68,10 +68,10 @@ def check_batching(subject: Subject, run: Run) -> None:
 def _at_once(subject: Subject, connections: Sequence[ClientConnection], cases: Sequence[Case]) -> list[Tensor]:
     """The answers to requests that are sent before any answer is read."""
     for connection, case in zip(connections, cases, strict=True):
-        connection.send(case.header(subject.role), case.payload(subject.role), deadline=subject.dialler.deadline())
+        connection.send(case.header(subject.role), case.payload(subject.role), deadline=subject.deadline())
     answers = []
     for connection, case in zip(connections, cases, strict=True):
-        deadline = subject.dialler.deadline()
+        deadline = subject.deadline()
         try:
             reply, body = connection.read(max_payload=subject.answer_bytes(case), deadline=deadline)
         except ProtocolError as error:
@@ -140,9 +140,9 @@ def check_refusals(subject: Subject, run: Run) -> None:
     for frame in malformed_frames():
         run.one()
         with subject.connections(1) as (connection,), contextlib.suppress(ConnectionLostError):
-            connection.send_bytes(frame.data, deadline=subject.dialler.deadline())
+            connection.send_bytes(frame.data, deadline=subject.deadline())
             try:
-                reply, _ = connection.read(max_payload=0, deadline=subject.dialler.deadline())
+                reply, _ = connection.read(max_payload=0, deadline=subject.deadline())
             except ProtocolError as error:
                 raise Violation(f"answers a malformed frame ({frame.name}) with a broken frame: {error}") from error
             if not isinstance(reply, wire.Failure):

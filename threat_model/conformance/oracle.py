@@ -85,10 +85,6 @@ class Oracle(ABC):
         """The first wrong entry of a ring answer to rows, int32; None if it is the product modulo 2^32. `counts`: the
         rows of every expert, if each row is for one expert of a stack."""
 
-    @abstractmethod
-    def has_bias(self, index: int) -> bool:
-        """Returns True if a member of the group has a bias."""
-
 
 class CheckpointOracle(Oracle):
     """Exact products of a local checkpoint's weights. The oracle quantises the checkpoint's groups again instead of
@@ -151,14 +147,6 @@ class CheckpointOracle(Oracle):
         flushed = terms * _SMALLEST_NORMAL * max(1.0, np.abs(matrix).max())
         return product, nu / (1.0 - nu) * size + flushed
 
-    def bias(self, index: int) -> Array:
-        """float64 `[o]`; zeros for members without one."""
-        _, _, bias = self.group(index)
-        return np.zeros(self.entry(index).stacked_outputs) if bias is None else bias
-
-    def has_bias(self, index: int) -> bool:
-        return self.group(index)[2] is not None
-
     def group(self, index: int) -> _Group:
         """The group's weights, quantised here."""
         if index in self._kept:
@@ -200,9 +188,6 @@ class PreparedOracle(Oracle):
             if not keys.accepts(group, direction, rows=rows[r : r + 1], answer=answer[r : r + 1], counts=one):
                 return Difference(r)
         raise AssertionError("a product is wrong in one row at least")
-
-    def has_bias(self, index: int) -> bool:
-        return self._preparation.facts[index].bias is not None
 
 
 def _ring_product(weight: Array, direction: Direction, rows: Tensor) -> Array:

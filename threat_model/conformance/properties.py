@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import SEED_BYTES, Seed
@@ -17,7 +15,7 @@ from symbiosis_priv.checkpoints.layers import spans
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
 from threat_model.conformance.connections import check_batching, check_refusals
-from threat_model.conformance.oracle import CheckpointOracle, Difference, first_difference
+from threat_model.conformance.oracle import Difference
 from threat_model.conformance.subject import Case, NotTested, Subject, Violation, describe, effect_case
 from threat_model.conformance.trials import EXECUTOR, HELPER, Property, Run, arithmetics, claim, requests
 
@@ -122,7 +120,7 @@ def check_digest(subject: Subject, run: Run) -> None:
     pinned = subject.oracle.manifest.digest
     for digest in (pinned, "sha256:" + "0" * 64):
         run.one()
-        with subject.dialler.connect() as connection:
+        with subject.connect() as connection:
             reply = subject.hello(connection, digest)
             health, _ = subject.ask(connection, wire.FetchHealth())
         if isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.ROLE_REFUSED:
@@ -143,7 +141,7 @@ def check_layers(subject: Subject, run: Run) -> None:
     run.one()
     if subject.welcome.end_group > len(layers):
         raise Violation(f"it says that it serves {subject.welcome.end_group} layer groups or more of {len(layers)}")
-    if (wanted := subject.dialler.peer.layers) is not None and set(wanted.groups(layers)) - set(served):
+    if (wanted := subject.peer.layers) is not None and set(wanted.groups(layers)) - set(served):
         found = ", ".join(map(str, spans(layers[index] for index in served)))
         raise Violation(f"it serves layers {found}, and the federation file expects {wanted}")
     for index in (served.start - 1, served.stop):
@@ -170,26 +168,6 @@ def each(
     )
 
 
-@claim("bias-difference", "The two float answers to the same rows differ by the bias.", EXECUTOR, floats=True)
-def check_bias_difference(subject: Subject, run: Run) -> None:
-    """Each answer is within its bound, so their difference is within the sum of both bounds."""
-    oracle = subject.oracle
-    assert isinstance(oracle, CheckpointOracle)
-    biased = [index for index in subject.sampled if oracle.has_bias(index)]
-    if not biased:
-        raise NotTested("no layer group has a bias")
-
-    def check(case: Case) -> None:
-        other = replace(case, arithmetic="float")
-        got = (subject.answer(other).double() - subject.answer(case).double()).numpy()
-        bounds = [oracle.float_product(c.index, FORWARD, c.rows, arithmetic=c.arithmetic)[1] for c in (other, case)]
-        bias = np.broadcast_to(oracle.bias(case.index), got.shape)
-        what = "its two float answers do not differ by the bias"
-        subject.expect_equal(got, bias, what, case, bound=bounds[0] + bounds[1])
-
-    run.for_all(requests(subject, among=biased, direction=FORWARD, arithmetics=("float_bias_free",)), check)
-
-
 @claim("experts", "Rows for single experts are multiplied by their own expert's matrix, in both directions.")
 def check_experts(subject: Subject, run: Run) -> None:
     stacks = [index for index in subject.groups if subject.oracle.entry(index).experts > 1]
@@ -206,42 +184,6 @@ def check_narrow_ring(subject: Subject, case: Case) -> None:
     low = subject.answer(case) << 8 >> 8
     narrow = subject.answer(replace(case, ring_bits=24))
     subject.expect_equal(narrow, low, "gives other low bits in a ring of 24 bits", case)
-
-
-@each("independent-rows", "A row's answer does not depend on the rows beside it.")
-def check_independent_rows(subject: Subject, case: Case) -> None:
-    together = subject.answer(case)
-    alone = [subject.answer(one) for one in split(case, 1)]
-    subject.expect_equal(together, torch.cat(alone), "a row's answer changes with the rows beside it", case)
-
-
-@claim("linear", "Ring answers are linear in the rows, modulo 2^32.", EXECUTOR)
-def check_linear(subject: Subject, run: Run) -> None:
-    @st.composite
-    def pairs(draw: DrawFn) -> tuple[Case, Tensor, int]:
-        case = draw(requests(subject))
-        other = draw(testing.ring_rows(width=case.rows.shape[1], count=len(case.rows)))
-        return case, other, draw(st.sampled_from(testing.RING_CORNERS))
-
-    def check(drawn: tuple[Case, Tensor, int]) -> None:
-        case, other, factor = drawn
-        combined = replace(case, rows=case.rows + _times(other, factor))
-        expected = subject.answer(case) + _times(subject.answer(replace(case, rows=other)), factor)
-        what = f"its answer to a + {factor} b is not its answer to a plus {factor} times its answer to b"
-        subject.expect_equal(subject.answer(combined), expected, what, combined)
-
-    run.for_all(pairs(), check)
-
-
-def _times(rows: Tensor, factor: int) -> Tensor:
-    """The rows times a factor, modulo 2^32."""
-    return (rows.to(torch.int64) * factor).to(torch.int32)
-
-
-@each("resend", "The same request gets the same bits again.")
-def check_resend(subject: Subject, case: Case) -> None:
-    what = "the same request gets two different answers"
-    subject.expect_equal(subject.answer(case), subject.answer(case), what, case)
 
 
 @claim("row-counts", "Requests of no row, one row, an odd number and the largest number of rows are answered exactly.")
@@ -293,37 +235,12 @@ def check_binding(subject: Subject, case: Case) -> None:
             raise subject.violation(f"its reply's {name} is {got}, the request's is {sent}", case)
 
 
-@claim("effect-agreement", "A helper's effect is the executor's product of the same mask.", HELPER)
-def check_agreement(subject: Subject, run: Run) -> None:
-    if not subject.executors:
-        raise NotTested("no executor to compare with: --federation names both")
-    if not any(index in executor.groups for executor in subject.executors for index in subject.sampled):
-        raise NotTested("no executor serves a layer of this helper")
-
-    def check(case: Case) -> None:
-        effect = subject.answer(case)
-        for executor in subject.executors:
-            if case.index not in executor.groups:
-                continue
-            product = executor.answer(case)
-            difference = first_difference(effect, product)
-            if difference is not None:
-                found = subject.violation(f"disagrees with {executor.name!r}", case, difference=difference)
-                both = ((subject, effect), (executor, product))
-                found.at_fault = next((s.name for s, answer in both if s.judge(case, answer)), None)
-                raise found
-
-    limits = [executor.row_limit(i) for executor in subject.executors for i in subject.sampled]
-    run.for_all(requests(subject).filter(lambda case: len(case.rows) <= min(limits)), check)
-
-
 PROPERTIES: tuple[Property, ...] = (
     check_digest,
     check_layers,
     check_every_layer,
     each("ring-exact", "A ring answer is the product modulo 2^32, bit for bit.", EXECUTOR)(_right),
     each("effect-exact", "An effect is the product of the rows that its seed expands to, bit for bit.", HELPER)(_right),
-    check_agreement,
     *(
         each(name, text, EXECUTOR, floats=True, arithmetics=(arithmetic,))(_right)
         for name, text, arithmetic in (
@@ -331,13 +248,9 @@ PROPERTIES: tuple[Property, ...] = (
             ("bias-free", "A bias-free float answer is within its error bound.", "float_bias_free"),
         )
     ),
-    check_bias_difference,
-    check_linear,
-    check_independent_rows,
     check_batching,
     check_experts,
     check_narrow_ring,
-    check_resend,
     check_row_counts,
     check_binding,
     check_refusals,

@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import math
 import secrets
-import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts, clip
+from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError, TransportError, one_line
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
@@ -32,41 +31,6 @@ _NO_SEED = Seed(b"")
 
 class OutOfTime(Exception):
     """The tests of one provider have exceeded their time limit."""
-
-
-@dataclass
-class Dialler:
-    """Opens connections to one provider as the tenant with this certificate. `deadline_s` are for one exchange, and for
-    one connection attempt. From the moment `until` of `time.monotonic()` on, every exchange ends in OutOfTime."""
-
-    peer: Peer
-    certificate: Path
-    key: Path
-    deadline_s: float
-    until: float = math.inf
-
-    def connect(self) -> ClientConnection:
-        """An authenticated connection without a hello. It checks no answer. Raises `CertificateError`: the provider
-        refuses the tenant's certificate, or shows one that is not pinned; `TransportError`: no provider answers at the
-        address; `OutOfTime`: `until` has passed."""
-        connection = self.peer.connection(self.context)
-        try:
-            connection.open(self.deadline())
-        except TransportError as error:
-            self.deadline()
-            raise type(error)(f"{error}; is it running?") from error
-        return connection
-
-    @functools.cached_property
-    def context(self) -> ssl.SSLContext:
-        return client_context(certificate=self.certificate, key=self.key, pins=self.peer.pins)
-
-    def deadline(self) -> float:
-        """The deadline of an exchange that starts now. Raises OutOfTime if `until` has passed."""
-        now = time.monotonic()
-        if now >= self.until:
-            raise OutOfTime
-        return min(now + self.deadline_s, self.until)
 
 
 @dataclass(frozen=True)
@@ -132,9 +96,6 @@ def effect_case(
 class Violation(Exception):
     """A request that refutes a property. `what`: the provider's fault, in one clause."""
 
-    at_fault: str | None = None
-    """The provider at fault, if it is not the one that the property was run on."""
-
     def __init__(
         self, what: str, *, case: Case | None = None, group: str | None = None, difference: Difference | None = None
     ) -> None:
@@ -178,21 +139,44 @@ class WrongRole(NotTested):
 
 @dataclass
 class Subject:
-    """One provider in one role, under test. `executors`: those to compare a helper's effects with."""
+    """One provider in one role, under test by the tenant with a certificate. `deadline_s` are for one exchange, and for
+    one connection attempt. From the moment `until` of `time.monotonic()` on, every exchange ends in OutOfTime."""
 
-    dialler: Dialler
+    peer: Peer
+    own: Identity
     oracle: Oracle
-    executors: Sequence[Subject] = ()
+    deadline_s: float
+    until: float = math.inf
     _connection: ClientConnection | None = None
     _welcome: wire.Welcome | None = None
 
     @property
     def name(self) -> str:
-        return self.dialler.peer.name
+        return self.peer.name
 
     @property
     def role(self) -> wire.Role:
-        return self.dialler.peer.role
+        return self.peer.role
+
+    def connect(self) -> ClientConnection:
+        """An authenticated connection without a hello. It checks no answer. Raises `CertificateError`: the provider
+        refuses the tenant's certificate, or shows one that is not pinned; `TransportError`: no provider answers at the
+        address; `OutOfTime`: `until` has passed."""
+        own, pins = self.own, self.peer.pins
+        connection = self.peer.connection(client_context(certificate=own.certificate, key=own.key, pins=pins))
+        try:
+            connection.open(self.deadline())
+        except TransportError as error:
+            self.deadline()
+            raise type(error)(f"{error}; is it running?") from error
+        return connection
+
+    def deadline(self) -> float:
+        """The deadline of an exchange that starts now. Raises OutOfTime if `until` has passed."""
+        now = time.monotonic()
+        if now >= self.until:
+            raise OutOfTime
+        return min(now + self.deadline_s, self.until)
 
     @property
     def welcome(self) -> wire.Welcome:
@@ -262,7 +246,7 @@ class Subject:
         max_payload: int = 0,
     ) -> tuple[wire.Reply, bytearray]:
         """Send one frame and wait for the reply, of any kind; to a busy provider, send it again until the deadline."""
-        deadline = self.dialler.deadline()
+        deadline = self.deadline()
         return connection.ask(message, payload, max_payload=max_payload, deadline=deadline, patient=True)
 
     def hello(self, connection: ClientConnection, digest: str) -> wire.Reply:
@@ -270,7 +254,7 @@ class Subject:
         version = wire.version_of(32, role=self.role)
         reply, _ = self.ask(connection, wire.Hello(version=version, role=self.role, model_digest=digest))
         if self.role == "helper" and isinstance(reply, wire.Welcome):
-            connection.agree(deadline=self.dialler.deadline())
+            connection.agree(deadline=self.deadline())
         return reply
 
     def answer_bytes(self, case: Case) -> int:
@@ -312,7 +296,7 @@ class Subject:
         with ExitStack() as opened:
             found: list[ClientConnection] = []
             for _ in range(count):
-                connection = opened.enter_context(self.dialler.connect())
+                connection = opened.enter_context(self.connect())
                 try:
                     self._say_hello(connection)
                 except (TransportError, NotTested):
@@ -331,7 +315,7 @@ class Subject:
     def _connected(self) -> ClientConnection:
         if self._connection is None:
             with ExitStack() as undo:
-                connection = undo.enter_context(self.dialler.connect())
+                connection = undo.enter_context(self.connect())
                 try:
                     self._welcome = self._say_hello(connection)
                 except NotTested as refusal:

@@ -198,7 +198,6 @@ class PropertyResult:
     examples: int = 0
     reason: str | None = None
     violation: Violation | None = None
-    at_fault: str | None = None
     wrong_role: bool = False
 
 
@@ -224,7 +223,7 @@ def run_property(
         else:
             chosen.check(subject, run)
     except Violation as found:
-        result.verdict, result.violation, result.at_fault = "broken", found, found.at_fault or subject.name
+        result.verdict, result.violation = "broken", found
     except NotTested as why:
         result.verdict, result.reason, result.wrong_role = "not tested", str(why), isinstance(why, WrongRole)
     except OutOfTime:
@@ -234,8 +233,8 @@ def run_property(
         subject.close()
         result.verdict, result.reason = "no answer", str(error)
         if isinstance(error, DeadlineExceededError):
-            result.reason += f": not within {subject.dialler.deadline_s:g} s; --deadline waits longer"
-            if time.monotonic() >= subject.dialler.until:
+            result.reason += f": not within {subject.deadline_s:g} s; --deadline waits longer"
+            if time.monotonic() >= subject.until:
                 result.verdict, result.reason = "out of time", _OUT_OF_TIME
     result.examples = run.count
     return result
@@ -256,9 +255,7 @@ def verify(
     for subject in subjects:
         unanswered, answered = 0, False
         skip_reason: str | None = None
-        until = time.monotonic() + budget_s
-        for one in (subject, *subject.executors):  # a helper is compared with executors
-            one.dialler.until = until
+        subject.until = time.monotonic() + budget_s
         try:
             for chosen in (p for p in properties if subject.role in p.roles):
                 if skip_reason is not None:

@@ -12,6 +12,7 @@ chooses nothing: it exists where one executor serves the group, and ends when an
 other limits.
 """
 
+import ctypes
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from symbiosis_priv import native
 from symbiosis_priv.errors import NonFiniteError
-from symbiosis_priv.native import FORMATS, array_of
+from symbiosis_priv.native import FORMATS
 from tenant.connections.channel import KnownFrames, RepeatedRequest, fresh_nonce
 from tenant.connections.executor_client import Answer, ExecutorClient
 from tenant.core.pads import Pad
@@ -31,6 +32,8 @@ from tenant.routing.routes import Routes
 from tenant.session import tally
 from tenant.session.supply import Supply
 from tenant.session.tally import Tally, clock, sights
+
+_ONE_MATRIX = ctypes.c_int64 * 5  # as `native.layout` of a matrix
 
 
 class Attempt(NamedTuple):
@@ -115,7 +118,8 @@ class Lane:
             out = torch.empty((*lead, width), dtype=dtype, device="cpu")
             outputs.append(out)
             fields += out.data_ptr(), width, width
-        return outputs, (array_of((read, 1, x.data_ptr(), few.width, few.width)), array_of(fields))
+        inputs = _ONE_MATRIX(read, 1, x.data_ptr(), few.width, few.width)
+        return outputs, (inputs, (ctypes.c_int64 * len(fields))(*fields))
 
     def multiply(self, places: Places) -> Unfinished | None:
         """Compute a product of rows at these places. Returns None if it is done."""
@@ -195,13 +199,13 @@ class Lane:
         return used
 
     def _prepare_next(self) -> None:
-        """Work while the answer is awaited: order pads, and prepare those of the next products."""
-        count = self.few.count
-        self._pads.order(*self.place, count)
-        if not self._ready:
-            pads = self._pads.take_ready(*self.place, count, most=MOST_FEW)
-            if pads is not None:
-                self._ready += self.few.prepared(pads)
+        """Work while the answer is awaited: prepare the pads of the next products, and order others in their place."""
+        if self._ready:
+            return
+        pads = self._pads.take_ready(*self.place, self.few.count, most=MOST_FEW)
+        self._pads.order(*self.place, self.few.count)
+        if pads is not None:
+            self._ready += self.few.prepared(pads)
 
 
 def may_repeat(part: Part, routes: Routes, pads: Supply) -> bool:

@@ -61,8 +61,7 @@ class Serving:
         str | None,
         Option(
             help="A smaller model with the same tokenizer that guesses tokens on this machine, for fewer round trips; "
-            "'prompt' guesses from the text itself, 'first:8' with the first 8 blocks of the model. Executors see how "
-            "many steps an answer takes; see --answer-bucket."
+            "'prompt' guesses from the text itself. Executors see how many steps an answer takes; see --answer-bucket."
         ),
     ] = None
     draft_tokens: Annotated[int, Option(min=1, max=32, help="Guessed tokens per step, with --draft.")] = 4

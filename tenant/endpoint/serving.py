@@ -66,8 +66,7 @@ def opened(
             tasks.load(task)
         drafter = None
         if options.draft is not None:
-            full = remote.checkpoint or model
-            drafter = open_drafter(options.draft, tokenizer, model=full, ahead=options.draft_tokens)
+            drafter = open_drafter(options.draft, tokenizer, ahead=options.draft_tokens)
         limits = EngineLimits(memory=options.memory_mib << 20, clients=clients)
         if options.pace_ms is not None:
             limits = replace(limits, step_rows=options.answer_bucket, pace_s=options.pace_ms / 1000)

@@ -35,7 +35,7 @@ from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.discovery.skeleton import architecture, load_config
 from symbiosis_priv.checkpoints.forms import stated
 from symbiosis_priv.checkpoints.vetting import on_this_machine, read_json, vet_adapter
-from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, UnsupportedModelError, one_line
+from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedModelError, one_line
 from symbiosis_priv.system.files import read_limited
 from tenant.model.adapter_limits import MemoryLimit, bounded_config, needs_weights
 from tenant.model.hf import RemoteConfig, backend_of
@@ -70,17 +70,14 @@ def load_model(
     remote: RemoteConfig | None = None,
     dtype: torch.dtype | str = "auto",
     kind: Any = AutoModelForCausalLM,
-    blocks: int | None = None,
 ) -> Any:
     """Load a model in evaluation mode.
 
     Args:
         remote: how to split the model; None loads the whole model.
         dtype: dtype of the tenant's tensors; "auto" uses the checkpoint's dtype.
-        blocks: load only this number of a decoder's first blocks, with the embeddings, final norm and head.
 
     Raises:
-        ConfigError: the model has fewer blocks.
         CheckpointError: transformers cannot load the checkpoint as `kind`, or tensors are missing.
         SymbiosisError: `resolve` or `open_backend` has failed.
     """
@@ -90,17 +87,6 @@ def load_model(
     given: dict[str, Any] = {} if remote is None else {"quantization_config": remote}
     if remote is None and stated(read_json(folder / "config.json")):  # weights in 8 or 4 bits
         given = {"quantization_config": WidenedConfig()}
-    if blocks is not None:
-        given["config"] = config = load_config(folder)
-        decoder = config.get_text_config(decoder=True)
-        every = decoder.num_hidden_layers
-        if not 1 <= blocks < every:
-            raise ConfigError(
-                f"{blocks} is not a number of first blocks: the model has {every} blocks; choose 1 to {every - 1}"
-            )
-        decoder.num_hidden_layers = blocks
-        if getattr(decoder, "layer_types", None) is not None:
-            decoder.layer_types = decoder.layer_types[:blocks]
     with on_this_machine():
         try:
             loaded, info = kind.from_pretrained(
@@ -130,7 +116,6 @@ def load_language_model(
     *,
     remote: RemoteConfig | None = None,
     dtype: torch.dtype | str = "auto",
-    blocks: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Any:
     """Load a model that predicts the next token, and set it to generate one token per forward pass. Arguments as for
@@ -153,7 +138,7 @@ def load_language_model(
             f"{kind.__name__}.from_pretrained(path, quantization_config=RemoteConfig(...)), and use that with PEFT, or "
             f"with its processor and generate()"
         )
-    loaded = load_model(model, remote=remote, dtype=dtype, blocks=blocks)
+    loaded = load_model(model, remote=remote, dtype=dtype)
     if tokenizer is not None:
         _check_unchanged(loaded, model, tokenizer)
     if loaded.can_generate():

@@ -156,31 +156,26 @@ async def _whole_body(receive: Receive, headers: Headers, settings: Settings) ->
                 body += message.get("body", b"") if size <= limit else b""
     except TimeoutError:
         raise ApiError(408, f"the body of the request did not arrive in {seconds:g} s") from None
-    given = False
-
-    async def replay() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": bytes(body), "more_body": False}
-
-    return replay
+    return _replayed(bytes(body), receive)
 
 
 def _no_body(receive: Receive) -> Receive:
     """Return a `receive` of an empty body. After it, only the end of the connection is told: who waits for that would
     otherwise never give the event loop back."""
-    given = False
+
+    async def end() -> Message:
+        while (message := await receive())["type"] != "http.disconnect":
+            pass
+        return message
+
+    return _replayed(b"", end)
+
+
+def _replayed(body: bytes, then: Receive) -> Receive:
+    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
-        nonlocal given
-        if given:
-            while (message := await receive())["type"] != "http.disconnect":
-                pass
-            return message
-        given = True
-        return {"type": "http.request", "body": b"", "more_body": False}
+        return waiting.pop() if waiting else await then()
 
     return replay
 

@@ -7,7 +7,7 @@ import logging
 import re
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -112,6 +112,45 @@ class Running:
 
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(put)
+
+
+async def pooled(
+    http: HttpRequest,
+    texts: Sequence[tuple[Sequence[int], Sequence[int] | None]],
+    take: Callable[[int, tuple[float, ...]], None],
+    *,
+    model: str,
+    pooling: engine.Pooling,
+    most: int,
+) -> None:
+    """Compute the vector of each text, and pass its index and the vector to `take`. `texts`: token ids, and for some
+    classifiers the type of each. `most`: texts in the engine at a time; its other places are for other requests."""
+    endpoint = endpoint_of(http)
+    service, adapter = endpoint.service, endpoint.service.adapter(model)
+    given = [
+        engine.EngineRequest(
+            id=new_id("text"),
+            prompt=tuple(tokens),
+            types=None if types is None else tuple(types),
+            adapter=adapter,
+            client=endpoint.client(http),
+            bucket=service.answer_bucket,
+            pooling=pooling,
+        )
+        for tokens, types in texts
+    ]
+
+    async def compute(begin: int) -> None:
+        running = Running(service.engine, given[begin : begin + most], endpoint.metrics, service.users)
+        try:
+            async for index, event in running:
+                if isinstance(event, engine.Embedded):
+                    take(begin + index, event.vector)
+        finally:
+            running.cancel()
+
+    for begin in range(0, len(given), most):
+        await while_connected(http, compute(begin))
 
 
 async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:

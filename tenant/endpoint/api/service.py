@@ -147,7 +147,8 @@ class Service:
         self.context: int = context_of(config) or 1 << 20
         self.ends = frozenset(token for token in found if token is not None)
         self.vocabulary = Vocabulary(tokenizer, size=config.vocab_size, ends=self.ends)
-        self._defaults = {key: getattr(generation, key, None) for key in ("temperature", "top_p", "top_k")}
+        chosen = {name: getattr(generation, name, None) for name in ("temperature", "top_p", "top_k")}
+        self._defaults = {"temperature": 1.0} | {name: one for name, one in chosen.items() if one is not None}
         self.labels: dict[int, str] | None = model.config.id2label if is_classifier(type(model)) else None
         """The names of a classifier's labels; None for a model that generates."""
         self._longest_token = max(map(len, tokenizer.get_vocab()))  # characters
@@ -284,8 +285,7 @@ class Service:
         biases = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
         if biases and max(biases) >= self.vocabulary.size:
             raise ApiError(400, f"{max(biases)} is not a token of this model", param="logit_bias")
-        given = {key: getattr(body, key) for key in self._defaults}
-        chosen = {key: self._defaults[key] if value is None else value for key, value in given.items()}
+        given: dict[str, Any] = body.model_dump(include=set(vars(Sampling())), exclude_none=True)
         return EngineRequest(
             id=f"request-{uuid.uuid4().hex}",
             prompt=tuple(prompt),
@@ -294,19 +294,7 @@ class Service:
             max_tokens=min(max(default, body.min_tokens or 0), left) if limit is None else limit,
             stop_tokens=frozenset() if body.ignore_eos else self.ends,
             stop=tuple([body.stop] if isinstance(body.stop, str) else body.stop or ()),
-            sampling=Sampling(
-                temperature=1.0 if chosen["temperature"] is None else chosen["temperature"],
-                top_p=1.0 if chosen["top_p"] is None else chosen["top_p"],
-                top_k=chosen["top_k"] or 0,
-                seed=body.seed,
-                presence_penalty=body.presence_penalty or 0.0,
-                frequency_penalty=body.frequency_penalty or 0.0,
-                repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-                min_p=body.min_p or 0.0,
-                min_tokens=body.min_tokens or 0,
-                logit_bias=biases,
-                **sampling,
-            ),
+            sampling=Sampling(**self._defaults | given | {"logit_bias": biases} | sampling),
             bucket=max(self.answer_bucket, body.answer_bucket or 1),
             shows_row=body.stream_options is not None and body.stream_options.include_row,
         )

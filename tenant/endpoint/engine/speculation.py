@@ -10,9 +10,7 @@ Every guess has `ahead` tokens. So executors see the same number of rows in each
 tokens were accepted. They see the number of steps of an answer (docs/threat-model.md).
 """
 
-from array import array
 from collections.abc import Collection
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -36,16 +34,9 @@ class PromptLookup(Drafter):
 
     def __init__(self, *, ahead: int = 4) -> None:
         self.ahead = ahead
-        self._known: WeakKeyDictionary[Sequence, array[int]] = WeakKeyDictionary()
 
     def draft(self, sequences: Collection[Sequence]) -> dict[Sequence, list[int]]:
-        guesses = {}
-        for sequence in sequences:
-            if sequence.decoding:
-                known = self._known.setdefault(sequence, array("q"))
-                known.extend(sequence.tokens[len(known) :])
-                guesses[sequence] = _continued(np.frombuffer(known, np.int64), self.ahead)
-        return guesses
+        return {one: _continued(np.array(one.tokens), self.ahead) for one in sequences if one.decoding}
 
 
 class DraftModel(Drafter):
@@ -86,19 +77,16 @@ class DraftModel(Drafter):
         return {s: guesses.get(s) or s.tokens[-1:] * self.ahead for s in sequences if s.decoding}
 
 
-def open_drafter(draft: str, tokenizer: PreTrainedTokenizerBase, *, model: str | Path, ahead: int) -> Drafter:
-    """Open a drafter. `draft`: a checkpoint folder or a name on the hub; "prompt" for `PromptLookup`; "first:8" for the
-    first 8 blocks of the large model, whose weights the tenant then holds. `model`: the large model's full checkpoint:
-    a folder, or a name on the hub. Raises `ConfigError`: the small model has another tokenizer, or the large model has
-    fewer blocks; `SymbiosisError`: the small model cannot be loaded, or `PackedModel` does not support it."""
+def open_drafter(draft: str, tokenizer: PreTrainedTokenizerBase, *, ahead: int) -> Drafter:
+    """Open a drafter. `draft`: a checkpoint folder or a name on the hub; "prompt" for `PromptLookup`. Raises
+    `ConfigError`: the small model has another tokenizer; `SymbiosisError`: it cannot be loaded, or `PackedModel` does
+    not support it."""
     if draft == "prompt":
         return PromptLookup(ahead=ahead)
-    kind, _, count = draft.partition(":")
-    first = int(count) if kind == "first" and count.isdecimal() else None
-    if first is None and load_tokenizer(draft).get_vocab() != tokenizer.get_vocab():
+    if load_tokenizer(draft).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(f"the draft model {draft} has another tokenizer; use a smaller model of the same family")
     try:
-        packed = PackedModel(load_language_model(draft if first is None else model, blocks=first))
+        packed = PackedModel(load_language_model(draft))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{draft} cannot guess tokens, because {error}") from error
     return DraftModel(packed, vocabulary=len(tokenizer), ahead=ahead)

@@ -9,15 +9,14 @@ from fastapi import APIRouter, Request
 
 from tenant.endpoint.api.bodies import ClassifyRequest, JsonRoute, RerankRequest, ScoreRequest
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.api.running import Json, Running, new_id, while_connected
+from tenant.endpoint.api.running import Json, new_id, pooled, while_connected
 from tenant.endpoint.api.service import endpoint_of
-from tenant.endpoint.engine import requests as engine
 from tenant.endpoint.engine.classifying import TYPES
 
 router = APIRouter(route_class=JsonRoute)
 Text = tuple[list[int], list[int] | None]
 """Token ids, and for some models the type of each."""
-_AT_A_TIME = 128  # texts of a request in the engine, whose other places are for other requests
+_AT_A_TIME = 128  # texts
 
 
 @router.post("/classify")
@@ -91,38 +90,17 @@ async def _probabilities(
     texts: Sequence[Text], model: str, http: Request, activation: bool | None
 ) -> list[list[float]]:
     """Return the probabilities of each text's labels; the logits if `activation` is False, or for a regression."""
-    endpoint = endpoint_of(http)
-    service, adapter, client = endpoint.service, endpoint.service.adapter(model), endpoint.client(http)
     found: list[list[float]] = [[] for _ in texts]
-    problem = service.model.config.problem_type
+    problem = endpoint_of(http).service.model.config.problem_type
 
-    async def compute(begin: int) -> None:
-        requests = [
-            engine.EngineRequest(
-                id=new_id("classify"),
-                prompt=tuple(tokens),
-                adapter=adapter,
-                client=client,
-                pooling="logits",
-                bucket=service.answer_bucket,
-                types=None if types is None else tuple(types),
-            )
-            for tokens, types in texts[begin : begin + _AT_A_TIME]
-        ]
-        running = Running(service.engine, requests, endpoint.metrics, service.users)
-        try:
-            async for index, event in running:
-                if isinstance(event, engine.Embedded):
-                    logits = torch.tensor(event.vector, dtype=torch.float64, device="cpu")
-                    if activation is not False and problem != "regression":
-                        one_of = len(logits) > 1 and problem != "multi_label_classification"
-                        logits = logits.softmax(dim=0) if one_of else logits.sigmoid()
-                    found[begin + index] = logits.tolist()
-        finally:
-            running.cancel()
+    def take(index: int, vector: Sequence[float]) -> None:
+        logits = torch.tensor(vector, dtype=torch.float64, device="cpu")
+        if activation is not False and problem != "regression":
+            one_of = len(logits) > 1 and problem != "multi_label_classification"
+            logits = logits.softmax(dim=0) if one_of else logits.sigmoid()
+        found[index] = logits.tolist()
 
-    for begin in range(0, len(texts), _AT_A_TIME):
-        await while_connected(http, compute(begin))
+    await pooled(http, texts, take, model=model, pooling="logits", most=_AT_A_TIME)
     return found
 
 

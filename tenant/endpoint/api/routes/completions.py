@@ -19,6 +19,7 @@ from tenant.endpoint.api.running import (
     finish_reason,
     finite,
     new_id,
+    pooled,
     respond,
     several,
     usage,
@@ -30,7 +31,7 @@ from tenant.endpoint.engine import requests as engine
 router = APIRouter(route_class=JsonRoute)
 _NEW_TOKENS = 16  # OpenAI's default
 _MOST = 128  # choices of all prompts
-_AT_A_TIME = 16  # embeddings in the engine, whose other places are for other requests
+_AT_A_TIME = 16  # embeddings
 
 
 @router.post("/v1/completions", response_model=None, responses=DOCUMENTED)
@@ -154,40 +155,20 @@ class _Prepared:
 async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
     """Compute the embedding of one text or of several."""
     endpoint = endpoint_of(http)
-    service, client = endpoint.service, endpoint.client(http)
-    adapter = service.adapter(body.model)
-    prompts = await while_connected(http, service.prompts(body.input, param="input", client=client))
-    found = list[bytes]()  # as JSON, because a list of numbers takes twice as much memory
+    service = endpoint.service
+    given = service.prompts(body.input, param="input", client=endpoint.client(http))
+    prompts = await while_connected(http, given)
+    found = [b""] * len(prompts)  # as JSON, because a list of numbers takes twice as much memory
 
-    async def embed(some: Sequence[list[int]]) -> None:
-        requests = [
-            engine.EngineRequest(
-                id=new_id("embd"),
-                prompt=tuple(prompt),
-                adapter=adapter,
-                client=client,
-                bucket=service.answer_bucket,
-                pooling=service.pooling,
-            )
-            for prompt in some
-        ]
-        begin = len(found)
-        found.extend([b""] * len(requests))
-        running = Running(service.engine, requests, endpoint.metrics, service.users)
-        try:
-            async for index, event in running:
-                if isinstance(event, engine.Embedded):
-                    written = _written(event.vector, in_base64=body.encoding_format == "base64")
-                    one = {"object": "embedding", "index": begin + index, "embedding": written}
-                    found[begin + index] = json.dumps(one).encode()
-        finally:
-            running.cancel()
+    def take(index: int, vector: Sequence[float]) -> None:
+        written = _written(vector, in_base64=body.encoding_format == "base64")
+        found[index] = json.dumps({"object": "embedding", "index": index, "embedding": written}).encode()
 
-    for begin in range(0, len(prompts), _AT_A_TIME):
-        await while_connected(http, embed(prompts[begin : begin + _AT_A_TIME]))
+    texts = [(tokens, None) for tokens in prompts]
+    await pooled(http, texts, take, model=body.model, pooling=service.pooling, most=_AT_A_TIME)
     count = sum(map(len, prompts))
-    usage = {"prompt_tokens": count, "total_tokens": count}
-    empty = json.dumps({"object": "list", "data": [], "model": body.model, "usage": usage}).encode()
+    head = {"object": "list", "data": [], "model": body.model}
+    empty = json.dumps(head | {"usage": {"prompt_tokens": count, "total_tokens": count}}).encode()
     content = empty.replace(b"[]", b"[" + b",".join(found) + b"]", 1)
     return Response(content, media_type="application/json")
 

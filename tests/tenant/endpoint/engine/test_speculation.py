@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, strategies as st
 
 from symbiosis_priv.errors import ConfigError
@@ -57,7 +56,7 @@ def packed(checkpoint: Path) -> Iterator[Recorded]:
 
 @pytest.fixture(scope="module")
 def draft(checkpoint: Path, tokenizer: Any) -> Drafter:
-    return open_drafter(str(checkpoint), tokenizer, model=checkpoint, ahead=AHEAD)
+    return open_drafter(str(checkpoint), tokenizer, ahead=AHEAD)
 
 
 def answers(packed: Recorded, tokenizer: Any, drafter: Drafter | None, **said: Any) -> list[list[Token]]:
@@ -81,18 +80,11 @@ def running(packed: PackedModel, tokenizer: Any, drafter: Drafter | None, **limi
         packed.close = closed  # type: ignore[method-assign]
 
 
-@pytest.fixture(scope="module")
-def first_block(checkpoint: Path, tokenizer: Any) -> Drafter:
-    return open_drafter("first:1", tokenizer, model=checkpoint, ahead=AHEAD)
-
-
 @pytest.mark.parametrize("sampling", [Sampling(), HOT], ids=["greedy", "hot"])
-def test_guesses_change_no_token(
-    packed: Recorded, draft: Drafter, first_block: Drafter, tokenizer: Any, sampling: Sampling
-) -> None:
+def test_guesses_change_no_token(packed: Recorded, draft: Drafter, tokenizer: Any, sampling: Sampling) -> None:
     said = {"max_tokens": 26, "sampling": sampling}
     expected, plain = answers(packed, tokenizer, None, **said), len(packed.steps)
-    for drafter in (PromptLookup(ahead=AHEAD), first_block, draft):
+    for drafter in (PromptLookup(ahead=AHEAD), draft):
         assert answers(packed, tokenizer, drafter, **said) == expected
         assert len(packed.steps) < plain
         assert all(set(rows[1:]) == {1 + AHEAD} for rows in packed.of_sequences())
@@ -139,20 +131,7 @@ def test_a_guess_may_reach_behind_the_context(tokenizer: Any) -> None:
 def test_a_draft_model_needs_the_same_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
     recipe = Pretraining(steps=1, batch=1, window=8, sentences=100, vocab=300, width=32, blocks=1)
     with pytest.raises(ConfigError, match="tokenizer"):
-        open_drafter(str(make_base_model(tmp_path / "other", recipe=recipe)), tokenizer, model=tmp_path, ahead=1)
-
-
-def test_the_first_blocks_are_those_of_the_model(first_block: Drafter, tokenizer: Any, checkpoint: Path) -> None:
-    assert isinstance(first_block, DraftModel)
-    whole, first = load_language_model(checkpoint), first_block._packed.model
-    ids = torch.tensor([PROMPTS[0]])
-    with torch.no_grad():
-        hidden = whole.base_model(input_ids=ids, output_hidden_states=True).hidden_states[1]
-        expected = whole.lm_head(whole.base_model.norm(hidden))
-        assert torch.equal(first(input_ids=ids).logits, expected)
-    for count in ("0", "2"):
-        with pytest.raises(ConfigError, match="blocks"):
-            open_drafter(f"first:{count}", tokenizer, model=checkpoint, ahead=1)
+        open_drafter(str(make_base_model(tmp_path / "other", recipe=recipe)), tokenizer, ahead=1)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 6))

@@ -11,7 +11,7 @@ from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 from tenant.connections.channel import Wiretap
 from tenant.routing.known_provider import USUAL, Tolerance
 
-Experts = Literal["all", "flat", "counts", "local"]
+Experts = Literal["all", "flat", "local"]
 """Where the experts of a mixture run."""
 
 
@@ -45,8 +45,6 @@ class Options:
             the number of experts per token, times more products and bytes;
             "flat" sends rows to their experts, filled with dummy rows to the largest count, which providers see; for
             training and prompts;
-            "counts" sends rows to their experts alone. Providers see how many rows each expert gets, and decoding is
-            refused;
             "local" keeps the experts on the tenant, which needs the full checkpoint and the memory for them.
             By default "all" if it costs x4 or less, else "local"; loading logs the choice and its price.
         tied_head: offload the product of an LM head whose weight is the embedding table. The table stays with the
@@ -56,7 +54,6 @@ class Options:
             decoded token: 2 sends two rows at a time, which pays over a distance (docs/federation.md). It needs
             providers with `round_trips = 2`. None for `round_trips` of the federation file, or 4. With the same
             `round_trips`, results have the same bits under every masking.
-        show_routes_while_decoding: allow decoding with experts = "counts", although a provider learns most tokens.
         deadline_s: seconds that one request may take, including reconnecting to a restarted provider. If a needed
             provider refuses the first connection of a session, the session gives up after 5 s.
         pool_memory_mib: memory in MiB for pads drawn ahead.
@@ -75,7 +72,6 @@ class Options:
     experts: Experts | None = None
     tied_head: bool = False
     round_trips: RoundTrips | None = None
-    show_routes_while_decoding: bool = False
     deadline_s: float = 120.0
     pool_memory_mib: int = 256
     row_bucket: int = 1

@@ -12,7 +12,7 @@ import pytest
 
 from tests.test_documentation import ROOT, TESTS
 from threat_model.attacks import ATTACKS
-from threat_model.attacks.tokens import EvenMasks, TokensFromRoutes
+from threat_model.attacks.tokens import EvenMasks
 from threat_model.attacks.topics import TopicsOfChats
 from threat_model.conformance.properties import PROPERTIES
 
@@ -58,7 +58,7 @@ def test_a_claim_has_the_words_of_its_page(page: str) -> None:
 def test_what_would_refute_a_claim_exists(page: str, claim: str) -> None:
     attacks = {attack.name.removesuffix(", forward").removesuffix(", backward") for attack in ATTACKS}
     named = {
-        "attack": attacks | {EvenMasks.name, TokensFromRoutes.name, TopicsOfChats.name},
+        "attack": attacks | {EvenMasks.name, TopicsOfChats.name},
         "property": {each.name for each in PROPERTIES},
     }
     refuted_by = CLAIMS[page][claim]

@@ -46,7 +46,6 @@ from tenant.endpoint.engine.requests import Done, EngineRequest, Event, Failed
 from tenant.endpoint.engine.sequence import Drafter
 from tenant.masking.registry import registered
 from tenant.masking.scheme import SessionScheme
-from tenant.options import Experts
 from tenant.preparation.keys import prepare
 from threat_model.attacks.collusion import matching, pad_rows
 from threat_model.evidence.chats import Chat, Step, StepRecorder
@@ -87,21 +86,17 @@ class Recording:
 
 class Lab:
     """A context manager that runs providers, and records what each party sees. `folder` is an empty folder for the
-    checkpoint, keys and caches. `tied` and `experts` are those of `Pretraining`. 1 to 3 `helpers` are started; each
+    checkpoint, keys and caches. `tied` is that of `Pretraining`. 1 to 3 `helpers` are started; each
     scheme states how many it needs. `one_company` is a federation file whose only helper belongs to the executor's
     company: no tenant may use it. With `round_trips` 2, providers have composed groups: tenants use them in every pass
     without gradients, and the distinguishing game is played at the first of them."""
 
-    def __init__(
-        self, folder: Path, *, tied: bool = False, experts: int = 0, helpers: int = 3, round_trips: RoundTrips = 4
-    ) -> None:
+    def __init__(self, folder: Path, *, tied: bool = False, helpers: int = 3, round_trips: RoundTrips = 4) -> None:
         self.folder, self.cache, self._scope = folder, folder / "cache", Scope(round_trips=round_trips)
-        self._tied, self._experts, self._helpers = tied, experts, helpers
+        self._tied, self._helpers = tied, helpers
 
     def __enter__(self) -> Self:
-        recipe = Pretraining(
-            steps=60, window=48, sentences=1500, vocab=320, width=64, blocks=3, experts=self._experts, tied=self._tied
-        )
+        recipe = Pretraining(steps=60, window=48, sentences=1500, vocab=320, width=64, blocks=3, tied=self._tied)
         checkpoint = make_base_model(self.folder / "model", recipe=recipe)
         model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=False)
         model.requires_grad_(False)
@@ -204,18 +199,6 @@ class Lab:
         views = replace(views, executor=replace(views.executor, games=games))
         return Recording(scheme, views, truth)
 
-    def record_decoding(self, experts: Experts, tokens: int) -> tuple[Views, Truth]:
-        """Decode one sequence of the tenant's text under `pad`, sampled. The last token is never sent."""
-        recorder, truth = Recorder(), Truth(steps=0)
-        more = {"show_routes_while_decoding": True} if experts == "counts" else {}
-        model = self._load(recorder, federation=self.federation_path, masking="pad", experts=experts, **more)
-        with backend_of(model):
-            Witness.install(model, recorder, self.public, truth)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                self._generate(model, self.private_windows(1, 8, seed=1), tokens + 1, sample=True)
-        return recorder.views(NO_NEIGHBOUR), truth
-
     def record_chats(
         self,
         chats: Sequence[Chat],
@@ -277,14 +260,14 @@ class Lab:
             kind, path = AutoModelForCausalLM, self.store.path
             return kind.from_pretrained(path, quantization_config=remote, trust_remote_code=False)
 
-    def _generate(self, model: Any, prompts: Tensor, tokens: int, *, sample: bool = False) -> None:
+    def _generate(self, model: Any, prompts: Tensor, tokens: int) -> None:
         with torch.no_grad():
             model.generate(
                 input_ids=prompts,
                 attention_mask=torch.ones_like(prompts),
                 max_new_tokens=tokens,
                 min_new_tokens=tokens,
-                do_sample=sample,
+                do_sample=False,
                 pad_token_id=self.public.pad_token,
             )
 

@@ -125,12 +125,8 @@ def last_sections(suite: Suite) -> list[Section]:
         )
         for g in suite.masks
     ]
-    about_routes, routes = ("experts", "success", "chance", "99 % interval", "promised", "as promised"), []
-    for cell in suite.routes:
-        outcome, interval = cell.outcome, cell.outcome.interval
-        rates = f"{outcome.success:.0%}", f"{outcome.chance:.0%}", f"{interval.low:.0%} to {interval.high:.0%}"
-        routes.append((cell.mode, *rates, "hidden" if cell.promised else "nothing", _yes(cell.expected)))
-    about_topics = ("options of tenant serve", "sees", "guessed", *about_routes[1:4], "chats", *about_routes[4:])
+    measured = "success", "chance", "99 % interval"
+    about_topics = ("options of tenant serve", "sees", "guessed", *measured, "chats", "promised", "as promised")
     topics = []
     for one in suite.topics:
         outcome, interval = one.outcome, one.outcome.interval
@@ -158,7 +154,6 @@ def last_sections(suite: Suite) -> list[Section]:
         ),
         Section("Active adversaries", ("lie", "caught", "rate, at least (99 %)"), lies),
         Section("Selective aborts", ("tenant", "aborted", "bits learned about one secret bit"), leaks),
-        Section("Mixture of experts: decoded tokens from routes", about_routes, routes),
         Section("Two round trips per block: rows of composed groups", about_composed, composed),
         Section("Topics and languages of SmolLM2's chats", about_topics, topics),
         Section("The tenant's machine", ("adversary", "planted fault", "tries", "finds", "as promised"), machine),

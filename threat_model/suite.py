@@ -1,8 +1,4 @@
-"""Runs every attack against every scheme, and compares each verdict with the promised one.
-
-The attack on routes runs in every mode of `experts = ...`, under `pad`, which hides every row. Routes stay visible, and
-the table shows how much they reveal.
-"""
+"""Runs every attack against every scheme, and compares each verdict with the promised one."""
 
 import tempfile
 import time
@@ -17,7 +13,6 @@ import torch
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from tenant.endpoint.engine.speculation import PromptLookup
-from tenant.options import Experts
 from threat_model.active.disk_image import MachineCell, attack_machine
 from threat_model.active.lattice_masks import ROWS, MaskGame, play_masks
 from threat_model.active.lying_providers import ActiveReport, attack_actively
@@ -25,45 +20,11 @@ from threat_model.attacks import ATTACKS, Attack, Outcome
 from threat_model.attacks.collusion import Collusion
 from threat_model.attacks.reused_noise import RepeatedRows
 from threat_model.attacks.statistics_of_masks import Distinguisher, Uniformity
-from threat_model.attacks.tokens import TokensFromRoutes
 from threat_model.attacks.topics import TopicsOfChats, uneven
 from threat_model.evidence.chats import Chat, chats
 from threat_model.evidence.schemes import NONE, PAD, QUICK_SCHEMES, SCHEMES, AttackedScheme
 from threat_model.lab import FULL, PLANTED, QUICK, Lab, Recording, Workload
 from threat_model.planted import PlantedFault, plant
-
-MODES: dict[Experts, bool] = {"all": True, "flat": True, "counts": False}
-"""The modes that offload experts; True if a mode promises to hide decoded tokens."""
-
-_EXPERTS = 8
-
-
-@dataclass(frozen=True)
-class RouteCell:
-    """The attack on routes against one mode. `promised`: True if the mode promises to hide decoded tokens."""
-
-    mode: Experts
-    promised: bool
-    outcome: Outcome
-
-    @property
-    def expected(self) -> bool:
-        """True if the attack finds something exactly where the mode promises nothing."""
-        return self.outcome.broken != self.promised
-
-
-def attack_routes(tokens: int) -> tuple[RouteCell, ...]:
-    """Decode `tokens` tokens of one sequence in every mode, and attack what the executor saw."""
-    attack = TokensFromRoutes()
-    cells = []
-    with tempfile.TemporaryDirectory() as folder, Lab(Path(folder), experts=_EXPERTS, helpers=1) as lab:
-        for mode, promised in MODES.items():
-            views, truth = lab.record_decoding(mode, tokens)
-            guess = attack.run(views.executor, lab.public, torch.Generator().manual_seed(ATTACK_SEED))
-            assert guess is not None  # one row is one token
-            cells.append(RouteCell(mode, promised, attack.score(guess, truth)))
-    return tuple(cells)
-
 
 SCALE, QUICK_SCALE = 8, 16
 """Lengths of chats and buckets are divided by this number where rows are computed, so that it takes minutes."""
@@ -166,7 +127,6 @@ class Suite:
     planted: tuple[PlantedFault, ...]
     masks: tuple[MaskGame, ...]
     active: ActiveReport
-    routes: tuple[RouteCell, ...]
     composed: tuple[Cell, ...]
     topics: tuple[TopicCell, ...]
     machine: tuple[MachineCell, ...]
@@ -181,7 +141,6 @@ class Suite:
         wrong += [f"planted fault not found: {p.fault}" for p in self.planted if not p.found]
         wrong += [f"{c.attack.name} on composed groups, {c.scheme.name}" for c in self.composed if not c.expected]
         wrong += [f"{g.attack} on masks of lwe, fault: {g.fault}" for g in self.masks if not g.expected]
-        wrong += [f"routes of experts = '{c.mode}'" for c in self.routes if not c.expected]
         wrong += [f"{c.guessed} of chats, options: {c.options or 'none'}" for c in self.topics if not c.expected]
         wrong += [f"{c.adversary} on the tenant's machine, fault: {c.fault}" for c in self.machine if not c.expected]
         return wrong + ([] if self.active.sound else ["active adversaries: see the table"])
@@ -214,7 +173,7 @@ def run_suite(
     """Record every scheme, run every attack on it, plant every fault, and run every lie."""
     started, began = time.monotonic(), datetime.now(UTC)
     schemes, workload = (QUICK_SCHEMES, QUICK) if quick else (SCHEMES, FULL)
-    total = len(schemes) * (1 + len(ATTACKS)) + 13
+    total = len(schemes) * (1 + len(ATTACKS)) + 12
     done = 0
 
     def step(what: str) -> None:
@@ -238,8 +197,6 @@ def run_suite(
     active = attack_actively(lab, repeats=4 if quick else 24, rng=torch.Generator().manual_seed(LIES_SEED))
     step("masks of lwe on chosen rows")
     masks = tuple(play_masks(ROWS // 10 if quick else ROWS))
-    step("routes of a mixture of experts")
-    routes = attack_routes(60 if quick else 240)
     step("composed groups")
     composed = attack_composed(PLANTED if quick else FULL)
     step("topics and languages of chats")
@@ -247,7 +204,7 @@ def run_suite(
     step("the tenant's machine")
     machine = tuple(attack_machine(lab))
     on_progress("done", total, total)
-    passed = tuple(schemes), tuple(cells), (*planted, forgotten), masks, active, routes, composed, topics, machine
+    passed = tuple(schemes), tuple(cells), (*planted, forgotten), masks, active, composed, topics, machine
     return Suite(quick, *passed, workload.seed, began, time.monotonic() - started)
 
 

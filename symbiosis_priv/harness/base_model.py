@@ -21,7 +21,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
-from transformers import LlamaForCausalLM, MixtralForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from symbiosis_priv.errors import ConfigError, StorageError
 from symbiosis_priv.system.files import check_unused, replace_atomically
@@ -104,7 +104,6 @@ class Pretraining:
     vocab: int = 1024  # tokens of the byte-level BPE, at least 259 (the bytes and three special tokens)
     width: int = 256  # a multiple of 32
     blocks: int = 4
-    experts: int = 0  # of every block, two of which each token goes to; 0 for a model without experts
     tied: bool = True  # the LM head is the embedding, and therefore stays with the tenant
     seed: int = 0  # of the text, the initial weights and the order of the windows
 
@@ -164,8 +163,7 @@ def _train_tokenizer(texts: list[str], *, vocab: int) -> PreTrainedTokenizerFast
 def _pretrain(
     tokens: torch.Tensor, tokenizer: PreTrainedTokenizerFast, recipe: Pretraining, *, on_progress: Progress | None
 ) -> Any:
-    kind: Any = MixtralForCausalLM if recipe.experts else LlamaForCausalLM
-    config = kind.config_class(
+    config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=recipe.width,
         intermediate_size=recipe.width * 43 // 16,
@@ -178,11 +176,10 @@ def _pretrain(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        **({"num_local_experts": recipe.experts} if recipe.experts else {}),
     )
     with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
         torch.manual_seed(recipe.seed)
-        model = kind(config)
+        model: Any = LlamaForCausalLM(config)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     windows = tokens.unfold(0, recipe.window, 1)

@@ -103,7 +103,7 @@ class Remote:
         None
     )
     experts: Annotated[
-        Literal["all", "flat", "counts", "local"] | None,
+        Literal["all", "flat", "local"] | None,
         typer.Option(help="Where the experts of a mixture run (docs/experts.md)."),
     ] = None
     tied_head: Annotated[

@@ -36,7 +36,7 @@ from tenant.masking.backend import Backend
 from tenant.masking.registry import registered, scheme_named
 from tenant.model.connect import BaseWeights, open_backend
 from tenant.model.division import division
-from tenant.model.experts.modes import check_stored, choose_mode, offload, refuse_decoding
+from tenant.model.experts.modes import check_stored, choose_mode, offload
 from tenant.model.offloaded import NO_DISK, OffloadedWeight, set_dtype_and_device
 from tenant.model.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear, untie_head
 from tenant.model.trips import join_groups, take_gains
@@ -72,9 +72,10 @@ class RemoteConfig(Options, QuantizationConfigMixin):
         if self.ring_bits not in (None, *get_args(RingBits)):
             raise ConfigError(f"ring_bits = {self.ring_bits!r}: choose {' or '.join(map(str, get_args(RingBits)))}")
         if self.experts not in (None, *get_args(Experts)):
-            raise ConfigError(f"experts = {self.experts!r}: choose one of {', '.join(map(repr, get_args(Experts)))}")
-        if self.show_routes_while_decoding and self.experts != "counts":
-            raise ConfigError("show_routes_while_decoding = True is for experts = 'counts'; leave it out")
+            raise ConfigError(
+                f"experts = {self.experts!r}: choose one of {', '.join(map(repr, get_args(Experts)))} (there is no "
+                f"'counts' any more: providers can read tokens from the rows of each expert)"
+            )
         if self.round_trips not in (None, *get_args(RoundTrips)):
             raise ConfigError(f"round_trips = {self.round_trips!r}: choose 2 or 4, or leave it out")
         lowest = {"deadline_s": 0.1, "pool_memory_mib": 0, "row_bucket": 1}
@@ -163,8 +164,6 @@ class RemoteQuantizer(WidenedQuantizer):
                 ordinary,
             )
         self._tables = untie_head(model, tied)
-        if mode == "counts" and not self.quantization_config.show_routes_while_decoding:
-            refuse_decoding(model)
         check_stored(model, folder)
         self.prepare(model, folder)
         return model

@@ -21,7 +21,7 @@ from threat_model.attacks import ATTACKS, Outcome
 from threat_model.attacks.collusion import Coalition, Collusion
 from threat_model.attacks.recorded_links import Harvest
 from threat_model.attacks.reused_noise import CandidateSubtraction
-from threat_model.attacks.tokens import BlockLabels, HeadLabels, TokensFromRoutes
+from threat_model.attacks.tokens import BlockLabels, HeadLabels
 from threat_model.attacks.topics import TopicsOfChats, uneven
 from threat_model.conformance.properties import PROPERTIES
 from threat_model.evidence.chats import Step
@@ -103,16 +103,6 @@ def test_data_that_no_scheme_hides_is_found_on_every_scheme(quick: Suite) -> Non
     for cell in quick.cells:
         if cell.attack.by_design:
             assert cell.verdict is Verdict.BY_DESIGN, (cell.attack.name, cell.scheme.name)
-
-
-def test_routes_tell_decoded_tokens_in_the_mode_that_shows_them_and_in_no_other(quick: Suite) -> None:
-    found = {cell.mode: cell for cell in quick.routes}
-    assert set(found) == {"all", "flat", "counts"}
-    assert all(cell.expected and cell.outcome.trials == 60 for cell in quick.routes)
-    assert found["counts"].outcome.success >= 0.4
-    assert found["counts"].outcome.interval.low > 2 * found["counts"].outcome.chance
-    for mode in ("all", "flat"):
-        assert found[mode].outcome.at_chance
 
 
 def test_counts_tell_topics_and_languages_unless_the_endpoint_keeps_a_pace(quick: Suite) -> None:
@@ -350,7 +340,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_threat_model_names_every_attack_and_no_other() -> None:
     page = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8")
     # names in italics that are not prose are attacks or properties
-    known = {TokensFromRoutes.name, TopicsOfChats.name} | {p.name for p in PROPERTIES}
+    known = {TopicsOfChats.name} | {p.name for p in PROPERTIES}
     known |= {a.name for a in ATTACKS} | {a.name.rpartition(",")[0] for a in ATTACKS}
     prose = {"Leaks.", "Measured.", "Measured:", "Not covered.", "Proved.", "Proved:"}
     prose |= {"name", "which", "Also refuted by", "whatever the true value is"}

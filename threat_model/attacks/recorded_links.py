@@ -65,7 +65,7 @@ def _opened(link: RecordedLink) -> Iterator[EffectExchange]:
             except ProtocolError:
                 break  # of all requests of the link, or of none
             where = found.group, found.direction, found.rows, found.first_row, found.seed
-            yield EffectExchange(0, link.helper, *where, _matrix(request, payload), found.counts)
+            yield EffectExchange(0, link.helper, *where, _matrix(request, payload))
 
 
 def _masks_of_effects(view: RecorderView, public: Public, index: int, direction: Direction) -> Tensor:
@@ -76,7 +76,7 @@ def _masks_of_effects(view: RecorderView, public: Public, index: int, direction:
         _matrix(request, payload)
         for link in view.links
         for request, payload in link.effects
-        if (request.group, request.direction) == (index, direction) and len(payload) and request.counts is None
+        if (request.group, request.direction) == (index, direction) and len(payload)
     ]
     if not answers:
         return torch.empty((0, 1), dtype=torch.int32)

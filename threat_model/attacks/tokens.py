@@ -1,4 +1,4 @@
-"""Attacks that recover text: tokens from forward rows and from routes of experts, and labels from backward rows.
+"""Attacks that recover text: tokens from forward rows, and labels from backward rows.
 
 The embedding is public, so an attacker looks up rows of the first layer in a table. The gradient of cross-entropy
 reveals the label: at the head, `g = (softmax(z) - onehot(y)) / n`, whose only negative entry is the label's (Zhao et
@@ -6,21 +6,16 @@ al., iDLG, arXiv 2001.02610). If the head stays with the tenant, the last block'
 label's row of the head.
 """
 
-import functools
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD
-from symbiosis_priv.arithmetic.segments import Counts
-from symbiosis_priv.checkpoints.discovery.linears import experts_of
 from threat_model.attacks.base import Labels, LabelsAttack, Outcome, score_labels
 from threat_model.attacks.exchanges import noises, prefills, stack, subtract_candidates, unfold, unstack
 from threat_model.evidence.public import Public
 from threat_model.evidence.truth import NO_LABEL, Truth
-from threat_model.evidence.views import Exchange, ExecutorView
+from threat_model.evidence.views import ExecutorView
 
 FIRST = 0
 """The first layer group."""
@@ -245,77 +240,3 @@ class BlockLabels(_GradientAttack):
         rows = subtract_candidates(view).rows
         online = [e for e in view.of(index=group, direction=BACKWARD) if e.order in rows]
         return {e.order: (unfold(public, e, rows[e.order]) @ directions.t()).argmin(dim=1) for e in online} or None
-
-
-_WINDOW, _BATCH = 32, 16
-_SMOOTHING = 0.5
-
-
-class TokensFromRoutes(LabelsAttack[ExecutorView]):
-    """Guesses each decoded token from the counts of its requests."""
-
-    name = "tokens from routes"
-    sees = "row counts of experts, layer by layer"
-    source = "docs/experts.md; MoEcho, arXiv 2508.15036"
-
-    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
-        passes: list[list[Exchange]] = []
-        for exchange in view.of(direction=FORWARD):
-            if exchange.group == 0:
-                passes.append([])
-            if passes:
-                passes[-1].append(exchange)
-        frequency = torch.bincount(public.corpus, minlength=public.vocabulary).double() + _SMOOTHING
-        prior = (frequency / frequency.sum()).log()
-        chosen = route_frequencies(public)
-        guesses = {}
-        for first, *others in (one for one in passes if len(one[0].rows) == 1):  # passes with one token
-            score = prior.clone()
-            seen: dict[int, Counts] = {}
-            for exchange in others:
-                counts = exchange.fields["counts"]
-                if isinstance(counts, tuple):
-                    seen.setdefault(exchange.group, counts)
-            for layer, counts in enumerate(list(seen.values())[::2]):  # a layer has two requests with the same counts
-                went = torch.tensor(counts) > 0
-                score += torch.where(went, chosen[layer].log(), (-chosen[layer]).log1p()).sum(dim=1)
-            guesses[first.order] = score.argmax().reshape(1)
-        return guesses or None
-
-    def score(self, guess: Labels, truth: Truth) -> Outcome:
-        """Score the guessed tokens of single rows."""
-        return score_labels(guess, {o: c.tokens for o, c in truth.calls.items() if len(c.rows) == 1})
-
-
-@functools.lru_cache(maxsize=1)  # the same for every mode
-def route_frequencies(public: Public) -> Tensor:
-    """How often each token goes to each expert, on public text: float64 `[layers, v, experts]`, strictly in 0..1."""
-    layers: list[Any] = list(experts_of(public.model).values())
-    routes: list[list[Tensor]] = [[] for _ in layers]
-
-    def note(to: list[Tensor]) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            to.append(args[1].detach())
-
-        return hook
-
-    hooks = [module.register_forward_pre_hook(note(to)) for module, to in zip(layers, routes, strict=True)]
-    windows = public.corpus[: len(public.corpus) // _WINDOW * _WINDOW].view(-1, _WINDOW)
-    try:
-        with torch.no_grad():
-            for batch in windows.split(_BATCH):
-                public.model(input_ids=batch, use_cache=False)
-    finally:
-        for handle in hooks:
-            handle.remove()
-    tokens = windows.flatten()
-    seen = torch.bincount(tokens, minlength=public.vocabulary).double()
-    found = []
-    for module, parts in zip(layers, routes, strict=True):
-        index = torch.cat(parts)
-        experts = int(module.num_experts)
-        cells = (tokens[:, None] * experts + index).flatten()
-        went = torch.bincount(cells, minlength=public.vocabulary * experts).double().view(-1, experts)
-        usual = went.sum(dim=0) / went.sum() * index.shape[1]  # of any token
-        found.append((went + _SMOOTHING * usual.clamp(0.01, 0.99)) / (seen[:, None] + _SMOOTHING))
-    return torch.stack(found).clamp(1e-6, 1 - 1e-6)

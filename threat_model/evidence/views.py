@@ -62,7 +62,6 @@ class EffectExchange:
     first_row: int
     seed: Seed
     effect: Tensor
-    counts: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,7 +255,7 @@ class Recorder:
                 self._exchanges.append(Exchange(order, *kind, rows, payload.clone(), header))
             elif isinstance(request, wire.Effect):
                 where = request.group, request.direction, request.rows, request.first_row, request.seed
-                self._effects.append(EffectExchange(order, peer.name, *where, payload.clone(), request.counts))
+                self._effects.append(EffectExchange(order, peer.name, *where, payload.clone()))
 
     def _record_packet(self, peer: Peer, message: wire.Message, payload: Tensor | None, *, upward: bool) -> None:
         width = 0 if payload is None or not len(payload) else payload.shape[1]

@@ -160,8 +160,7 @@ def open_engine(
     """Open the engine that computes all requests together; or, for a model that this engine does not support, the
     engine that calls `generate()` for each request. The choice and its reason are logged. `drafter`: guesses tokens to
     save round trips (`speculation`). Raises `ConfigError`: there is a drafter or a pace, which the engine on
-    `generate()` does not support; `SymbiosisError`: the model cannot generate: a provider fails, or its experts would
-    show routes."""
+    `generate()` does not support; `SymbiosisError`: the model cannot generate, because a provider fails."""
     limits = limits or EngineLimits()
     try:
         packed = _probed(model, tasks)

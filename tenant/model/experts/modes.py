@@ -1,18 +1,12 @@
-"""Where the experts of a mixture run (`RemoteConfig(experts=...)`): chooses the mode, and prepares a model for it.
-
-With experts = "counts", decoding is refused, because a provider learns most tokens from the route of one token: a
-published attack recovers 91 % of tokens from their routes alone (arXiv:2602.04105). A forward pass over many tokens
-shows a sum of routes; a decoding step shows the route of one token.
-"""
+"""Where the experts of a mixture run (`RemoteConfig(experts=...)`): chooses the mode, and prepares a model for it."""
 
 import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
@@ -20,7 +14,7 @@ from symbiosis_priv.checkpoints.discovery.linears import experts_of, is_stacked,
 from symbiosis_priv.checkpoints.discovery.skeleton import StoredNames
 from symbiosis_priv.checkpoints.layers import GroupSpec
 from symbiosis_priv.checkpoints.manifest import GroupEntry
-from symbiosis_priv.errors import CheckpointError, UnsupportedMethodError, UnsupportedModelError
+from symbiosis_priv.errors import CheckpointError, UnsupportedModelError
 from tenant.model.experts.stack import OffloadedStack, implementation
 from tenant.model.remote_linear import LayerGroup
 from tenant.options import Experts
@@ -71,8 +65,6 @@ def choose_mode(model: PreTrainedModel, entries: Sequence[GroupEntry], wanted: E
     size = sum(p.numel() * p.element_size() for module in experts.values() for p in module.parameters()) / 2**30
     here = f". The experts take {size:.1f} GiB of memory here" if mode == "local" else ""
     log.info("%d layers of experts: experts=%r; %s%s", len(experts), mode, reason, here)
-    if mode == "counts":
-        log.warning("experts='counts': providers see how many rows of each request go to each expert (docs/experts.md)")
     return mode
 
 
@@ -120,32 +112,3 @@ def check_stored(model: PreTrainedModel, folder: Path) -> None:
                     f"{folder} has no {name}.{parameter}, and the experts stay here: load the full checkpoint or a "
                     f"slim one made with `tenant prepare --keep-experts`, or choose RemoteConfig(experts='all')"
                 )
-
-
-def refuse_decoding(model: PreTrainedModel) -> None:
-    """Make `generate`, continuous batching and single decoding steps of a model raise an error."""
-    vars(model)["generate"] = vars(model)["init_continuous_batching"] = _refuse  # `generate_batch` calls the second
-    for part in {model, model.base_model}:  # PEFT calls the forward pass of the model without its hooks
-        part.register_forward_pre_hook(_refuse_step, with_kwargs=True)
-
-
-def _refuse_step(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Hook: refuse a pass over one token per sequence, a pass of continuous batching (with `cache`), and, without
-    gradients, a pass with filled `past_key_values` (prefix tuning trains with them)."""
-    inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
-    cache = kwargs.get("past_key_values")
-    try:
-        filled = cache is not None and cache.get_seq_length() > 0
-    except ValueError:  # caches of linear attention have no length
-        filled = True
-    continues = filled and not torch.is_grad_enabled()
-    if continues or kwargs.get("cache") is not None or any(isinstance(x, Tensor) and x.shape[1] == 1 for x in inputs):
-        _refuse()
-
-
-def _refuse(*_: Any, **__: Any) -> NoReturn:
-    raise UnsupportedMethodError(
-        "experts = 'counts' shows providers the experts of every token, which reveals most of the decoded text "
-        "(docs/experts.md). Generate with RemoteConfig(experts='all'), 'flat' or 'local'; or accept it with "
-        "RemoteConfig(experts='counts', show_routes_while_decoding=True)"
-    )

@@ -133,25 +133,22 @@ class Everywhere(Dispatch):
         return stack.product(every.scatter_add(1, self.index[..., None].expand_as(rows), rows).flatten(1))
 
 
-class AsRouted(Dispatch):
-    """Mode "counts": rows sorted by expert. Providers see how many rows each expert gets. `counts`: the number of rows
-    that are sent for each expert. `places`: int64 `[s]`. For each pair of token and expert, the index of its row among
-    the rows that are sent."""
+class Flat(Dispatch):
+    """Mode "flat": rows sorted by expert. Each expert gets as many as the one with the most tokens, filled up with rows
+    of zeros. Masked, these look like other rows, so providers see the largest count but not its expert. `counts`: the
+    number of rows that are sent for each expert. `places`: int64 `[s]`. For each pair of token and expert, the index of
+    its row among the rows that are sent."""
 
     def __init__(self, index: Tensor, *, experts: int) -> None:
         super().__init__(index, experts=experts)
         chosen = index.flatten()
         counts = chosen.bincount(minlength=experts)
         order = chosen.argsort(stable=True)
-        sizes = self.sizes(counts)
-        first, start = counts.cumsum(0) - counts, sizes.cumsum(0) - sizes  # of each expert: sorted, and as sent
-        places = torch.arange(len(chosen), dtype=torch.long, device=index.device) + (start - first)[chosen[order]]
+        most = int(counts.max())
+        shift = torch.arange(experts, dtype=torch.long, device=index.device) * most - counts.cumsum(0) + counts
+        places = torch.arange(len(chosen), dtype=torch.long, device=index.device) + shift[chosen[order]]
         self.places = torch.empty_like(order).index_copy_(0, order, places)
-        self.counts: Counts = tuple(sizes.tolist())
-
-    def sizes(self, counts: Tensor) -> Tensor:
-        """Return the number of rows that are sent for each expert, int64 `[e]`, at least its count."""
-        return counts
+        self.counts: Counts = (most,) * experts
 
     def spread(self, stack: OffloadedStack, x: Tensor) -> Tensor:
         return self._product(stack, x.repeat_interleave(self.index.shape[1], dim=0))
@@ -166,14 +163,6 @@ class AsRouted(Dispatch):
             sent, stack.group, self.counts, FORWARD, output_dtype(sent), False
         )
         return product[self.places]
-
-
-class Flat(AsRouted):
-    """Mode "flat": each expert gets as many rows as the expert with the most tokens, filled up with rows of zeros.
-    Masked, these look like other rows, so providers see the largest count but not its expert."""
-
-    def sizes(self, counts: Tensor) -> Tensor:
-        return counts.max().expand_as(counts)
 
 
 class _ProductByExpert(torch.autograd.Function):
@@ -242,7 +231,7 @@ def forward(
     return output.to(hidden_states.dtype)
 
 
-ROUTES: dict[Experts, type[Dispatch]] = {"all": Everywhere, "flat": Flat, "counts": AsRouted}
+ROUTES: dict[Experts, type[Dispatch]] = {"all": Everywhere, "flat": Flat}
 """The modes in which experts are offloaded."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
+from symbiosis_priv.errors import ConfigError
 from tenant import RemoteConfig
 from tenant.endpoint.engine.continuous import ContinuousEngine
 from tenant.endpoint.engine.sequential import SequentialEngine, open_engine
@@ -52,14 +52,6 @@ def test_greedy_tokens_are_those_of_generate(
     asked = [Asked(engine, prompt, max_tokens=10) for prompt in prompts]
     assert [one.tokens for one in asked] == expected
     engine.close()
-
-
-def test_experts_that_would_show_routes_are_refused_in_decoding_as_by_generate(tmp_path: Path) -> None:
-    remote = RemoteConfig(masking="simulate", experts="counts")
-    model = load_language_model(save("Qwen3MoeForCausalLM", tmp_path), remote=remote, dtype=torch.float32)
-    tokenizer: Any = Letters()
-    with pytest.raises(UnsupportedMethodError, match="counts"):
-        open_engine(model, tokenizer)
 
 
 def test_guesses_for_a_model_that_is_driven_with_generate_are_refused() -> None:

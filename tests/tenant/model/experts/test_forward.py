@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import DynamicCache
 
 from symbiosis_priv.errors import UnsupportedMethodError
 from tenant import backend_of, rounded_model
@@ -20,7 +18,7 @@ CLOSE = 1e-3  # of the largest value; an expert that is left out changes a tenth
 
 
 def load(path: Path, mode: Any = "all") -> Any:
-    return split_model(path, experts=mode, weight_bits=12, show_routes_while_decoding=mode == "counts")
+    return split_model(path, experts=mode, weight_bits=12)
 
 
 def close(a: Tensor, b: Tensor) -> bool:
@@ -37,7 +35,7 @@ def logits_and_gradient(model: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("family", "mode"),
     [(family, "all") for family in FAMILIES]
-    + [(family, mode) for family in ("Mixtral", "GptOss") for mode in ("flat", "counts", "local")],
+    + [(family, mode) for family in ("Mixtral", "GptOss") for mode in ("flat", "local")],
 )
 def test_a_split_model_gives_the_results_of_the_plain_one(
     family: str, mode: Any, checkpoint: Callable[[str], Path]
@@ -51,7 +49,7 @@ def test_a_split_model_gives_the_results_of_the_plain_one(
         assert torch.equal(split.generate(input_ids=IDS, **options), plain.generate(input_ids=IDS, **options))
 
 
-@pytest.mark.parametrize("mode", ["all", "flat", "counts"])
+@pytest.mark.parametrize("mode", ["all", "flat"])
 def test_a_layer_takes_two_requests_with_the_counts_of_its_mode(
     mode: Any, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,29 +62,9 @@ def test_a_layer_takes_two_requests_with_the_counts_of_its_mode(
     assert len(calls) == 2 * (2 + 2) + 1  # q/k/v, o, the experts' two, and the head
     of_experts = [".experts." in backend.facts[call[0].group].entry.name for call in calls]
     seen = [call[0].counts for call, is_of_experts in zip(calls, of_experts, strict=True) if is_of_experts]
-    real = [tuple(route.bincount(minlength=4).tolist()) for route in routes for _ in range(2)]
-    shown = {"all": [None] * 4, "flat": [(max(counts),) * 4 for counts in real], "counts": real}
-    assert seen == shown[mode]
+    busiest = [(int(route.bincount().max()),) * 4 for route in routes for _ in range(2)]
+    assert seen == (busiest if mode == "flat" else [None] * 4)
     assert not any(call[0].counts for call, is_of_experts in zip(calls, of_experts, strict=True) if not is_of_experts)
-
-
-@pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
-def test_decoding_with_visible_routes_needs_a_second_option(family: str, checkpoint: Callable[[str], Path]) -> None:
-    split = split_model(checkpoint(family), experts="counts")
-    with backend_of(split), torch.no_grad():
-        for model in (split, get_peft_model(split, LoraConfig(target_modules=["o_proj"]))):
-            with pytest.raises(UnsupportedMethodError, match="show_routes_while_decoding"):
-                model.generate(input_ids=IDS, max_new_tokens=1)
-            with pytest.raises(UnsupportedMethodError, match="counts"):
-                model.generate_batch([[3, 4], [5, 6]], max_new_tokens=1)
-            with pytest.raises(UnsupportedMethodError, match="counts"):
-                model(input_ids=IDS, cache=object())  # as in a step of continuous batching
-            with pytest.raises(UnsupportedMethodError, match="counts"):
-                model(input_ids=IDS[:, :1])
-            cache = DynamicCache(config=split.config)
-            model(input_ids=IDS[:, :4], past_key_values=cache)
-            with pytest.raises(UnsupportedMethodError, match="counts"):
-                model(input_ids=IDS[:, 4:], past_key_values=cache)
 
 
 def test_other_implementations_of_experts_are_refused_by_name(checkpoint: Callable[[str], Path]) -> None:

@@ -57,8 +57,8 @@ def test_a_slim_checkpoint_has_experts_only_if_it_is_made_with_them(
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match="experts"):
         RemoteConfig(masking="simulate", experts="some")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="counts"):
-        RemoteConfig(masking="simulate", show_routes_while_decoding=True)
+    with pytest.raises(ConfigError, match=r"choose one of 'all', 'flat'.*no 'counts' any more"):
+        RemoteConfig(masking="simulate", experts="counts")  # type: ignore[arg-type]
 
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "experts.md"

@@ -3,50 +3,32 @@
 Keystream is made in turns; quotas and registries have rates.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V", bound=Hashable)
+T = TypeVar("T")
 
 
-class RoundRobin(Generic[K, V]):
+class RoundRobin(Generic[T]):
     """A first-in, first-out queue for each client; clients take turns. Not thread-safe. An item waits for the earlier
     items of its own client, and for at most as many items of each other client."""
 
     def __init__(self) -> None:
         # the first client in the dictionary has the next turn
-        self._queues: OrderedDict[K, OrderedDict[V, None]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        self._queues: OrderedDict[Hashable, deque[T]] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._queues)
 
-    def put(self, client: K, item: V) -> None:
+    def put(self, client: Hashable, item: T) -> None:
         """Append an item to its client's queue."""
-        self._queues.setdefault(client, OrderedDict())[item] = None
+        self._queues.setdefault(client, deque()).append(item)
 
-    def of(self, client: K) -> list[V]:
-        """The items of one client, oldest first."""
-        return list(self._queues.get(client, ()))
-
-    def remove(self, client: K, item: V) -> bool:
-        """Remove an item. Returns False if it was not there."""
-        queue = self._queues.get(client)
-        if queue is None or item not in queue:
-            return False
-        del queue[item]
-        if not queue:
-            del self._queues[client]
-        return True
-
-    def get(self) -> V:
+    def get(self) -> T:
         """Remove and return the next client's oldest item. Raises KeyError if there is none."""
         client, queue = self._queues.popitem(last=False)
-        item, _ = queue.popitem(last=False)
+        item = queue.popleft()
         if queue:
             self._queues[client] = queue
         return item

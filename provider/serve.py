@@ -42,7 +42,6 @@ log = logs.EventLog(__name__)
 
 _SPARE_DESCRIPTORS = 128
 _M_ARENA_MAX = -8  # malloc.h
-_TELL_S, _POLL_S = 1.0, 0.05
 
 
 class Provider:
@@ -152,7 +151,7 @@ class Provider:
             self._announcer = None
         self._reloader.periodic.close(timeout)
         clean = self._gateway.stop(timeout)
-        requests = self._gateway.state.register.requests.total()
+        requests = self._usage.requests()
         self.executor.stop(timeout)
         if clean:  # otherwise a socket is still open, and closing the context would wait for it
             self.executor.close()

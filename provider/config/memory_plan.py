@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from provider import logs
-from provider.config.schema import INPROC, MAX_BATCH_ROWS, MIB, ProviderConfig
+from provider.config.schema import MAX_BATCH_ROWS, MIB, ProviderConfig
 from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.errors import ConfigError
@@ -66,7 +66,7 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
     sizes = [bits * group.inputs * group.stacked_outputs // 8 for group in groups]
     kind = f"int{bits}"
     here = ranks = config.executor.ranks  # processes that hold weights: on this machine, and in all
-    processes = 1 if ranks == 1 and config.executor.endpoint == INPROC else ranks + 1
+    processes = 1 if ranks == 1 and not config.executor.own_process else ranks + 1
     if dist.is_initialized():  # this process is rank 0 of a group over several machines, and serves itself
         here = processes = int(os.environ["LOCAL_WORLD_SIZE"])
         ranks = dist.get_world_size()

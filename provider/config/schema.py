@@ -3,7 +3,6 @@
 `provider_toml.template` writes the "Args" below into the file that `provider init` makes, so operators read them there.
 """
 
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,20 +16,17 @@ from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_PAYLOAD, MAX_SECONDS,
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import TenantIdentity
 from symbiosis_priv.system.files import UNDECODABLE
-from symbiosis_priv.system.processes import command
 
 MIB = 1 << 20
-INPROC = "inproc://executor"
 AUTO = "auto"
 RANKS_VARIABLE = "SYMBIOSIS_PRIV_RANKS"
-"""The environment variable that passes the model's digest and the configuration to the ranks of a group."""
+"""The environment variable that passes the lines of `ExecutorProcess.message` to the ranks of a group."""
 DEFAULT_LISTEN = "127.0.0.1:7401"
 SLOWEST_BYTES_PER_S = 1 << 20
 """Slowest average transfer of a large matrix after the first seconds."""
 MAX_BATCH_ROWS = 16_384
 """Most rows of one product."""
 _TENANT = re.compile(rf"{NAME.pattern}(@sha256:[0-9a-f]{{16}}([0-9a-f]{{48}})?)?")
-_MAX_SOCKET_PATH = 100  # bytes; the smallest sockaddr_un of any supported system holds 104
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 _Rate = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
@@ -137,8 +133,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The executor: where and how products are computed.
 
     Args:
-        endpoint: `inproc://executor` for a thread of the gateway's process, `ipc:///absolute/path` for a process
-            of its own, which is restarted when it dies.
+        own_process: true for a process of its own, which is restarted when it dies or hangs; false for a thread of the
+            gateway's process.
         device: a torch device: "cpu" or "cuda".
         devices: "all", or a list such as ["cuda:0", "cuda:1"]: a process for each card, with a range of the layers and
             the next port. Replaces `device`. List the addresses under `address` in federation.toml.
@@ -152,7 +148,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             layer groups are dropped first. Only masking = "paper-pool" needs them.
     """
 
-    endpoint: str = INPROC
+    own_process: bool = False
     device: str = "cpu"
     devices: Literal["all"] | Annotated[tuple[_Card, ...], msgspec.Meta(min_length=1)] | None = None
     processes: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
@@ -172,31 +168,14 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.devices is not None or self.processes > 1
 
     def __post_init__(self) -> None:
-        if self.endpoint != INPROC and not self.endpoint.startswith("ipc:///"):
-            raise ValueError(f"endpoint = {self.endpoint!r}: use {INPROC} or ipc:///absolute/path")
-        if len(self.endpoint.encode()) > _MAX_SOCKET_PATH:
-            raise ValueError(f"endpoint: a socket's path may have {_MAX_SOCKET_PATH} bytes; choose a shorter one")
-        if self.per_card and (self.ranks > 1 or self.endpoint != INPROC or (self.devices and self.processes > 1)):
-            raise ValueError("devices, processes, ranks and endpoint exclude each other: keep one of them")
+        if self.per_card and (self.ranks > 1 or self.own_process or (self.devices and self.processes > 1)):
+            raise ValueError("devices, processes, ranks and own_process exclude each other: keep one of them")
         if self.processes > 1 and self.device != "cpu":
             raise ValueError(f"processes is for CPUs: write devices = 'all' in place of device = {self.device!r}")
         if self.devices and len(set(self.devices)) < len(self.devices) and self.devices != "all":
             raise ValueError(f"devices = {list(self.devices)!r} has a card twice")
         if self.ranks > 1 and self.device.startswith("cuda:"):
             raise ValueError(f"device = {self.device!r}: every rank needs its own GPU; write device = 'cuda'")
-
-
-def group_command(settings: ExecutorConfig, *words: str) -> tuple[list[str], dict[str, str]]:
-    """The command that starts the ranks on this machine, with options for each, and its environment."""
-    threads = settings.threads or os.cpu_count() or 1
-    torchrun = command("provider.processes.launch", f"--nproc-per-node={settings.ranks}")
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(max(1, threads // settings.ranks)),
-        "GLOO_SOCKET_IFNAME": "lo",  # torch.distributed does not authenticate
-        "NCCL_SOCKET_IFNAME": "lo",
-    }
-    return [*torchrun, *command("provider.processes.rank", *words)[1:]], environment
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,7 +8,6 @@ The supervisor restarts an executor that has ended. The ended executor's request
 requests until the restart is complete: the tenant may ask another provider.
 """
 
-import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -29,6 +28,7 @@ log = logs.EventLog(__name__)
 WATCH_S = 0.1  # seconds after which a waiting thread checks again that its executor has not ended
 STARTUP_S = 300.0  # seconds that an executor may take to its first answer
 _GUARD_S = 1.0  # pause between two reports
+_RECENT_S = 5.0  # oldest report that tenants are told of
 
 
 class ExecutorHandle(ABC):
@@ -42,6 +42,7 @@ class ExecutorHandle(ABC):
         self.narrow = False
         """True if the executor takes and returns rows of 24 bits as they are on the wire."""
         self._answered = -1  # the last generation that has answered
+        self._reported: tuple[float, queues.ExecutorReport] | None = None  # its last report to the guard, and when
         self.stopping = threading.Event()
         self._guard = Periodic(self._look, every_s=_GUARD_S, name="executor-guard")
 
@@ -68,30 +69,34 @@ class ExecutorHandle(ABC):
     def _on_hang(self) -> None:  # noqa: B027 - a thread cannot be killed
         """React to an executor that does not answer any more."""
 
+    def recent_report(self) -> queues.ExecutorReport:
+        """A report of the last seconds: those that tenants ask for take no time of the executor, because they are
+        charged to nobody. Raises `Refusal` BUSY: there is none."""
+        if self._reported is None or time.monotonic() - self._reported[0] > _RECENT_S:
+            raise Refusal(wire.ErrorCode.BUSY, "the executor is late; ask again later")
+        return self._reported[1]
+
+    def _ask(self, patience: float) -> None:
+        """Ask for a report. Raises `Refusal`: it is late, or the executor has ended."""
+        with ExecutorRequester(self) as client:
+            report = client.report(deadline=time.monotonic() + patience)
+            self._reported, self._answered = (time.monotonic(), report), client.generation
+
     def _look(self) -> None:
         """Ask for a report; notice a start or a hang."""
         generation, settings = self.generation, self.config.executor
         patience = settings.hang_timeout_s * (2 if settings.ranks > 1 else 1)
         if not self.present:  # a start takes longer than an answer
             patience = max(patience, STARTUP_S)
-        if self._answers(generation, deadline=time.monotonic() + patience):
-            self._answered = generation
-        elif generation == self.generation and not self.stopping.is_set():
-            self.hangs += 1
-            log.warning("executor_hangs", seconds=round(patience, 1))
-            self._on_hang()
-
-    def _answers(self, generation: int, *, deadline: float) -> bool:
-        """Ask for a report. Returns False if the report is late, or if the executor restarts or stops first."""
-        with contextlib.closing(self.open_pipe()) as pipe:
-            pipe.send(queues.ReportRequest())
-            while pipe.receive(WATCH_S) is None:
-                if time.monotonic() > deadline or generation != self.generation or self.stopping.is_set():
-                    return False
-        return True
+        try:
+            self._ask(patience)
+        except Refusal:  # it hangs, or has ended
+            if generation == self.generation and not self.stopping.is_set():
+                self.hangs += 1
+                log.warning("executor_hangs", seconds=round(patience, 1))
+                self._on_hang()
 
 
-_FRESH_S = 0.25  # a cached report is returned for this long
 _GRACE_S = 1.0  # after the deadline, for the executor's own answer that it is late: it finishes its slice first
 _NOTHING = memoryview(b"")
 
@@ -158,13 +163,13 @@ class ExecutorRequester:
         while self._outstanding:
             if (answer := self._receive()) is not None:
                 return answer.rows
-            if self._lost or self.handle.stopping.is_set():
+            if self._lost:
                 self._reconnect()
         return 0
 
     @property
     def _lost(self) -> bool:
-        return self.handle.generation != self.generation
+        return self.handle.generation != self.generation or self.handle.stopping.is_set()
 
     def _receive(self) -> queues.ExecutorAnswer | None:
         answer = self._pipe.receive(WATCH_S)
@@ -185,25 +190,3 @@ class ExecutorRequester:
         self._outstanding = False
         self._pipe.close()
         self._pipe = self.handle.open_pipe()
-
-
-class CachedReport:
-    """The executor's last report, shared by all connections that ask for health: the executor makes one per 0.25 s at
-    most, however many tenants ask, because reports are not charged to tenants. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._asking = threading.Lock()
-        self._last: tuple[float, queues.ExecutorReport] | None = None
-
-    def report(self, executor: ExecutorRequester, *, timeout: float) -> queues.ExecutorReport:
-        """A report that is at most 0.25 s old. Raises what `ExecutorRequester.receive` raises."""
-        executor.require_present()
-        deadline = time.monotonic() + timeout
-        if not self._asking.acquire(timeout=timeout):
-            raise Refusal(wire.ErrorCode.BUSY, "the executor is late; ask again later")
-        try:
-            if self._last is None or time.monotonic() - self._last[0] > _FRESH_S:
-                self._last = time.monotonic(), executor.report(deadline=deadline)
-            return self._last[1]
-        finally:
-            self._asking.release()

@@ -326,7 +326,7 @@ class Executor:
         rows = math.ceil(left / math.ceil(left / rows))  # slices of about equal size
         ordered = msgspec.structs.replace(job.request, first_row=job.request.first_row + job.ordered, rows=rows)
         job.ordered += rows
-        self._maker.order(job, job.tenant, lambda: self._model.mask_rows(ordered))
+        self._maker.order(job, lambda: self._model.mask_rows(ordered))
 
     def _take_keystream(self) -> None:
         for job, rows in self._maker.made():
@@ -459,7 +459,6 @@ class Executor:
     def _fail(self, job: _Job, code: wire.ErrorCode, detail: str) -> None:
         self._scheduler.drop(job)
         job.left = True
-        self._maker.forget(job, job.tenant)
         self._inbox.answer([self._answer_of(job, failure=wire.encode(wire.Failure(code=code, detail=detail)))])
 
     def _answer_of(self, job: _Job, product: memoryview = NOTHING, *, failure: bytes = b"") -> AddressedAnswer:

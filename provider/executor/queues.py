@@ -18,14 +18,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar, get_args
+from typing import Generic, NamedTuple, get_args
 
 import msgspec
 from torch import Tensor
 
 from provider import logs
 from provider.fairness import RoundRobin
-from provider.scheduler.jobs import Stage
+from provider.scheduler.jobs import J, Stage
 from symbiosis_priv.arithmetic.ring import FORWARD, Widths
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
@@ -35,7 +35,6 @@ log = logs.EventLog(__name__)
 _KEYSTREAM_COST = 50  # multiply-adds that take as long as one keystream word
 _FEW_ROWS = 16  # a forward request of more rows is fine-tuning
 _STEP_S = 60.0  # a tenant that has sent no backward request for this time has stopped training
-J = TypeVar("J")
 
 
 class ProductRequest(msgspec.Struct, frozen=True, kw_only=True, tag="work"):
@@ -344,25 +343,19 @@ class KeystreamMaker(Generic[J]):
 
     def __init__(self, wake: Callable[[], object]) -> None:
         self._wake = wake
-        self._ordered: RoundRobin[Hashable, tuple[J, Callable[[], Tensor]]] = RoundRobin()  # by tenant
+        self._ordered: RoundRobin[tuple[J, Callable[[], Tensor]]] = RoundRobin()  # by tenant
         self._made: deque[tuple[J, Tensor | Exception]] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="keystream", daemon=True)
         self._thread.start()
 
-    def order(self, job: J, tenant: Hashable, make: Callable[[], Tensor]) -> None:
-        """Queue a slice of a tenant. `made` returns the job with the result of `make`, or with its exception."""
+    def order(self, job: J, make: Callable[[], Tensor]) -> None:
+        """Queue a slice of a job. `made` returns the job with the result of `make`, or with its exception; nothing if
+        the job has left before its turn."""
         with self._changed:
-            self._ordered.put(tenant, (job, make))
+            self._ordered.put(job.tenant, (job, make))
             self._changed.notify()
-
-    def forget(self, job: J, tenant: Hashable) -> None:
-        """Drop the queued slices of a job. A slice that the thread is making still arrives in `made`."""
-        with self._changed:
-            for ordered in self._ordered.of(tenant):
-                if ordered[0] is job:
-                    self._ordered.remove(tenant, ordered)
 
     def made(self) -> list[tuple[J, Tensor | Exception]]:
         """The slices made since the last call: the job, with int32 `[rows, inputs]` or an exception."""
@@ -383,6 +376,8 @@ class KeystreamMaker(Generic[J]):
                 if self._closed:
                     return
                 job, make = self._ordered.get()
+            if job.left:
+                continue
             try:
                 outcome: Tensor | Exception = make()
             except Exception as error:  # the executor answers the request with a failure

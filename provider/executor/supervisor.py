@@ -8,7 +8,6 @@ import contextlib
 import os
 import select
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -16,15 +15,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 
-import msgspec
 import torch
 import torch.distributed as dist
 import zmq
 
 from provider import logs
-from provider.config.schema import INPROC, RANKS_VARIABLE, ProviderConfig, group_command, to_json
+from provider.config.schema import RANKS_VARIABLE, ProviderConfig, to_json
 from provider.executor import queues
-from provider.executor.client import STARTUP_S, ExecutorHandle, ExecutorRequester
+from provider.executor.client import STARTUP_S, ExecutorHandle
 from provider.executor.executor import build
 from provider.refusal import Refusal
 from provider.shards.rank_group import FOLDER_VARIABLE
@@ -53,9 +51,9 @@ class ExecutorThread(ExecutorHandle):
 
     def start(self) -> None:
         self._build()
-        self._answered = self.generation
         self._thread = threading.Thread(target=self._run, name="executor", daemon=True)
         self._thread.start()
+        self._ask(STARTUP_S)
         self._guard.start()
 
     def stop(self, timeout: float) -> None:
@@ -118,7 +116,7 @@ class SocketInbox(queues.Inbox):
                 self._router.bind(address)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"endpoint = {endpoint!r}: {error.strerror}; choose another path") from error
+            raise ConfigError(f"{endpoint}: {error.strerror}; set TMPDIR to a folder with a short path") from error
 
     def arrived(self) -> Iterator[queues.InboxMessage]:
         receive = self._router.recv  # part by part: faster than `recv_multipart`
@@ -186,7 +184,8 @@ class ExecutorProcess(ExecutorHandle):
 
     def __init__(self, config: ProviderConfig, *, model_digest: str) -> None:
         super().__init__(config, model_digest=model_digest)
-        self.endpoint = config.executor.endpoint
+        self._folder = Path(tempfile.mkdtemp(prefix="executor-"))  # for this user only
+        self.endpoint = f"ipc://{self._folder}/executor.sock"
         self._context: Context = zmq.Context()
         wanted = config.limits.max_connections + _SPARE_SOCKETS
         self._context.set(zmq.MAX_SOCKETS, min(wanted, self._context.get(zmq.SOCKET_LIMIT)))
@@ -198,33 +197,27 @@ class ExecutorProcess(ExecutorHandle):
         self._context.term()
 
     def start(self) -> None:
-        path = Path(self.endpoint.removeprefix("ipc://"))
-        _private_folder(path.parent)
-        with socket.socket(socket.AF_UNIX) as probe:
-            if not probe.connect_ex(str(path)):  # ZeroMQ would replace its socket
-                raise ConfigError(f"endpoint: another provider listens at {path}; choose another path")
+        PrivateFolder.open(self._folder).close()  # whoever can replace it can put another executor in its place
         self._process = self._spawn()
         self._watcher = threading.Thread(target=self._watch, name="executor-watch", daemon=True)
         self._watcher.start()
-        with ExecutorRequester(self) as client:
-            try:
-                client.report(deadline=time.monotonic() + STARTUP_S)
-            except Refusal as error:
-                raise ConfigError("the executor's process did not start: read the reason in the log") from error
-            self._answered = client.generation
+        try:
+            self._ask(STARTUP_S)
+        except Refusal as error:
+            raise ConfigError("the executor's process did not start: read the reason in the log") from error
         self._guard.start()
 
     def stop(self, timeout: float) -> None:
         self.stopping.set()
-        if self._watcher is None:
-            return
-        _close_pipe(self._process)
-        try:
-            self._process.wait(timeout)
-        except TimeoutExpired:
-            self._process.kill()
-        self._watcher.join(timeout)
-        self._guard.close(timeout)
+        if self._watcher is not None:
+            _close_pipe(self._process)
+            try:
+                self._process.wait(timeout)
+            except TimeoutExpired:
+                self._process.kill()
+            self._watcher.join(timeout)
+            self._guard.close(timeout)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def pid(self) -> int:
@@ -234,9 +227,13 @@ class ExecutorProcess(ExecutorHandle):
         process = Popen(start.command("provider.processes.executor_process"), stdin=PIPE)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process has ended; `_watch` notices that
-            process.stdin.write(to_json(self.config) + b"\n" + self.model_digest.encode() + b"\n")
+            process.stdin.write(self.message().encode())
             process.stdin.flush()
         return process
+
+    def message(self) -> str:
+        """What the process is told, in a line each: the configuration, the model's digest and the socket."""
+        return f"{to_json(self.config).decode()}\n{self.model_digest}\n{self.endpoint}\n"
 
     def _on_hang(self) -> None:
         self._process.kill()
@@ -273,24 +270,19 @@ class ExecutorProcess(ExecutorHandle):
 class ExecutorGroup(ExecutorProcess):
     """A group of ranks that share the model. torchrun starts the group; the group restarts whenever a rank ends."""
 
-    def __init__(self, config: ProviderConfig, *, model_digest: str) -> None:
-        self._folder = tempfile.mkdtemp(prefix="ranks-")  # for this user only
-        if config.executor.endpoint == INPROC:
-            executor = msgspec.structs.replace(config.executor, endpoint=f"ipc://{self._folder}/executor.sock")
-            config = msgspec.structs.replace(config, executor=executor)
-        super().__init__(config, model_digest=model_digest)
-
-    def stop(self, timeout: float) -> None:
-        super().stop(timeout)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
     def _spawn(self) -> Popen[bytes]:
-        rendezvous = Path(self._folder, "rendezvous")
+        rendezvous = self._folder / "rendezvous"
         shutil.rmtree(rendezvous, ignore_errors=True)  # the folder of the previous group
         rendezvous.mkdir(mode=0o700)
-        command, environment = group_command(self.config.executor)
-        environment |= {
-            RANKS_VARIABLE: f"{self.model_digest} {to_json(self.config).decode()}",
+        ranks, threads = self.config.executor.ranks, self.config.executor.threads or os.cpu_count() or 1
+        command = start.command("provider.processes.launch", f"--nproc-per-node={ranks}")
+        command += start.command("provider.processes.rank")[1:]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(max(1, threads // ranks)),
+            "GLOO_SOCKET_IFNAME": "lo",  # torch.distributed does not authenticate
+            "NCCL_SOCKET_IFNAME": "lo",
+            RANKS_VARIABLE: self.message(),
             FOLDER_VARIABLE: str(rendezvous),
         }
         # Rank 0 inherits stdin and ends when it closes. The new session keeps a terminal's signals from the ranks.
@@ -299,27 +291,12 @@ class ExecutorGroup(ExecutorProcess):
 
 def make(config: ProviderConfig, *, model_digest: str) -> ExecutorHandle:
     """Make the kind of executor that the configuration asks for."""
-    kind: type[ExecutorHandle] = ExecutorThread if config.executor.endpoint == INPROC else ExecutorProcess
+    kind: type[ExecutorHandle] = ExecutorProcess if config.executor.own_process else ExecutorThread
     if config.executor.ranks > 1 and not dist.is_initialized():  # otherwise this process is rank 0 of a group
         kind = ExecutorGroup
     handle = kind(config, model_digest=model_digest)
     handle.narrow = config.executor.device != "cpu" and config.executor.ranks == 1 and not dist.is_initialized()
     return handle
-
-
-def _private_folder(path: Path) -> None:
-    """Make the folder of the socket for this user only. Raises `ConfigError` if it cannot be made, or if other users
-    can enter or replace it."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"endpoint: {path} cannot be made a folder ({error.strerror}); choose another path"
-        ) from error
-    found = path.stat()
-    if found.st_mode & 0o077 or found.st_uid != os.geteuid():  # the owner of a folder can always enter it
-        raise ConfigError(f"endpoint: other users may enter {path}; choose a new folder, or chmod 700 it")
-    PrivateFolder.open(path).close()
 
 
 def _close_pipe(process: Popen[bytes]) -> None:

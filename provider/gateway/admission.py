@@ -175,19 +175,13 @@ class ByteBudget:
 
 
 class Register:
-    """Counts the products and connections of each tenant, and keeps its role (rule 8). Thread-safe."""
+    """Counts the connections of each tenant, and keeps its role (rule 8). Thread-safe."""
 
     def __init__(self) -> None:
         self.visits: Counter[TenantIdentity] = Counter()
         """Number of connections that each tenant has opened, including refused connections."""
-        self.requests: Counter[TenantIdentity] = Counter()
-        """Number of products of each tenant."""
         self._roles: dict[TenantIdentity, Counter[Role]] = {}
         self._lock = threading.Lock()
-
-    def count_request(self, tenant: TenantIdentity) -> None:
-        with self._lock:
-            self.requests[tenant] += 1
 
     def count_visit(self, tenant: TenantIdentity) -> None:
         with self._lock:

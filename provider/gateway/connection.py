@@ -173,7 +173,6 @@ class Connection:
             return False
         stream.arrived = stream.arrived[repeated.size :]
         counts = repeated.counts
-        state.register.count_request(self._tenant)
         self._bill(counts)
         head, answer = repeated.before + parts[1] + repeated.after, self._space[: counts.bytes_sent]
         try:
@@ -218,7 +217,6 @@ class Connection:
             raise Refusal(wire.ErrorCode.BUSY, "this provider cannot write its usage database; ask again later")
         if not request.rows:  # needs no executor, and has a limited rate
             limit = self._state.quotas.admit(self._tenant, rows=0, work=0)
-            self._state.register.count_request(self._tenant)
             self._bill(UsageCounts(requests=1))
             self._frames.send(wire.encode(wire.Result.answering(request, limit=limit)))
             self._pause(0)
@@ -307,7 +305,6 @@ class Connection:
                 product = wire.RING24.pack(np.frombuffer(product, dtype="<i4"))
             if self._sealing is not None:
                 product = self._sealing.cover(request.nonce, product)
-            self._state.register.count_request(self._tenant)
             self._bill(UsageCounts(1, request.rows, sizes.cost, sizes.received, len(product)))
             result = wire.Result.answering(request, limit=limit)
             self._frames.send(wire.encode(result, payload_bytes=len(product)), product)
@@ -399,7 +396,8 @@ class Connection:
             refuse_bad(str(error))
 
     def _answer_health(self) -> None:
-        executor = self._state.executor_report.report(self._executor, timeout=self._limits.request_timeout_s)
+        self._executor.require_present()
+        executor = self._executor.handle.recent_report()
         report = wire.HealthReport(
             name=self._state.config.name,
             model_digest=self._state.digest,
@@ -407,7 +405,7 @@ class Connection:
             uptime_s=time.monotonic() - self._state.started,
             groups=len(self._state.served),
             groups_loaded=executor.groups_loaded,
-            requests=self._state.register.requests[self._tenant],
+            requests=self._state.usage.requests(self._tenant),
             connections=self._state.slots.count(self._tenant),
         )
         self._frames.send(wire.encode(report))

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator
 
 from provider.config.schema import MIB, SLOWEST_BYTES_PER_S, Limits, ProviderConfig
-from provider.executor.client import CachedReport
 from provider.executor.queues import Stages
 from provider.gateway.admission import ByteBudget, Register, Slots
 from provider.gateway.quota import QuotaGate
@@ -32,7 +31,6 @@ class GatewayState:
         self.budget, self.slots = ByteBudget(config.limits), Slots(config.limits)
         self.register, self.quotas = Register(), QuotaGate(config.quota_of)
         self.stages = Stages()
-        self.executor_report = CachedReport()
         self.started = time.monotonic()
         self.stopping = threading.Event()
 

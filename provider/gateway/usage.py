@@ -137,6 +137,10 @@ class UsageCounters:
         with self._lock:
             return {key: UsageCounts(*counts) for key, counts in self._totals.items()}
 
+    def requests(self, tenant: TenantIdentity | None = None) -> int:
+        """Number of answered products, of one tenant or of all, since this process started."""
+        return sum(counts.requests for (who, _), counts in self.totals().items() if tenant in (None, who))
+
     def close(self) -> None:
         """Commit all counts, and close the file. Counts that cannot be written are lost."""
         self._flusher.close(_CLOSE_S)

@@ -1,7 +1,7 @@
 """An executor process, as `supervisor.ExecutorProcess` starts it.
 
-The configuration and the model's digest are the first lines of stdin. The gateway keeps that pipe open. When the pipe
-closes, the executor ends. Only the gateway handles signals.
+The first lines of stdin are the configuration, the model's digest and the socket. The gateway keeps that pipe open.
+When the pipe closes, the executor ends. Only the gateway handles signals.
 """
 
 import gc
@@ -22,20 +22,20 @@ def main() -> None:
     """Serve until stdin closes. Exits with status 1 if the executor cannot start."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
-    config = from_json(sys.stdin.buffer.readline())
-    model_digest = sys.stdin.buffer.readline().decode().strip()
+    text, model_digest, endpoint = (sys.stdin.buffer.readline().decode().strip() for _ in range(3))
+    config = from_json(text.encode())
     logs.setup(config.log_level)
     if config.executor.threads:
         torch.set_num_threads(config.executor.threads)
     try:
-        serve(config, model_digest=model_digest)
+        serve(config, model_digest=model_digest, endpoint=endpoint)
     except SymbiosisError as error:
         sys.exit(f"error: {error}")
 
 
-def serve(config: ProviderConfig, *, model_digest: str) -> None:
+def serve(config: ProviderConfig, *, model_digest: str, endpoint: str) -> None:
     """Serve until stdin closes."""
-    executor = build(config, model_digest=model_digest, inbox=SocketInbox(config.executor.endpoint))
+    executor = build(config, model_digest=model_digest, inbox=SocketInbox(endpoint))
     when_stdin_closes(executor.stop)
     gc.freeze()  # see `provider.serve.serve`
     executor.run()

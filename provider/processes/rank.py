@@ -30,24 +30,20 @@ def main() -> None:
     """Run one rank. Exits with status 1 if the group cannot be formed or has lost a rank."""
     parser = argparse.ArgumentParser(prog="provider.processes.launch ... -m provider.processes.rank")
     parser.add_argument("--config", type=Path, help="provider.toml")
-    parser.add_argument("--ready-file", type=Path, help="file for the bound address")
-    parser.add_argument("--stop-with-stdin", action="store_true", help="also stop when stdin closes")
     rank_group.end_with_torchrun()
     rank_group.show_rank()
-    words = parser.parse_args()
-    path: Path | None = words.config
+    path: Path | None = parser.parse_args().config
     if (path is None) == (RANKS_VARIABLE not in os.environ):
         parser.error("name the provider's configuration: --config provider.toml")
     try:
         if path is not None:
             config = load(path)
-            whole = {"ready_file": words.ready_file, "stop_with_stdin": words.stop_with_stdin}
-            _run(config, lead=lambda: server.serve(config, source=path, **whole))
+            _run(config, lead=lambda: server.serve(config, source=path))
         else:
-            digest, _, text = os.environ[RANKS_VARIABLE].partition(" ")
+            text, digest, endpoint = os.environ[RANKS_VARIABLE].splitlines()
             config = from_json(text.encode())
             # rank 0 inherits stdin from the gateway through torchrun
-            _run(config, lead=lambda: executor_process.serve(config, model_digest=digest))
+            _run(config, lead=lambda: executor_process.serve(config, model_digest=digest, endpoint=endpoint))
     except SymbiosisError as error:
         sys.exit(f"error: rank {os.environ.get('RANK')}: {error}")
 

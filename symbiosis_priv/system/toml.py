@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 # what to do about keys of earlier releases
 _GONE = {
+    "endpoint": "own_process takes its place",
     "gateways": "devices takes its place",
     "relay": "effects are not relayed any more: remove it",
     "rebalance_s": "layers are chosen once: remove it, and restart the provider to choose them again",

@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import stat
 import tempfile
 import threading
@@ -26,14 +25,13 @@ from provider.config.schema import ExecutorConfig
 from provider.executor import supervisor
 from provider.executor.client import ExecutorRequester
 from provider.executor.executor import build
-from provider.executor.queues import LocalInbox
+from provider.executor.queues import Envelope, LocalInbox, ProductRequest
 from provider.executor.supervisor import ExecutorProcess, ExecutorThread, make
 from provider.gateway.listener import Listener
 from provider.serve import Provider
 from symbiosis_priv.certificates import revocation
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.network import wire
-from tests.cases import cases
 from tests.provider.clients import Service, effect, execute, failure
 from tests.provider.conftest import Configure, Connect, Keys, Launch
 from tests.waiting import until
@@ -44,13 +42,6 @@ LOG_FIELDS = {
     *("time", "level", "logger", "event", "provider", "address", "groups", "tenant", "reason", "group", "direction"),
     *("rows", "ms", "requests", "clean", "suppressed", "what", "place", "kind", "mib", "progress"),
 }
-
-
-@pytest.fixture
-def socket_folder() -> Iterator[Path]:
-    """A short path, because pytest's own may be too long for a socket."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder) / "private"
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +101,7 @@ def test_serve_until_told_to_stop(service: Service, connect: Connect) -> None:
 
 
 def test_a_killed_executor_process_is_restarted(
-    configure: Configure, connect: Connect, socket_folder: Path, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After SIGKILL in the middle of a request, the tenant gets BUSY, then the same answer to the same bytes.
 
@@ -123,10 +114,10 @@ def test_a_killed_executor_process_is_restarted(
             raise errors.pop()
         return Popen(*args, **kwargs)
 
-    endpoint = f"ipc://{socket_folder}/executor.sock"
-    with Provider(configure(executor=ExecutorConfig(endpoint=endpoint, threads=1))) as provider:
-        assert stat.S_IMODE(socket_folder.stat().st_mode) == 0o700
+    with Provider(configure(executor=ExecutorConfig(own_process=True, threads=1))) as provider:
         assert isinstance(provider.executor, ExecutorProcess)
+        folder = Path(provider.executor.endpoint.removeprefix("ipc://")).parent
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         client = connect(to=provider)
         x = torch.arange(4 * WIDTH, dtype=torch.int32).reshape(4, WIDTH)
         before = client.product(execute(0, 4), x)
@@ -148,36 +139,32 @@ def test_a_killed_executor_process_is_restarted(
         child = provider.executor.pid
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+    assert not folder.exists()
 
 
 @contextmanager
 def in_flight(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """An event that is set once the gateway waits for its executor's answer."""
-    forwarded, receive = threading.Event(), ExecutorRequester.receive
+    forwarded, send = threading.Event(), ExecutorRequester.send
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        forwarded.set()
-        return receive(*args, **kwargs)
+    def noted(requester: ExecutorRequester, message: Envelope, *payload: memoryview) -> None:
+        send(requester, message, *payload)
+        if isinstance(message, ProductRequest):  # and not a report, which the guard asks for
+            forwarded.set()
 
     with monkeypatch.context() as patch:
-        patch.setattr(ExecutorRequester, "receive", noted)
+        patch.setattr(ExecutorRequester, "send", noted)
         yield forwarded
 
 
-@cases(__file__, "sockets")
-def test_a_socket_that_others_could_reach_or_replace_is_refused(
-    configure: Configure, socket_folder: Path, mode: int, socket: str, message: str
+def test_a_folder_that_others_could_replace_is_refused(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Anybody who can write to a folder above the socket's folder can put another executor in its place."""
-    socket_folder.mkdir(mode=mode)
-    socket_folder.chmod(mode)
-    if mode == 0o700:
-        if os.geteuid() != 0:
-            pytest.skip("only root can enter what is another user's alone")
-        os.chown(socket_folder, 12345, -1)
-    executor = ExecutorConfig(endpoint=f"ipc://{socket_folder}/{socket}")
-    with pytest.raises(ConfigError, match=message):
-        Provider(configure(executor=executor)).start()
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ConfigError, match="other users can change"):
+        Provider(configure(executor=ExecutorConfig(own_process=True))).start()
 
 
 def test_a_provider_that_cannot_start_says_why(configure: Configure, provider: Provider, tmp_path: Path) -> None:
@@ -194,35 +181,25 @@ def test_a_provider_that_cannot_start_says_why(configure: Configure, provider: P
             Provider(configure(executor=ExecutorConfig(device=device))).start()
 
 
-def test_a_socket_in_use_is_not_taken_over(configure: Configure, socket_folder: Path) -> None:
-    socket_folder.mkdir(mode=0o700)
-    path = socket_folder / "executor.sock"
-    with socket.socket(socket.AF_UNIX) as other:
-        other.bind(str(path))
-        other.listen()
-        with pytest.raises(ConfigError, match="another provider"):
-            Provider(configure(executor=ExecutorConfig(endpoint=f"ipc://{path}"))).start()
-
-
 def test_an_executor_serves_only_the_model_that_the_gateway_announced(configure: Configure) -> None:
     """If the checkpoint was replaced, a restarted executor must not serve the new one."""
     with pytest.raises(CheckpointError, match="changed"):
         build(configure(), model_digest="sha256:" + 64 * "0", inbox=LocalInbox())
 
 
-def test_there_is_a_descriptor_for_every_connection(configure: Configure, socket_folder: Path) -> None:
+def test_there_is_a_descriptor_for_every_connection(configure: Configure) -> None:
     """ZeroMQ's default limit is 1,023 sockets."""
-    apart = ExecutorConfig(endpoint=f"ipc://{socket_folder}/executor.sock")
-    executor = make(configure(max_connections=1100, executor=apart), model_digest="")
+    executor = make(configure(max_connections=1100, executor=ExecutorConfig(own_process=True)), model_digest="")
     with contextlib.ExitStack() as pipes:
         for _ in range(1100):
             pipes.callback(executor.open_pipe().close)
+    executor.stop(1.0)
     executor.close()
 
 
-def test_a_hanging_executor_is_restarted(configure: Configure, connect: Connect, socket_folder: Path) -> None:
+def test_a_hanging_executor_is_restarted(configure: Configure, connect: Connect) -> None:
     """A hanging executor does not answer. The guard must notice that without a tenant's request."""
-    apart = ExecutorConfig(endpoint=f"ipc://{socket_folder}/executor.sock", threads=1, hang_timeout_s=1.0)
+    apart = ExecutorConfig(own_process=True, threads=1, hang_timeout_s=1.0)
     x = torch.ones(1, WIDTH, dtype=torch.int32)
     with Provider(configure(executor=apart)) as provider:
         client = connect(to=provider)

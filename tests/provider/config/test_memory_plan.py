@@ -37,7 +37,7 @@ def test_the_plan_counts_every_process(configure: Configure, store: WeightStore)
         return {n.what: n.size for n in memory_plan(configure(executor=executor), store.manifest(), store.served)}
 
     alone, ranks = needs(ExecutorConfig()), needs(ExecutorConfig(ranks=4))
-    apart = needs(ExecutorConfig(endpoint="ipc:///run/somewhere/executor.sock"))
+    apart = needs(ExecutorConfig(own_process=True))
     ring, python = "ring weights, both directions", "Python and torch"
     assert ranks[ring] == apart[ring] == alone[ring]
     assert (apart[python], ranks[python]) == (2 * alone[python], 5 * alone[python])

@@ -14,9 +14,11 @@ import zmq
 
 from provider.executor.queues import ExecutorAnswer, KeystreamMaker, LocalInbox, ReportRequest, Stages
 from provider.executor.supervisor import Context, SocketInbox, SocketPipe
+from provider.scheduler.jobs import Job
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
+from tests.provider.scheduler.playing import job
 
 _MANY = 1100  # more descriptors than select supports
 
@@ -91,8 +93,8 @@ def test_a_tenant_that_has_stopped_training_counts_as_inference_again(later: flo
     assert stages.of(ALICE, ask("forward", 1), later) == stage
 
 
-def collect(maker: KeystreamMaker[str], count: int, woken: threading.Semaphore) -> list[tuple[str, object]]:
-    found: list[tuple[str, object]] = []
+def collect(maker: KeystreamMaker[Job], count: int, woken: threading.Semaphore) -> list[tuple[Job, object]]:
+    found: list[tuple[Job, object]] = []
     deadline = time.monotonic() + 20
     while len(found) < count:
         assert woken.acquire(timeout=20)
@@ -103,7 +105,8 @@ def collect(maker: KeystreamMaker[str], count: int, woken: threading.Semaphore) 
 
 def test_tenants_take_turns_and_errors_are_reported() -> None:
     woken, go_on = threading.Semaphore(0), threading.Event()
-    maker: KeystreamMaker[str] = KeystreamMaker(woken.release)
+    maker: KeystreamMaker[Job] = KeystreamMaker(woken.release)
+    first, bob, gone, *alice = (job(tenant) for tenant in ("alice", "bob", "carol", "alice", "alice", "alice"))
 
     def blocked() -> torch.Tensor:
         assert go_on.wait(20)
@@ -112,17 +115,16 @@ def test_tenants_take_turns_and_errors_are_reported() -> None:
     def failing() -> torch.Tensor:
         raise ValueError
 
-    maker.order("first", "alice", blocked)  # the other requests queue meanwhile
-    for number in range(3):
-        maker.order(f"alice {number}", "alice", lambda: torch.zeros(1, 1, dtype=torch.int32))
-    maker.order("gone", "carol", lambda: torch.zeros(1, 1, dtype=torch.int32))
-    maker.order("bob 0", "bob", failing)
-    maker.forget("gone", "carol")
+    maker.order(first, blocked)  # the other requests queue meanwhile
+    for one in (*alice, gone):
+        maker.order(one, lambda: torch.zeros(1, 1, dtype=torch.int32))
+    maker.order(bob, failing)
+    gone.left = True
     go_on.set()
     made = collect(maker, 5, woken)
-    names = [name for name, _ in made]
-    assert names.index("bob 0") < names.index("alice 1")
-    assert sorted(names) == ["alice 0", "alice 1", "alice 2", "bob 0", "first"]
-    assert isinstance(dict(made)["bob 0"], ValueError)
+    jobs = [one for one, _ in made]
+    assert jobs.index(bob) < jobs.index(alice[1])
+    assert sorted(map(id, jobs)) == sorted(map(id, [first, *alice, bob]))
+    assert isinstance(dict(made)[bob], ValueError)
     maker.close()
     maker.close()  # closing twice does nothing

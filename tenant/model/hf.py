@@ -153,7 +153,9 @@ class RemoteQuantizer(WidenedQuantizer):
         heads = set() if self.quantization_config.tied_head else {name.rpartition(".")[0] for name in tied}
         members = {m for e in entries for m in e.members if mode != "local" or e.experts == 1} - heads
         log.info("%s: %s", type(model).__name__, division(model, members))
-        groups = split(model, backend, members, experts=mode, weights=weights)
+        groups = split(
+            model, backend, members, experts=mode, weights=weights, row_bucket=self.quantization_config.row_bucket
+        )
         self._trips = [] if self.quantization_config.round_trips == 4 else join_groups(model, groups)
         if self._trips:
             ordinary = sum(entry.composed is None for entry in entries)
@@ -271,7 +273,13 @@ def _check_not_redirected(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def split(
-    model: PreTrainedModel, backend: Backend, members: Set[str], *, experts: Experts, weights: BaseWeights | None = None
+    model: PreTrainedModel,
+    backend: Backend,
+    members: Set[str],
+    *,
+    experts: Experts,
+    weights: BaseWeights | None,
+    row_bucket: int,
 ) -> dict[tuple[str, ...], LayerGroup]:
     """Replace each `nn.Linear` in `members` by a `RemoteLinear`, each `Conv1D` by a `RemoteConv1D`, and each stack of
     experts by an `OffloadedStack`. `weights` reads base weights for methods that need them. Returns the layer groups by
@@ -283,7 +291,7 @@ def split(
     replaced: dict[nn.Module, RemoteLayer] = {}
     groups = dict[tuple[str, ...], LayerGroup]()
     for index, facts in enumerate(backend.facts):
-        group = groups[facts.entry.members] = LayerGroup(backend, index, weights)
+        group = groups[facts.entry.members] = LayerGroup(backend, index, weights, row_bucket=row_bucket)
         if facts.entry.composed is not None or members.isdisjoint(facts.entry.members):
             continue
         if facts.entry.experts > 1:

@@ -68,14 +68,18 @@ class RoundTrip(Protocol):
 
 class LayerGroup:
     """The linears of one layer group. Calls the backend once per distinct input. `weights` reads base weights; None
-    without a checkpoint. `trip` computes products without gradients, if there is one; a copied model has none."""
+    without a checkpoint. `row_bucket`: rows for single experts are sent in multiples of it. `trip` computes products
+    without gradients, if there is one; a copied model has none."""
 
     trip: RoundTrip | None = None
 
-    def __init__(self, backend: Backend, index: int, weights: BaseWeights | None = None) -> None:
+    def __init__(
+        self, backend: Backend, index: int, weights: BaseWeights | None = None, *, row_bucket: int = 1
+    ) -> None:
         self.backend = backend
         self.index = index
         self.weights = weights
+        self.row_bucket = row_bucket
         self.inputs = backend.facts[index].entry.inputs
         self.adapter_rows: weakref.WeakSet[AdapterRows] = weakref.WeakSet()
         self._outputs = backend.facts[index].entry.outputs
@@ -187,7 +191,7 @@ class LayerGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # a copied model shares the session, not the pending outputs
-        twin = memo[id(self)] = type(self)(self.backend, self.index, self.weights)
+        twin = memo[id(self)] = type(self)(self.backend, self.index, self.weights, row_bucket=self.row_bucket)
         for source in self.adapter_rows:
             twin.adapter_rows.add(copy.deepcopy(source, memo))
         return twin

@@ -105,9 +105,10 @@ class OffloadedStack(OffloadedWeight):
 
 
 class Dispatch(ABC):
-    """The routes of one forward pass: `index`, int64 `[t, k]`, holds the experts of each token."""
+    """The routes of one forward pass: `index`, int64 `[t, k]`, holds the experts of each token. `bucket`: rows for
+    single experts are sent in multiples of it, because the session's bucket would not change their largest count."""
 
-    def __init__(self, index: Tensor, *, experts: int) -> None:
+    def __init__(self, index: Tensor, *, experts: int, bucket: int = 1) -> None:
         self.index, self.experts = index, experts
 
     @abstractmethod
@@ -139,12 +140,12 @@ class Flat(Dispatch):
     number of rows that are sent for each expert. `places`: int64 `[s]`. For each pair of token and expert, the index of
     its row among the rows that are sent."""
 
-    def __init__(self, index: Tensor, *, experts: int) -> None:
+    def __init__(self, index: Tensor, *, experts: int, bucket: int = 1) -> None:
         super().__init__(index, experts=experts)
         chosen = index.flatten()
         counts = chosen.bincount(minlength=experts)
         order = chosen.argsort(stable=True)
-        most = int(counts.max())
+        most = -(-int(counts.max()) // bucket) * bucket
         shift = torch.arange(experts, dtype=torch.long, device=index.device) * most - counts.cumsum(0) + counts
         places = torch.arange(len(chosen), dtype=torch.long, device=index.device) + shift[chosen[order]]
         self.places = torch.empty_like(order).index_copy_(0, order, places)
@@ -211,7 +212,7 @@ def forward(
         return plain
     weights = top_k_weights.masked_fill(top_k_index >= module.num_experts, 0)
     index = top_k_index.clamp(max=module.num_experts - 1)
-    route, experts = kind(index, experts=module.num_experts), index.flatten()
+    route, experts = kind(index, experts=module.num_experts, bucket=up.group.row_bucket), index.flatten()
 
     hidden = route.spread(up, hidden_states)
     for factors in up.factors:

@@ -49,11 +49,11 @@ def test_a_split_model_gives_the_results_of_the_plain_one(
         assert torch.equal(split.generate(input_ids=IDS, **options), plain.generate(input_ids=IDS, **options))
 
 
-@pytest.mark.parametrize("mode", ["all", "flat"])
+@pytest.mark.parametrize(("mode", "bucket"), [("all", 1), ("flat", 1), ("flat", 64)])
 def test_a_layer_takes_two_requests_with_the_counts_of_its_mode(
-    mode: Any, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    mode: Any, bucket: int, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split = load(checkpoint("Mixtral"), mode)
+    split = split_model(checkpoint("Mixtral"), experts=mode, row_bucket=bucket)
     calls, routes = watched(split, monkeypatch), list[Tensor]()
     for layer in split.model.layers:
         layer.mlp.experts.register_forward_pre_hook(lambda _, args: routes.append(args[1].flatten()))
@@ -62,7 +62,7 @@ def test_a_layer_takes_two_requests_with_the_counts_of_its_mode(
     assert len(calls) == 2 * (2 + 2) + 1  # q/k/v, o, the experts' two, and the head
     of_experts = [".experts." in backend.facts[call[0].group].entry.name for call in calls]
     seen = [call[0].counts for call, is_of_experts in zip(calls, of_experts, strict=True) if is_of_experts]
-    busiest = [(int(route.bincount().max()),) * 4 for route in routes for _ in range(2)]
+    busiest = [(max(int(route.bincount().max()), bucket),) * 4 for route in routes for _ in range(2)]
     assert seen == (busiest if mode == "flat" else [None] * 4)
     assert not any(call[0].counts for call, is_of_experts in zip(calls, of_experts, strict=True) if not is_of_experts)
 

@@ -96,11 +96,12 @@ CHOICES = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=2, max_size=2)
 )
 
 
-@given(CHOICES)
-def test_every_row_is_among_the_rows_of_its_expert(index: Tensor) -> None:
-    route = Flat(index, experts=EXPERTS)
+@given(CHOICES, st.integers(1, 3))
+def test_every_row_is_among_the_rows_of_its_expert(index: Tensor, bucket: int) -> None:
+    route = Flat(index, experts=EXPERTS, bucket=bucket)
     places, most = route.places.tolist(), route.counts[0]
     assert len(set(places)) == len(places) == index.numel()
     assert route.counts == (most,) * EXPERTS
-    assert most == (int(index.flatten().bincount().max()) if index.numel() else 0)
+    assert most % bucket == 0
+    assert 0 <= most - (int(index.flatten().bincount().max()) if index.numel() else 0) < bucket
     assert [place // most for place in places] == index.flatten().tolist()

@@ -4,7 +4,6 @@ it is there, also after a lost connection or a restart of the client."""
 import asyncio
 import concurrent.futures
 import logging
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,20 +11,14 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from symbiosis_priv import errors
 from symbiosis_priv.errors import SymbiosisError
-from tenant.endpoint.api.errors import ApiError, public
+from tenant.endpoint.api.errors import ApiError, failed
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 20.0  # that one request waits for a result; the client waits up to 45
 _KEPT = 2048  # of one client
 _BYTES = 256 << 20  # of requests and results of one client
-_KEPT_S = 900.0  # after the result was there
-_OF_USERS = (
-    *(errors.ConfigError, errors.TaskError, errors.CheckpointError, errors.NonFiniteError),
-    *(errors.UnsupportedMethodError, errors.UnsupportedModelError),
-)
 
 
 class Future:
@@ -34,35 +27,33 @@ class Future:
     def __init__(self, id: str, size: int) -> None:
         self.id, self.size = id, size
         self.cancel: Callable[[], None] = lambda: None
-        self.ended: float | None = None
-        self._result: concurrent.futures.Future[Response] = concurrent.futures.Future()
+        self.result: concurrent.futures.Future[Response] = concurrent.futures.Future()
 
     def set(self, result: bytes | dict[str, Any]) -> None:
         """Set the result: a protocol buffer, or a JSON object."""
         binary = "application/x-protobuf"
         answer = Response(result, media_type=binary) if isinstance(result, bytes) else JSONResponse(result)
         with suppress(concurrent.futures.InvalidStateError):  # it was cancelled
-            self._result.set_result(answer)
-            self.size, self.ended = len(answer.body), time.monotonic()
+            self.result.set_result(answer)
+            self.size = len(answer.body)
 
     def fail(self, error: Exception) -> None:
         """Set the error, as a status and a text. Messages of other libraries may quote data, so only the type of their
         errors is reported."""
-        status, text = 500, f"the model failed on this request ({type(error).__name__}); see the log of the endpoint"
-        if isinstance(error, ApiError):
-            status, text = error.status, str(error)
-        elif isinstance(error, SymbiosisError):
-            status, text = 400 if isinstance(error, _OF_USERS) else 500, public(str(error))
-        else:
-            where = "".join(traceback.format_tb(error.__traceback__))
-            log.error("request %s failed: %s\n%s", self.id, type(error).__name__, where)
-        self.set({"error": f"{status}: {text}", "category": "user" if status < 500 else "server"})
+        if isinstance(error, SymbiosisError):
+            log.error("request %s failed: %s", self.id, error)
+            error = failed(error)
+        elif not isinstance(error, ApiError):
+            name, where = type(error).__name__, "".join(traceback.format_tb(error.__traceback__))
+            log.error("request %s failed: %s\n%s", self.id, name, where)
+            error = ApiError(500, f"the model failed on this request ({name}); see the log of the endpoint")
+        self.set({"error": f"{error.status}: {error}", "category": "user" if error.status < 500 else "server"})
 
     async def wait(self) -> Response:
         """Return the result, or an answer that says that the client should ask again."""
-        await asyncio.wait([asyncio.wrap_future(self._result)], timeout=_POLL_S)
-        if self._result.done():
-            return self._result.result()
+        await asyncio.wait([asyncio.wrap_future(self.result)], timeout=_POLL_S)
+        if self.result.done():
+            return self.result.result()
         return JSONResponse({"type": "try_again", "request_id": self.id, "queue_state": "active"}, status_code=408)
 
 
@@ -84,14 +75,13 @@ class Futures:
     def new(self, client: str, id: str, size: int) -> Future:
         """Return a future, which `keep` adds. Old results are dropped, as many as its `size` needs. Raises `ApiError`
         if requests without a result leave no room."""
-        kept, now = self._of.setdefault(client, {}), time.monotonic()
-        left = sum(one.size for one in kept.values())
-        for one in list(kept.values()):
-            full = len(kept) >= _KEPT or left + size > _BYTES
-            if one.ended is not None and (full or now - one.ended > _KEPT_S):
-                left -= kept.pop(one.id).size
         if size > _BYTES:
             raise ApiError(413, f"a request and its result would take {size:,} bytes, more than {_BYTES:,}")
+        kept = self._of.setdefault(client, {})
+        left = sum(one.size for one in kept.values())
+        for one in list(kept.values()):
+            if (len(kept) >= _KEPT or left + size > _BYTES) and one.result.done():
+                left -= kept.pop(one.id).size
         if len(kept) >= _KEPT or left + size > _BYTES:
             raise ApiError(429, f"{len(kept):,} requests of this key have no result yet", code="overloaded")
         return Future(id, size)

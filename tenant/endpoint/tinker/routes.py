@@ -425,8 +425,8 @@ def opened(
     with ExitStack() as running:
         checkpoints = Checkpoints(options.tinker, tasks, owners=clients)
         running.callback(checkpoints.close)
-        Together(service.model, backend, turn)
-        training = Training(service.model, tasks, checkpoints, name=service.name, clients=clients)
+        together = Together(service.model, backend, turn)
+        training = Training(service.model, tasks, checkpoints, together, name=service.name, clients=clients)
         running.callback(training.close)
         yield Tinker(service, training, checkpoints, own=options.api_key_file is None).router()
 

@@ -7,7 +7,9 @@ of the same layer group and direction are computed as one: one request to the pr
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from symbiosis_priv.errors import DeadlineExceededError, NonFiniteError, SymbiosisError
+from symbiosis_priv.errors import DeadlineExceededError, NonFiniteError
 from tenant.endpoint.engine.queued import Turn
 from tenant.masking.backend import Backend, Product
 from tenant.model.ledger import ledger_of
@@ -23,76 +25,7 @@ from tenant.model.remote_linear import RemoteLayer
 from tenant.session.tally import Ledger
 
 _WAIT_S = 900.0  # for the other passes of a round, and for the products of other engines
-
-
-class Round:
-    """The passes that compute at the same time. `count`: number of passes; each enters `taking_part` once."""
-
-    def __init__(self, count: int) -> None:
-        self._active = count
-        self._waiting: list[_Waiting] = []
-        self._failed = False
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def taking_part(self) -> Iterator[None]:
-        """Context manager for a pass, in its thread: its products are computed with those of the others."""
-        token = _round.set(self)
-        try:
-            yield
-        except BaseException:
-            with self._changed:
-                self._failed = True  # other passes may never begin, so nobody waits for them
-                self._changed.notify_all()
-            raise
-        finally:
-            _round.reset(token)
-            with self._changed:
-                self._active -= 1
-                self._changed.notify_all()
-
-    def compute(self, product: Product, backend: "Together") -> None:
-        """Compute one product when all passes wait for theirs. Raises what the product raises."""
-        own = _Waiting(product)
-        with self._changed:
-            self._waiting.append(own)
-            self._changed.notify_all()
-        while True:
-            with self._changed:
-                if not self._changed.wait_for(lambda: own.done or self._failed or self._is_first(own), _WAIT_S):
-                    raise DeadlineExceededError(f"other passes of this round have computed for {_WAIT_S:g} s")
-                if own.done:
-                    break
-                if self._failed:
-                    raise SymbiosisError("another example of this round has failed")
-                chosen = [one for one in self._waiting if one.kind == own.kind]
-                for one in chosen:
-                    one.taken = True
-            try:
-                _compute(chosen, backend)
-            finally:
-                with self._changed:
-                    for one in chosen:
-                        one.done = True
-                        self._waiting.remove(one)
-                    self._changed.notify_all()
-        if own.error is not None:
-            raise own.error
-
-    def _is_first(self, own: "_Waiting") -> bool:
-        """Return whether `own` is the first of the most frequent products, and every pass waits."""
-        if len(self._waiting) < self._active or any(one.taken for one in self._waiting):
-            return False
-        kinds = [one.kind for one in self._waiting]
-        return self._waiting[kinds.index(max(kinds, key=kinds.count))] is own
-
-
-class _Waiting:
-    def __init__(self, product: Product) -> None:
-        self.product = product
-        self.kind = (product.group, product.direction, *(one.dtype for one in (*product.inputs, *product.outputs)))
-        self.taken = self.done = False
-        self.error: BaseException | None = None
+_Waiting = tuple[Product, Future[None]]
 
 
 class Together(Backend):
@@ -107,13 +40,12 @@ class Together(Backend):
                 module.group.backend = self
 
     def compute(self, product: Product) -> None:
-        if (found := _round.get()) is None or product.counts is not None:
+        if (found := _round.get()) is None:
             self._backend.compute(product)
         else:
-            found.compute(product, self)
+            found.compute(product)
 
-    def compute_all(self, product: Product) -> None:
-        """Compute the product of a round."""
+    def compute_in_turn(self, product: Product) -> None:
         with self._turn:
             self._backend.compute(product)
             self._turn.counted = ledger_of(self._model) or Ledger()  # no request to an engine pays for it
@@ -128,34 +60,72 @@ class Together(Backend):
         self._backend.close()
 
 
-def _compute(chosen: Sequence[_Waiting], backend: Together) -> None:
-    """Compute some products of one kind together. With inf or nan in the rows of one, compute each alone."""
-    first = chosen[0].product
-    try:
-        if len(chosen) == 1:
-            backend.compute_all(first)
+class Round:
+    """The passes that compute at the same time. `count`: number of passes; each enters `taking_part` once."""
+
+    def __init__(self, backend: Together, count: int) -> None:
+        self._backend, self._active = backend, count
+        self._waiting: list[_Waiting] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Context manager for a pass, in its thread: its products are computed with those of the others."""
+        token = _round.set(self)
+        try:
+            yield
+        finally:
+            _round.reset(token)
+            with self._lock:
+                self._active -= 1
+                self._compute_if_all_wait()
+
+    def compute(self, product: Product) -> None:
+        """Compute one product when all passes wait for theirs. Raises what the product raises."""
+        done = Future[None]()
+        with self._lock:
+            self._waiting.append((product, done))
+            self._compute_if_all_wait()
+        if not wait([done], _WAIT_S).done:
+            raise DeadlineExceededError(f"other passes of this round have computed for {_WAIT_S:g} s")
+        done.result()
+
+    def _compute_if_all_wait(self) -> None:
+        if len(self._waiting) < self._active:
             return
-        inputs = [torch.cat(blocks) for blocks in zip(*(one.product.inputs for one in chosen), strict=True)]
-        rows = len(inputs[0])
-        outputs = [torch.empty((rows, out.shape[1]), dtype=out.dtype, device=out.device) for out in first.outputs]
-        backend.compute_all(first._replace(inputs=inputs, outputs=outputs))
-    except NonFiniteError as error:
-        if len(chosen) == 1:
-            chosen[0].error = error
-        else:
-            for one in chosen:
-                _compute([one], backend)
-        return
-    except BaseException as error:
-        for one in chosen:
-            one.error = error
-        return
-    start = 0
-    for one in chosen:
-        end = start + len(one.product.inputs[0])
-        for out, whole in zip(one.product.outputs, outputs, strict=True):
-            out.copy_(whole[start:end])
-        start = end
+        of_kind = defaultdict[Any, list[_Waiting]](list)
+        for product, done in self._waiting:
+            kind = product.group, product.direction, *(one.dtype for one in (*product.inputs, *product.outputs))
+            of_kind[kind if product.counts is None else done].append((product, done))
+        self._waiting.clear()
+        for same in of_kind.values():
+            self._compute(same)
+
+    def _compute(self, same: Sequence[_Waiting]) -> None:
+        """Compute some products of one kind together. With inf or nan in the rows of one, compute each alone."""
+        products = [product for product, _ in same]
+        first, *others = products
+        try:
+            if not others:
+                self._backend.compute_in_turn(first)
+            else:
+                inputs = [torch.cat(blocks) for blocks in zip(*(one.inputs for one in products), strict=True)]
+                outputs = [out.new_empty((len(inputs[0]), *out.shape[1:])) for out in first.outputs]
+                self._backend.compute_in_turn(first._replace(inputs=inputs, outputs=outputs))
+                parts = zip(*(out.split([len(one.inputs[0]) for one in products]) for out in outputs), strict=True)
+                for one, own in zip(products, parts, strict=True):
+                    for out, part in zip(one.outputs, own, strict=True):
+                        out.copy_(part)
+        except BaseException as error:
+            if others and isinstance(error, NonFiniteError):
+                for waiting in same:
+                    self._compute([waiting])
+                return
+            for _, done in same:
+                done.set_exception(error)
+            return
+        for _, done in same:
+            done.set_result(None)
 
 
-_round: ContextVar[Any] = ContextVar("round", default=None)
+_round: ContextVar[Round | None] = ContextVar("round", default=None)

@@ -5,16 +5,17 @@ arrive one after the other, because the client sends a request when the one befo
 this order. The thread repeats: take the next short request (a step of an optimizer, a checkpoint) of each key; then
 choose some examples, in turns over keys and their training clients, and compute them in one round (`together`), each in
 a pass of its own. The gradients of a client are summed in the order of its examples. So losses and gradients have the
-same bits as if each client were alone.
+same bits as if each client were alone. Only this thread takes requests out of the queues.
 """
 
 import logging
 import threading
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from itertools import zip_longest
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,14 +25,13 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tinker import types
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.checkpoints.discovery.linears import is_linear
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.service import OWNED
 from tenant.endpoint.tinker.checkpoints import OPTIMIZER, SNAPSHOTS, WEIGHTS, Checkpoints, Place, Record
 from tenant.endpoint.tinker.futures import Future
-from tenant.endpoint.tinker.together import Round
+from tenant.endpoint.tinker.together import Round, Together
 from tenant.endpoint.tinker.wire import Example, Steps, outputs_message
 from tenant.model.overlap import overlapped
 from tenant.model.remote_linear import RemoteLayer
@@ -44,28 +44,25 @@ ALPHA = 32  # as Tinker's, for every rank
 LOGITS = 1 << 30  # bytes of a round's logits; an example may take four times as many, alone
 
 _RANK = 512
-_RUNS = 64  # of one key
 _SNAPSHOTS = 8  # of one training client; the oldest ones are deleted
 _PASSES = 32  # passes of a round
 _STOP_S = 60.0
-_AVERAGES = ("step", "exp_avg", "exp_avg_sq")
-_ADAM = {"learning_rate": "lr", "eps": "eps", "weight_decay": "weight_decay"}
 
 
 class Run:
-    """A training client: its adapter, optimizer, and the requests that wait."""
+    """A training client: its adapter, the state of its optimizer, and the requests that wait."""
 
     def __init__(self, id: str, client: str, lora: types.LoraConfig) -> None:
         self.id, self.client, self.lora = id, client, lora
         self.task = f"{OWNED}{id.replace(':', '.')}"
         self.parameters: list[nn.Parameter] = []
-        self.optimizer: torch.optim.AdamW | None = None
+        self.averages = defaultdict[Tensor, dict[str, Tensor]](dict)
         self.size = 0  # bytes of memory
         self.snapshots: list[Place] = []
         self.held = ExitStack()
         self.last = -1  # sequence number
         self.jobs = deque[Job]()
-        self.error: str | None = None
+        self.ended = False
 
 
 class Job:
@@ -75,28 +72,27 @@ class Job:
         self, run: Run, future: Future, work: Callable[[], dict[str, Any]] | None = None, steps: Steps | None = None
     ) -> None:
         self.run, self.future, self.work, self.steps = run, future, work, steps
-        self.backward = steps is not None and steps.backward
-        self.logprobs: list[Tensor] = []
-        self.loss = 0.0
+        self.results: list[tuple[Tensor, float]] = []  # log probabilities and the loss of each example
+        self.error: Exception | None = None
         self.before: list[Tensor | None] = []  # gradients of earlier requests, which stay if this one fails
 
     def left(self) -> "list[tuple[Job, Example]]":
-        return [] if self.steps is None else [(self, one) for one in self.steps.examples[len(self.logprobs) :]]
+        return [] if self.steps is None else [(self, one) for one in self.steps.examples[len(self.results) :]]
 
 
 class Training:
-    """Trains adapters over one split model, whose products `Together` computes. The training clients of each of
-    `clients` keys take equal parts of the memory for adapters."""
+    """Trains adapters over one split model. The training clients of each of `clients` keys take equal parts of the
+    memory for adapters."""
 
-    def __init__(self, model: Any, tasks: Tasks, checkpoints: Checkpoints, *, name: str, clients: int) -> None:
-        self._model, self._tasks, self._checkpoints = model, tasks, checkpoints
+    def __init__(
+        self, model: Any, tasks: Tasks, checkpoints: Checkpoints, together: Together, *, name: str, clients: int
+    ) -> None:
+        self._model, self._tasks, self._checkpoints, self._together = model, tasks, checkpoints, together
         self._name, self._memory = name, tasks.memory_limit // clients
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
         self.longest = max(1, LOGITS // self.vocabulary)
         """Largest number of tokens of an example whose logits fit the memory."""
-        self._runs: dict[str, Run] = {}
-        self._turns: dict[str, None] = {}  # the clients; who has computed goes to the end
-        self._ended: list[Run] = []
+        self._runs: dict[str, dict[str, Run]] = {}  # by client; who has computed goes to the end
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._loop, name="tinker-training", daemon=True)
@@ -108,24 +104,20 @@ class Training:
             self._closed = True
             self._changed.notify_all()
         self._thread.join(_STOP_S)
-        for run in list(self._runs.values()):
-            self.end(run)
-        self._free()
 
     # Requests, called by the routes
 
     def runs(self, client: str) -> list[Run]:
         with self._changed:
-            return [run for run in self._runs.values() if run.client == client]
+            return [run for run in self._runs.get(client, {}).values() if not run.ended]
 
     def run(self, client: str, id: str) -> Run:
         """Return a training client. Raises `ApiError` if this key has none of this id."""
-        with self._changed:
-            run = self._runs.get(id)
-        if run is None or run.client != client:
-            text = f"there is no training client {id[:80]!a}; it may have ended with its session"
-            raise ApiError(404, text, code="not_found")
-        return run
+        for run in self.runs(client):
+            if run.id == id:
+                return run
+        text = f"there is no training client {id[:80]!a}; it may have ended with its session"
+        raise ApiError(404, text, code="not_found")
 
     def submit(self, seq: int, job: Job) -> None:
         """Take a request; the first one of a training client makes it. Raises `ApiError` unless the number is above all
@@ -134,25 +126,16 @@ class Training:
             if seq <= job.run.last:
                 text = f"seq_id {seq}: this training client has sent {job.run.last} already"
                 raise ApiError(400, text, param="seq_id")
-            if seq == 0:
-                if sum(run.client == job.run.client for run in self._runs.values()) >= _RUNS:
-                    raise ApiError(400, f"this key has {_RUNS} training clients; end a session first")
-                self._runs[job.run.id] = job.run
-                self._turns.setdefault(job.run.client)
+            self._runs.setdefault(job.run.client, {}).setdefault(job.run.id, job.run)
             job.run.last = seq
             job.run.jobs.append(job)
             self._changed.notify_all()
 
     def end(self, run: Run) -> None:
-        """End a training client: its requests fail, and the thread frees its memory."""
+        """End a training client: the thread lets its requests fail, and frees its memory."""
         with self._changed:
-            if self._runs.pop(run.id, None) is not None:
-                self._ended.append(run)
-            run.error = run.error or "the training client has ended"
-            jobs, run.jobs = run.jobs, deque()
+            run.ended = True
             self._changed.notify_all()
-        for job in jobs:
-            job.future.fail(ApiError(400, run.error))
 
     # What a request does, called by the thread
 
@@ -162,13 +145,7 @@ class Training:
             raise ApiError(400, f"rank {run.lora.rank} is not from 1 to {_RANK}", param="rank")
         if not (targets := self._targets(run.lora)):
             raise ApiError(400, "this model has no linears of the kinds to train", param="lora_config")
-        config = LoraConfig(
-            task_type="CAUSAL_LM",
-            r=run.lora.rank,
-            lora_alpha=ALPHA,
-            target_modules=[*targets],
-            fan_in_fan_out=any(isinstance(module, Conv1D) for module in self._model.modules()),
-        )
+        config = LoraConfig(task_type="CAUSAL_LM", r=run.lora.rank, lora_alpha=ALPHA, target_modules=[*targets])
         with torch.random.fork_rng(devices=[]):
             if run.lora.seed is None:
                 torch.seed()
@@ -184,12 +161,10 @@ class Training:
         if optimizer and not (folder / OPTIMIZER).exists():
             raise ApiError(400, f"{place.uri} has no optimizer's state; load it without the optimizer")
         self._adopt(run, folder, record.lora)
-        if optimizer:
-            run.optimizer = torch.optim.AdamW(run.parameters, foreach=False)
-            for key, tensor in load_file(folder / OPTIMIZER).items():
-                number, _, name = key.partition(".")
-                parameter = run.parameters[int(number)]
-                run.optimizer.state[parameter][name] = tensor if name == "step" else tensor.to(parameter.device)
+        for key, tensor in load_file(folder / OPTIMIZER).items() if optimizer else ():
+            number, _, name = key.partition(".")
+            parameter = run.parameters[int(number)]
+            run.averages[parameter][name] = tensor if name == "step" else tensor.to(parameter.device)
 
     def step(self, run: Run, adam: types.AdamParams) -> dict[str, Any]:
         """One step of Adam with the gradients so far. Raises `ApiError`."""
@@ -197,16 +172,20 @@ class Training:
             if not 0 <= value < (1 if name.startswith("beta") else inf):
                 raise ApiError(400, f"adam_params.{name} = {value}: write a number from 0, for betas below 1")
         norm = float(nn.utils.clip_grad_norm_(run.parameters, adam.grad_clip_norm or inf))
+        optimizer = torch.optim.AdamW(
+            run.parameters,
+            lr=adam.learning_rate,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            foreach=False,
+        )
+        optimizer.state = run.averages
+        if isfinite(norm):
+            optimizer.step()
+        optimizer.zero_grad()
         if not isfinite(norm):
-            for parameter in run.parameters:
-                parameter.grad = None
             raise ApiError(400, "the gradient has inf or nan; it was dropped, and the adapter is as before")
-        if run.optimizer is None:
-            run.optimizer = torch.optim.AdamW(run.parameters, foreach=False)
-        for group in run.optimizer.param_groups:
-            group |= {ours: getattr(adam, name) for name, ours in _ADAM.items()} | {"betas": (adam.beta1, adam.beta2)}
-        run.optimizer.step()
-        run.optimizer.zero_grad()
         return {"metrics": {"grad_norm": norm}}
 
     def save(self, run: Run, place: Place, *, expires: float | None) -> None:
@@ -215,9 +194,8 @@ class Training:
         def write(folder: Path) -> None:
             self._tasks.save(run.task, folder)
             if place.kind == WEIGHTS:
-                state = {} if run.optimizer is None else run.optimizer.state
-                numbered = [(number, state[one]) for number, one in enumerate(run.parameters) if one in state]
-                tensors = {f"{n}.{name}": found[name].contiguous() for n, found in numbered for name in _AVERAGES}
+                numbered = [(number, run.averages.get(one, {})) for number, one in enumerate(run.parameters)]
+                tensors = {f"{n}.{name}": one.contiguous() for n, own in numbered for name, one in own.items()}
                 save_file(tensors, folder / OPTIMIZER)
 
         record = Record(base_model=self._name, lora=run.lora, time=time.time(), expires=expires)
@@ -225,10 +203,13 @@ class Training:
         self._checkpoints.save(place, record, write, size=size)
         if place.kind == SNAPSHOTS:
             run.snapshots.append(place)
-            for old in run.snapshots[:-_SNAPSHOTS]:
-                with suppress(ApiError):  # samples use it
-                    self._checkpoints.delete(old)
-                    run.snapshots.remove(old)
+            self._forget(run.snapshots, keep=_SNAPSHOTS)
+
+    def _forget(self, snapshots: list[Place], *, keep: int) -> None:
+        for old in snapshots[: max(0, len(snapshots) - keep)]:
+            with suppress(ApiError):  # samples use it; the next start deletes it at the latest
+                self._checkpoints.delete(old)
+                snapshots.remove(old)
 
     def _targets(self, lora: types.LoraConfig) -> dict[str, int]:
         """Return the linears to train, with the number of their inputs and outputs."""
@@ -237,164 +218,145 @@ class Training:
             if isinstance(one, RemoteLayer) or is_linear(one):
                 attention = any("att" in part for part in name.split(".")[:-1])
                 if lora.train_unembed if one is head else lora.train_attn if attention else lora.train_mlp:
-                    found[name] = one.nx + one.nf if isinstance(one, Conv1D) else one.in_features + one.out_features
+                    found[name] = sum(one.weight.shape)
         return found
 
     def _adopt(self, run: Run, source: LoraConfig | Path, lora: types.LoraConfig) -> None:
         """Make or load the adapter of a training client, in place of the one that it has."""
-        size = 4 * 4 * lora.rank * sum(self._targets(lora).values())  # float32, with gradients and Adam's averages
+        size = 4 * 5 * lora.rank * sum(self._targets(lora).values())  # float32; gradients twice, and Adam's averages
         taken = size + sum(other.size for other in self.runs(run.client) if other is not run)
         if taken > self._memory:
             text = f"the training clients of this key would take {taken:,} bytes of {self._memory:,}; end some first"
             raise ApiError(400, text)
+        self._free(run)
+        self._tasks.register(run.task, source)
+        with warnings.catch_warnings():
+            # nothing is merged here, and PEFT corrects `fan_in_fan_out`
+            warnings.filterwarnings("ignore", r"Model (has|with) `tie_word_embeddings|fan_in_fan_out is set")
+            self._tasks.load(run.task, trainable=True)
+        run.held.enter_context(self._tasks.hold(run.task))
+        run.parameters, run.lora, run.size = list(self._tasks.parameters(run.task)), lora, size
+
+    def _free(self, run: Run) -> None:
         run.held.close()
-        run.optimizer, run.parameters, run.lora = None, [], lora
+        run.parameters, run.size = [], 0
+        run.averages.clear()
         if run.task in self._tasks:
             self._tasks.unregister(run.task, discard=True)
-        self._tasks.register(run.task, source)
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", r"Model (has|with) `tie_word_embeddings")  # nothing is merged here
-                self._tasks.load(run.task, trainable=True)
-            run.parameters, run.size = list(self._tasks.parameters(run.task)), size
-            run.held.enter_context(self._tasks.hold(run.task))
-        except BaseException:
-            run.parameters = []
-            self._tasks.unregister(run.task, discard=True)
-            raise
 
     # The thread
 
     def _loop(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._closed or self._ended or any(run.jobs for run in self._runs.values())
-                )
+                self._changed.wait_for(lambda: self._closed or any(run.ended or run.jobs for run in self._every()))
                 if self._closed:
-                    return
+                    break
             try:
-                self._free()
-                done = set[str]()
-                for job in self._next():
-                    if job.work is not None and job.run.client not in done:
-                        done.add(job.run.client)
-                        self._work(job, job.work)
-                self._compute(self._chosen())
-            except Exception as error:  # the thread must not end, nor try the same again and again
+                for run in self._every():
+                    if run.ended:
+                        self._drop(run)
+                heads = [run.jobs[0] for run in self._every() if run.jobs]
+                for job in {job.run.client: job for job in reversed(heads) if job.work is not None}.values():
+                    self._work(job)
+                if chosen := self._chosen():
+                    self._compute(chosen)
+            except Exception:  # the thread must not end
                 log.exception("a round failed")
-                for job in self._next():
-                    job.future.fail(error)
-                    self._finish(job)
+        for run in self._every():
+            self._drop(run)
 
-    def _free(self) -> None:
-        """Free the memory and the snapshots of training clients that have ended."""
-        while self._ended:
-            run = self._ended.pop()
-            run.held.close()
-            run.parameters, run.optimizer = [], None
-            if run.task in self._tasks:
-                self._tasks.unregister(run.task, discard=True)
-            for place in run.snapshots:
-                with suppress(ApiError):  # samples use it; the next start deletes it
-                    self._checkpoints.delete(place)
-
-    def _next(self) -> list[Job]:
-        """The first request of each training client, in the order of their keys' turns."""
+    def _every(self) -> list[Run]:
         with self._changed:
-            order = {client: place for place, client in enumerate(self._turns)}
-            return [run.jobs[0] for run in sorted(self._runs.values(), key=lambda run: order[run.client]) if run.jobs]
+            return [run for own in self._runs.values() for run in own.values()]
 
-    def _finish(self, job: Job) -> None:
+    def _drop(self, run: Run) -> None:
+        """Forget a training client that has ended."""
         with self._changed:
-            if job.run.jobs and job.run.jobs[0] is job:  # it has not ended meanwhile
-                job.run.jobs.popleft()
+            self._runs[run.client].pop(run.id, None)
+        while run.jobs:
+            run.jobs.popleft().future.fail(ApiError(400, "the training client has ended"))
+        self._free(run)
+        self._forget(run.snapshots, keep=0)
 
-    def _work(self, job: Job, work: Callable[[], dict[str, Any]]) -> None:
-        self._turns[job.run.client] = self._turns.pop(job.run.client)
+    def _work(self, job: Job) -> None:
+        assert job.work is not None
         try:
-            if job.run.error is not None:
-                raise ApiError(400, job.run.error)
-            job.future.set(work())
+            job.future.set(job.work())
         except Exception as error:
-            if not job.run.parameters and job.run.error is None:  # there is nothing to train
-                job.run.error = f"the training client could not be made: {error}"
+            job.run.ended |= not job.run.parameters  # there is nothing to train
             job.future.fail(error)
-        self._finish(job)
+        job.run.jobs.popleft()
 
     def _chosen(self) -> list[tuple[Job, Example]]:
         """Choose the examples of a round: one of each client in turn, from its training clients in turn."""
-        of: dict[str, list[list[tuple[Job, Example]]]] = {}
-        for job in self._next():
-            of.setdefault(job.run.client, []).append(job.left())
+        with self._changed:
+            own = [[run.jobs[0].left() for run in runs.values() if run.jobs] for runs in self._runs.values()]
         chosen: list[tuple[Job, Example]] = []
         room = LOGITS
-        for job, example in _alternating([[*_alternating(own)] for own in of.values()]):
+        for job, example in _alternating([_alternating(of) for of in own]):
             room -= 4 * self.vocabulary * len(example.tokens)
             if chosen and (room < 0 or len(chosen) == _PASSES):
                 break
             chosen.append((job, example))
-        for job, _ in chosen:
-            self._turns[job.run.client] = self._turns.pop(job.run.client)
+        with self._changed:
+            for job, _ in chosen:
+                runs = self._runs[job.run.client] = self._runs.pop(job.run.client)
+                runs[job.run.id] = runs.pop(job.run.id)
         return chosen
 
-    def _compute(self, chosen: Sequence[tuple[Job, Example]]) -> None:
-        """Compute a round. If it fails, compute the examples of each request in a round of their own."""
+    def _compute(self, chosen: list[tuple[Job, Example]]) -> None:
+        """Compute a round, and end the requests of which it was the last one. One that fails changes no gradient."""
         jobs = list(dict.fromkeys(job for job, _ in chosen))
-        try:
-            for job in jobs:
-                if job.run.error is not None:
-                    raise ApiError(400, job.run.error)
-                if job.backward and not job.before:
-                    job.before = [None if p.grad is None else p.grad.clone() for p in job.run.parameters]
-            results = self._round(chosen) if chosen else []
-        except Exception as error:
-            if len(jobs) > 1:
-                for job in jobs:
-                    self._compute([one for one in chosen if one[0] is job])
-                return
-            for parameter, gradient in zip(jobs[0].run.parameters, jobs[0].before, strict=False):
-                parameter.grad = gradient
-            jobs[0].future.fail(error)
-            self._finish(jobs[0])
-            return
-        for (job, _), (logprobs, loss) in zip(chosen, results, strict=True):
-            job.logprobs.append(logprobs)
-            job.loss += loss
-        for job in jobs:
-            if not job.left():
-                job.future.set(outputs_message(job.logprobs, job.loss))
-                self._finish(job)
-
-    def _round(self, chosen: Sequence[tuple[Job, Example]]) -> list[tuple[Tensor, float]]:
-        together = Round(len(chosen))
-        device = self._model.device
+        trained = [job for job in jobs if job.steps is not None and job.steps.backward]
+        together = Round(self._together, len(chosen))
 
         def compute(part: tuple[Job, Example]) -> tuple[Tensor, float]:
             job, example = part
-            assert job.steps is not None
-            with together.taking_part(), self._tasks.batch([job.run.task]), torch.enable_grad():
-                logits = self._model(input_ids=example.tokens[None].to(device), use_cache=False).logits[0]
-                targets = example.targets.to(device)
-                found = logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-                inputs = {name: one.to(device) for name, one in example.inputs.items()}
-                loss = job.steps.loss.compute(found, inputs, job.steps.options)
-                if not loss.isfinite():
-                    raise ApiError(400, "the loss is inf or nan; nothing was added to the gradients")
-                if job.backward:
-                    loss.backward()
-                return found.detach().cpu(), float(loss.detach())
+            try:
+                with together.taking_part(), self._tasks.batch([job.run.task]), torch.enable_grad():
+                    return self._pass(job, example)
+            except Exception as error:  # of this request alone
+                job.error = job.error or error
+                return torch.empty(0, dtype=torch.float32, device="cpu"), 0.0
 
-        trained = dict.fromkeys(job.run for job, _ in chosen if job.backward)
-        return overlapped(nn.ParameterList(p for run in trained for p in run.parameters), compute, chosen)
+        try:
+            for job in trained:
+                job.before = job.before or [None if p.grad is None else p.grad.clone() for p in job.run.parameters]
+            parameters = nn.ParameterList(p for job in trained for p in job.run.parameters)
+            for (job, _), result in zip(chosen, overlapped(parameters, compute, chosen), strict=True):
+                job.results.append(result)
+        except Exception as error:
+            for job in jobs:
+                job.error = error
+        for job in jobs:
+            if job.error is None and job.left():
+                continue
+            try:
+                if job.error is not None:
+                    raise job.error
+                job.future.set(outputs_message(job.results))
+            except Exception as error:
+                for parameter, gradient in zip(job.run.parameters, job.before, strict=False):
+                    parameter.grad = gradient
+                job.future.fail(error)
+            job.run.jobs.popleft()
+
+    def _pass(self, job: Job, example: Example) -> tuple[Tensor, float]:
+        assert job.steps is not None
+        device = self._model.device
+        logits = self._model(input_ids=example.tokens[None].to(device), use_cache=False).logits[0]
+        targets = example.targets.to(device)
+        found = logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        inputs = {name: one.to(device) for name, one in example.inputs.items()}
+        loss = job.steps.loss.compute(found, inputs, job.steps.options)
+        if not loss.isfinite():
+            raise ApiError(400, "the loss is inf or nan; nothing was added to the gradients")
+        if job.steps.backward:
+            loss.backward()
+        return found.detach().cpu(), float(loss.detach())
 
 
-def _alternating(lists: Sequence[Iterable[T]]) -> Iterator[T]:
-    """The first of each, then the second of each, and so on."""
-    left = deque(map(iter, lists))
-    while left:
-        one = left.popleft()
-        for found in one:
-            yield found
-            left.append(one)
-            break
+def _alternating(lists: Iterable[Iterable[T]]) -> list[T]:
+    """Return the first of each, then the second of each, and so on."""
+    return [one for every in zip_longest(*lists) for one in every if one is not None]

@@ -130,10 +130,12 @@ def _example(datum: Any, loss: Loss, vocabulary: int, longest: int) -> Example:
     return Example(tokens, targets, inputs)
 
 
-def outputs_message(logprobs: Sequence[Tensor], loss: float) -> bytes:
-    """Return the answer to `forward_backward`: the log probabilities of the targets of each example, float32."""
-    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics={"loss:sum": loss})
-    for one in logprobs:
+def outputs_message(results: Sequence[tuple[Tensor, float]]) -> bytes:
+    """Return the answer to `forward_backward`: for each example the log probabilities of its targets, float32, and its
+    loss."""
+    total = sum(loss for _, loss in results)
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics={"loss:sum": total})
+    for one, _ in results:
         data = one.numpy().tobytes()
         offsets = np.array([0, len(data)], np.int64).tobytes()
         record = message.loss_fn_outputs.add(num_datums=1)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from tests import warm
 from tests.tenant.endpoint.tinker.conftest import KEYS
@@ -36,6 +37,11 @@ class Gate:
             self.reached.set()
             assert self.opened.wait(60)
         return self._then(*args)
+
+
+def until_asked(address: str, id: str, key: str) -> None:
+    """Wait until a request has arrived; its result is not there."""
+    until(lambda: post(address, "retrieve_future", {"request_id": id}, key)[0] == 408)
 
 
 def test_a_future_that_times_out_is_computed_once_and_fetched_later(
@@ -151,3 +157,46 @@ def test_a_client_that_was_killed_in_a_request_goes_on_from_its_checkpoint(
         with pytest.raises(tinker.RequestFailedError, match="cancelled"):
             sample.result()
         gate.opened.set()
+
+
+def test_a_key_waits_for_its_share_of_the_rounds_only(
+    tinker: Any, connect: Connect, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one example in each round, one of the second key is computed before nine of the first."""
+    clients = [connect(key).create_lora_training_client("tiny", rank=1, train_mlp=False).result() for key in range(2)]
+    ended, gate = list[int](), Gate(outputs_message)
+
+    def message(results: Any) -> Any:
+        ended.append(len(results))
+        return gate.pass_(results)
+
+    monkeypatch.setattr(futures, "_POLL_S", 0.01)
+    monkeypatch.setattr(endpoint, "LOGITS", 1)
+    monkeypatch.setattr(endpoint, "outputs_message", message)
+    data = [datum(tinker, text) for text in TEXTS]
+    waiting = [clients[0].forward(data[:1], "cross_entropy")]
+    assert gate.reached.wait(60)
+    waiting += [clients[0].forward(data * 3, "cross_entropy"), clients[1].forward(data[:1], "cross_entropy")]
+    until_asked(address, f"{clients[0].model_id}:2", KEYS[0])
+    until_asked(address, f"{clients[1].model_id}:1", KEYS[1])
+    gate.opened.set()
+    assert all(future.result() for future in waiting)
+    assert ended == [1, 1, 9]
+
+
+@pytest.mark.parametrize("logits", [1, endpoint.LOGITS])  # rounds of one example, and of all
+def test_a_request_that_fails_changes_nothing(
+    tinker: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch, logits: int
+) -> None:
+    monkeypatch.setattr(endpoint, "LOGITS", logits)
+    data = [datum(tinker, text) for text in TEXTS]
+    lost = datum(tinker, TEXTS[0], weights=torch.full((len(TEXTS[0]) - 1,), 3e38))
+    found = []
+    for failing in (False, True):
+        training = connect().create_lora_training_client("tiny", rank=2, seed=1).result()
+        training.forward_backward(data, "cross_entropy").result()
+        if failing:
+            with pytest.raises(tinker.RequestFailedError, match="400: the loss is inf or nan"):
+                training.forward_backward([*data, lost], "cross_entropy").result()
+        found.append(steps(tinker, training, 2))
+    assert equal(*found)

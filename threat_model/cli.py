@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def threat_model(
     *,
     html: Annotated[
-        Path | None, typer.Option("--html", callback=output_file, help="Write one page with pictures here.")
+        Path | None, typer.Option("--html", callback=output_file, help="Write one page with tables and bars here.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer schemes and rows; about two minutes.")] = False,
 ) -> None:

@@ -8,7 +8,7 @@ the rows of a real run are masked again in a wrong way, as an executor would hav
 import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from symbiosis_priv.federation.parties import Parties
 from symbiosis_priv.network import hybrid
 from tenant.core.pads import SessionSecret
 from tenant.masking.paper_pool import gaussian
-from threat_model.attacks.base import Attack, DirectedAttack, Outcome
+from threat_model.attacks.base import Attack, DirectedAttack, Outcome, Trial
 from threat_model.attacks.collusion import Collusion
 from threat_model.attacks.recorded_links import Harvest
 from threat_model.attacks.reused_noise import Differencing
@@ -36,28 +36,13 @@ from threat_model.lab import PLANTED, Lab, Recording
 NOISE = 16.0
 
 
-@dataclass(frozen=True)
-class PlantedFault:
-    """One planted fault, and the verdict of the attack that must find it."""
-
-    fault: str
-    rule: str
-    attack: str
-    outcome: Outcome
-
-    @property
-    def found(self) -> bool:
-        """True if chance cannot explain the success."""
-        return self.outcome.broken
-
-
 def score(attack: Attack[Any, Any], view: object, public: Public, recording: Recording) -> Outcome:
     """The attack's score on a view with a fault in it."""
     guess = attack.run(view, public, torch.Generator().manual_seed(0))
     return Outcome(0, 0, 0.0, 1.0) if guess is None else attack.score(guess, recording.truth)
 
 
-def plant(lab: Lab, ring: Recording, floats: Recording, step: Callable[[str], None]) -> list[PlantedFault]:
+def plant(lab: Lab, ring: Recording, floats: Recording, step: Callable[[str], None]) -> list[Trial]:
     """Plant every fault, and run the attack that must find it. `ring` is a recording without masks, `floats` one on the
     float path, whose truth has the float rows. `step` is called with a description before each step."""
     step("planted faults")
@@ -88,7 +73,7 @@ def plant(lab: Lab, ring: Recording, floats: Recording, step: Callable[[str], No
         ("unfused q/k/v, separate float noise", "rule 4", Averaging(), unfused, floats, siblings),
     ]
     found = [
-        PlantedFault(name, rule, attack.name, score(attack, view, known, recording))
+        Trial((name, rule, attack.name), True, score(attack, view, known, recording))
         for name, rule, attack, view, recording, known in plans
     ]
 
@@ -101,7 +86,7 @@ def plant(lab: Lab, ring: Recording, floats: Recording, step: Callable[[str], No
     def both(name: str, rule: str, kind: type[DirectedAttack[Any, Any]], recording: Recording) -> None:
         for attack in map(kind, DIRECTIONS):
             outcome = score(attack, recording.views.of(attack.party), public, recording)
-            found.append(PlantedFault(f"{name}, {attack.direction}", rule, attack.name, outcome))
+            found.append(Trial((f"{name}, {attack.direction}", rule, attack.name), True, outcome))
 
     step("planted faults: a tenant that reuses pads")
     both("reused pad rows", "rule 3", Differencing, live(reused_pads(), PAD))

@@ -1,1 +1,1 @@
-"""Output for people: tables in a terminal (`terminal`) and small SVG pictures (`figures`)."""
+"""Output for people in a terminal (`terminal`)."""

@@ -35,7 +35,7 @@ SMALL = PLANTED
 
 
 def planted(quick: Suite, fault: str) -> Outcome:
-    return next(cell.outcome for cell in quick.planted if cell.fault == fault)
+    return next(trial.outcome for trial in quick.trials("Planted faults") if trial.labels[0] == fault)
 
 
 @cases(__file__, "faults")

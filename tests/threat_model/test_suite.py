@@ -41,7 +41,7 @@ from threat_model.evidence.statistics import FALSE_ALARM
 from threat_model.evidence.views import CollusionView, HelperView, Party, RecorderView
 from threat_model.lab import PLANTED, QUICK, Lab
 from threat_model.planted import score
-from threat_model.report import attack_charts, last_sections, origin
+from threat_model.report import charts, origin, sections, summary
 from threat_model.suite import Suite, Verdict, examine
 
 if TYPE_CHECKING:
@@ -106,13 +106,16 @@ def test_data_that_no_scheme_hides_is_found_on_every_scheme(quick: Suite) -> Non
 
 
 def test_counts_tell_topics_and_languages_unless_the_endpoint_keeps_a_pace(quick: Suite) -> None:
-    assert len(quick.topics) == 10
-    assert all(cell.expected for cell in quick.topics)
-    found = {(cell.options, cell.guessed): cell for cell in quick.topics if cell.options or not cell.computed}
+    trials = quick.trials("Topics")
+    assert len(trials) == 15
+    uneven = [trial.outcome for trial in trials if trial.labels[2] == "answers outside their bucket"]
+    assert [outcome.hits for outcome in uneven] == [0] * 5
+    found = {trial.labels: trial.outcome for trial in trials}
     for guessed in ("language", "topic"):
-        assert found["", guessed].outcome.interval.low > 1.5 * found["", guessed].outcome.chance
-        assert not found["--answer-bucket 32 --pace", guessed].outcome.broken
-    assert next(p for p in quick.planted if p.attack == TopicsOfChats.name).outcome.hits == 1
+        without = found["none", "counts", guessed]
+        assert without.interval.low > 1.5 * without.chance
+        assert not found["--answer-bucket 32 --pace", "counts and times, lengths / 16", guessed].broken
+    assert [t.outcome.hits for t in quick.trials("Planted faults") if t.labels[2] == TopicsOfChats.name] == [1]
 
 
 def test_the_attack_on_topics_reads_counts_and_times_and_nothing_else() -> None:
@@ -142,11 +145,13 @@ def test_an_answer_outside_its_bucket_is_uneven(rows: list[int], wrong: int) -> 
 
 
 def test_rows_of_composed_groups_are_read_without_a_mask_and_hidden_with_one(quick: Suite) -> None:
-    found = {(cell.scheme.name, cell.attack.name): cell for cell in quick.composed}
+    found = {trial.labels: trial for trial in quick.trials("Two round trips")}
     for attack in ("two-row distinguisher, forward", "uniformity of bytes"):
-        assert found["none", attack].verdict is Verdict.BROKEN
-        assert found["pad", attack].verdict is Verdict.HIDDEN
-    assert found["pad", "collusion, forward"].verdict is Verdict.BY_DESIGN
+        assert found["none", attack].outcome.broken
+        assert not found["pad", attack].outcome.broken
+    assert found["pad", "collusion, forward"].outcome.broken
+    for scheme, masked in (("none", True), ("pad", False)):
+        assert found[scheme, "two-row distinguisher, forward"].must_find is masked
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -244,44 +249,41 @@ def test_the_quick_report_is_quick(quick: Suite) -> None:
     assert len(quick.cells) == len(ATTACKS) * len(QUICK_SCHEMES)
 
 
-def test_the_page_loads_no_external_resource(quick: Suite, quick_page: Path) -> None:
+def test_the_page_loads_no_external_resource_and_has_every_table(quick: Suite, quick_page: Path) -> None:
     page = quick_page.read_text()
     html.parser.HTMLParser().feed(page)
-    linked = re.findall(r'<li><a href="#(\w+)">(.*?)</a>', page)  # the contents come first
-    assert linked == re.findall(r'<h2 id="(\w+)">(.*?)</h2>', page)
-    assert page.index("</nav>") < page.index("<table")
-    links = re.findall(r'(?:href|src)="([^"]*)"|url\(([^)]*)\)|@import', page)
-    assert not [link for link in links if not link[0].startswith("#")]
-    assert set(re.findall(r"https?://[^\"<\s]+", page)) <= {"http://www.w3.org/2000/svg"}
-    scored = Counter(c.attack.name for c in quick.cells if c.outcome)
-    for attack, schemes in scored.items():  # one value is in the tables, and is no chart
-        assert (f"<title>{attack}" in page.replace("&#x27;", "'")) == (schemes > 1)
+    assert not re.findall(r"(?:href|src)=|url\(|@import|https?://", page)
+    text = " ".join(html.unescape(re.sub("<[^>]*>", "", page)).split())
+    for table in (summary(quick), *sections(quick), *charts(quick)):
+        assert " ".join(str(table.title).split()) in text
+    for name, said in origin(quick).items():
+        assert f"{name}: {said}" in text
+    for cell in quick.cells:
+        assert cell.attack.name in text
 
 
-def test_a_report_says_what_was_attacked_when_and_how(quick: Suite, quick_page: Path) -> None:
-    page, told = quick_page.read_text(), origin(quick)
+def test_a_report_says_what_was_attacked_when_and_how(quick: Suite) -> None:
+    told = origin(quick)
     assert told["version"] == __version__
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown: not run from a clone", told["commit"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", told["date"])
     assert told["run"].startswith("quick")
     assert f"tenant's work {QUICK.seed}, " in told["seeds"]
-    for name, text in told.items():
-        assert f"{name}: {html.escape(text)}" in page
     assert origin(replace(quick, quick=False))["run"] == "full"
 
 
 def test_checks_without_chance_have_no_rate(quick: Suite) -> None:
-    [lies] = [section for section in last_sections(quick) if section.title == "Active adversaries"]
-    trials = {d.name: d.trials for d in quick.active.detections}
-    rates = {name: rate for name, _, rate in lies.rows if name in trials}
-    assert {rates[name] for name in rates if trials[name] == 1} == {"always: no chance is involved"}
-    assert all(rate.endswith("%") for name, rate in rates.items() if trials[name] > 1)
+    [lies] = [table for table in sections(quick) if "Active adversaries" in str(table.title)]
+    rates = [str(cell) for cell in lies.columns[3].cells]
+    for trial, rate in zip(quick.trials("Active adversaries"), rates, strict=True):
+        assert (rate == "no chance is involved") == (trial.outcome.trials == 1)
 
 
 def test_a_chart_compares_two_values_at_least(quick: Suite) -> None:
-    assert all(chart.count("<rect") > 1 for chart in attack_charts(quick))
+    scored = Counter(c.attack for c in quick.cells if c.outcome)
+    assert [chart.row_count for chart in charts(quick)] == [n for n in map(scored.get, quick.attacks) if n and n > 1]
     one = tuple(c for c in quick.cells if c.scheme is quick.schemes[0])
-    assert attack_charts(replace(quick, cells=one)) == []
+    assert not list(charts(replace(quick, cells=one)))
 
 
 BEGIN, END = "<!-- security-table:begin -->", "<!-- security-table:end -->"
@@ -351,7 +353,8 @@ def test_the_threat_model_names_every_attack_and_no_other() -> None:
 
 
 def test_masks_of_lwe_give_nothing_away_and_each_planted_fault_does(quick: Suite) -> None:
-    sound, planted = ([g.outcome for g in quick.masks if (g.fault is None) == one] for one in (True, False))
+    trials = quick.trials("Masks of lwe")
+    sound, planted = ([t.outcome for t in trials if (t.labels[1] == "none") == one] for one in (True, False))
     assert len(sound) == len(planted) == 4
     assert not any(outcome.broken for outcome in sound)
     assert all(outcome.success > 0.99 for outcome in planted)

@@ -9,9 +9,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from types import MappingProxyType
 from unittest import mock
@@ -33,6 +33,7 @@ from tenant.preparation.hints import Hints
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from threat_model.active.same_user import FAULT, TRIES, attack_process
+from threat_model.attacks.base import Trial, counted
 from threat_model.evidence.public import Public
 from threat_model.evidence.schemes import QUICK_SCHEMES
 from threat_model.evidence.truth import Truth
@@ -41,39 +42,29 @@ from threat_model.lab import Lab, Workload
 _WORK = Workload(steps=1, batch=2, generations=1, prompts=2, new_tokens=2, game_rows=8)
 _KEY, _MAC = 32, 32  # bytes
 _SEARCHED = 8  # requests, and tensors of the adapter
+_SECRETS = "verification keys", "R", "rows", "adapters"
 
 
-@dataclass(frozen=True)
-class MachineCell:
-    """What an adversary on the tenant's machine finds, with a planted fault or without one."""
-
-    adversary: str
-    fault: str | None
-    tries: str
-    found: tuple[str, ...]
-
-    @property
-    def expected(self) -> bool:
-        """True if a fault is found, and nothing without one."""
-        return bool(self.found) == (self.fault is not None)
+def _trial(adversary: str, fault: str | None, tries: Sequence[str], found: Sequence[str]) -> Trial:
+    labels = adversary, fault or "none", ", ".join(tries), ", ".join(found) or "nothing"
+    return counted(labels, len(found), len(tries), must_find=fault is not None)
 
 
-def attack_machine(lab: Lab) -> Iterator[MachineCell]:
+def attack_machine(lab: Lab) -> Iterator[Trial]:
     """Run a tenant with a sealed cache, stop it, and open its cache; and attack a running process. Only on Linux."""
     if sys.platform != "linux":
         return
     for fault in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             found = attack_process(Path(folder), fault=fault)
-        yield MachineCell("a process of its user", FAULT if fault else None, ", ".join(TRIES), found)
+        yield _trial("a process of its user", FAULT if fault else None, TRIES, found)
     digest, scheme = lab.federation.model_digest, session_scheme("lwe")
 
-    def cell(fault: str | None, truth: Truth, more: Mapping[str, bytes] = MappingProxyType({})) -> MachineCell:
+    def cell(fault: str | None, truth: Truth, more: Mapping[str, bytes] = MappingProxyType({})) -> Trial:
         own = prepare(lab.store, digest=digest, cache=lab.cache)
         scheme.prepare(own, lab.store, bits=DEFAULT_HINT_BITS, training=False)  # what is missing
         image = {str(path): path.read_bytes() for path in lab.cache.rglob("*") if path.is_file()} | dict(more)
-        found = find(image, lab.public, own, truth)
-        return MachineCell("a disk image", fault, "verification keys, R from hints, rows, adapters", found)
+        return _trial("a disk image", fault, _SECRETS, find(image, lab.public, own, truth))
 
     with ExitStack() as undo:
         scratch = Path(undo.enter_context(tempfile.TemporaryDirectory()))
@@ -111,13 +102,13 @@ def find(image: dict[str, bytes], public: Public, own: Preparation, truth: Truth
     delta = Panels.empty(len(weight), bits=DEFAULT_HINT_BITS).put(0, product)
     column = solve(delta.numpy(), np.frombuffer(hint[-8 * HEIGHT - _MAC : -_MAC], dtype=np.int64)[:rows])
     whole = b"".join(image.values())
-    found = {
-        "verification keys": not keys.isdisjoint((own.keys.secret, own.second().secret, own.blame.secret)),
-        "R": column == own.keys[index, FORWARD][0].values.tolist(),
-        "rows": any(_bytes_of(call.rows[0]) in whole for call in list(truth.calls.values())[:_SEARCHED]),
-        "adapters": any(_bytes_of(tensor) in whole for tensor in truth.adapters[:_SEARCHED]),
-    }
-    return tuple(name for name, is_found in found.items() if is_found)
+    found = (
+        not keys.isdisjoint((own.keys.secret, own.second().secret, own.blame.secret)),
+        column == own.keys[index, FORWARD][0].values.tolist(),
+        any(_bytes_of(call.rows[0]) in whole for call in list(truth.calls.values())[:_SEARCHED]),
+        any(_bytes_of(tensor) in whole for tensor in truth.adapters[:_SEARCHED]),
+    )
+    return tuple(compress(_SECRETS, found))
 
 
 def solve(matrix: NDArray[np.int32], values: NDArray[np.int64]) -> list[int] | None:

@@ -8,7 +8,6 @@ does not belong to the weights is a fault of verification: `tests/tenant/masking
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 from unittest import mock
 
@@ -24,7 +23,7 @@ from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.limits import GroupIndex
 from tenant.masking.lwe import LweRows
 from tenant.preparation.hints import Hint
-from threat_model.attacks.base import Outcome
+from threat_model.attacks.base import Outcome, Trial
 from threat_model.evidence.statistics import binomial_tail
 
 ROWS: Final = 100_000
@@ -37,20 +36,6 @@ _NARROW, _WIDE, _FEW_ROWS = (
 _SHIFT: Final = 12
 
 
-@dataclass(frozen=True)
-class MaskGame:
-    """One attack on masks, with a planted fault or (`fault` is None) without."""
-
-    attack: str
-    fault: str | None
-    outcome: Outcome
-
-    @property
-    def expected(self) -> bool:
-        """True if the attack wins where there is a fault, and nowhere else."""
-        return self.outcome.broken == (self.fault is not None)
-
-
 class _Play(NamedTuple):
     """The adversary's view: P, both rows `[2, d]`, the masked rows `[n, d]`, and the coins of the first half."""
 
@@ -60,7 +45,7 @@ class _Play(NamedTuple):
     coins: Tensor
 
 
-def play_masks(rows: int = ROWS) -> Iterator[MaskGame]:
+def play_masks(rows: int = ROWS) -> Iterator[Trial]:
     """Play every attack without a fault, and with the fault that it must find."""
     for name, attack, width, fault, planting in (
         ("bits of entries", _bits, _NARROW, f"P is a multiple of 2^{_SHIFT}", _multiple),
@@ -69,9 +54,9 @@ def play_masks(rows: int = ROWS) -> Iterator[MaskGame]:
         ("subspace of P", _subspace, _WIDE, "e is left out", _no_errors),
     ):
         count = rows if width == _NARROW else min(rows, _FEW_ROWS)
-        yield MaskGame(name, None, _outcome(attack, count, width))
+        yield Trial((name, "none"), False, _outcome(attack, count, width))
         with planting():
-            yield MaskGame(name, fault, _outcome(attack, count, width))
+            yield Trial((name, fault), True, _outcome(attack, count, width))
 
 
 class _Hints:

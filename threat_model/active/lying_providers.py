@@ -6,11 +6,8 @@ the secret is, so the abort carries no information. The planted fault is a tenan
 plausible: its aborts depend on the secret.
 """
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from unittest import mock
 
 import torch
@@ -32,7 +29,8 @@ from tenant.preparation.prepared import Preparation
 from tenant.session.session import Session
 from threat_model.active.manipulated_folders import attack_folders
 from threat_model.active.registries import attack_registry
-from threat_model.evidence.statistics import Interval, clopper_pearson
+from threat_model.attacks.base import Outcome, Trial, counted
+from threat_model.evidence.statistics import binomial_tail
 from threat_model.lab import Lab
 
 Lie = Callable[[Tensor], None]
@@ -41,44 +39,6 @@ Lie = Callable[[Tensor], None]
 _ROWS = 3
 _WARM = 3  # single rows after which a session repeats what it has prepared
 _PLAUSIBLE = 1 << 29
-
-
-@dataclass(frozen=True)
-class Detection:
-    """The detection rate of one kind of lie over real sessions. `valuation`: the 2-adic valuation of its error."""
-
-    name: str
-    caught: int
-    trials: int
-    valuation: int | None = None
-
-    @property
-    def interval(self) -> Interval:
-        """99 % interval of the detection rate."""
-        return clopper_pearson(self.caught, self.trials)
-
-
-@dataclass(frozen=True)
-class AbortLeak:
-    """Information that aborts carry about one secret bit per session (the sign of a product), in bits."""
-
-    name: str
-    trials: int
-    aborts: int
-    information: float
-
-
-@dataclass(frozen=True)
-class ActiveReport:
-    detections: tuple[Detection, ...]
-    leaks: tuple[AbortLeak, ...]
-
-    @property
-    def sound(self) -> bool:
-        """True if every lie was caught, verified aborts told nothing, and the planted fault was found."""
-        verified, skipped = self.leaks
-        informed = skipped.information > 0.3  # bits about 32 fair bits, exceeded by chance once in 10^7
-        return all(d.caught == d.trials for d in self.detections) and not verified.information and informed
 
 
 @contextmanager
@@ -95,32 +55,36 @@ def plausible_is_enough() -> Iterator[None]:
         yield
 
 
-def attack_actively(lab: Lab, *, repeats: int, rng: torch.Generator) -> ActiveReport:
-    """Run every lie against real, masked sessions. `repeats`: sessions per lie."""
+def attack_actively(lab: Lab, *, repeats: int, rng: torch.Generator) -> tuple[list[Trial], list[Trial]]:
+    """Run every lie against real, masked sessions. `repeats`: sessions per lie. Returns how many lies a tenant accepts,
+    and how many of its aborts tell the sign of a secret product, with verification and without."""
     with silenced("tenant"):  # every session here ends in a quarantine, which would be logged
         preparation = prepare(lab.store, digest=lab.federation.model_digest, cache=lab.cache)
-        detections = []
-        for kind, role, lies, valuation in _lies(lab, rng):
-            caught = 0
-            for trial in range(repeats):
-                liar = Tamper(role, lies[trial % len(lies)])
-                caught += _session(lab, preparation, liar, DIRECTIONS[trial % 2], rng)[0]
-            detections.append(Detection(kind, caught, repeats, valuation))
+        accepted = []
+        for kind, role, lies in _lies(lab, rng):
+            each = len(lies) if kind == _ERRORS else 1  # sessions in one direction
+            caught = [
+                _session(lab, preparation, Tamper(role, lies[i % len(lies)]), DIRECTIONS[i // each % 2], rng)[0]
+                for i in range(repeats * each)
+            ]
+            accepted.append(counted((kind,), caught.count(False), len(caught)))
         late = [_lie_while_decoding(lab, preparation, honest, rng) for honest in range(2 * repeats)]
-        detections.append(Detection("one wrong answer while single rows are decoded", sum(late), len(late)))
+        accepted.append(counted(("one wrong answer while single rows are decoded",), late.count(False), len(late)))
         for what, refused in (
             ("hostile folder", attack_folders(lab)),
             ("lying registry", attack_registry(lab.federation)),
         ):
-            detections += [Detection(f"{what}: {name}", int(caught), 1) for name, caught in refused.items()]
-        leaks = [_leak(lab, preparation, "with verification", 8 * repeats, rng)]
+            accepted += [counted((f"{what}: {name}",), int(not caught), 1) for name, caught in refused.items()]
+        verified, aborts = _probe_signs(lab, preparation, 8 * repeats, rng)
+        accepted.append(counted(("an error that shows the sign of a product",), len(aborts) - sum(aborts), len(aborts)))
         with plausible_is_enough():
-            leaks.append(_leak(lab, preparation, "verification skipped (planted)", 8 * repeats, rng))
-        return ActiveReport(tuple(detections), tuple(leaks))
+            skipped, _ = _probe_signs(lab, preparation, 8 * repeats, rng)
+        return accepted, [Trial(("verifies",), False, verified), Trial(("does not verify (planted)",), True, skipped)]
 
 
-_Kind = tuple[str, wire.Role, list[Lie], int | None]
-"""The name of some lies that are used in turn, the role of the liar, the lies, and the valuation of their error."""
+_Kind = tuple[str, wire.Role, list[Lie]]
+"""The name of some lies that are used in turn, the role of the liar, and the lies."""
+_ERRORS = "errors of valuation 0 to 31"
 
 
 def _lies(lab: Lab, rng: torch.Generator) -> list[_Kind]:
@@ -160,14 +124,14 @@ def _lies(lab: Lab, rng: torch.Generator) -> list[_Kind]:
         answer[0, 0] += _signed(1 << 31)
 
     return [
-        *((f"error of valuation {v}", "executor", [error(v)], v) for v in range(32)),
-        ("error as large as the range", "executor", [near_range], None),
-        ("the same error in every session", "executor", [repeated], None),
-        ("rows swapped", "executor", [swap], None),
-        ("another layer's product", "executor", [other_layer], None),
-        ("replayed answer", "executor", [replay], None),
-        ("helper: wrong effects", "helper", [error(v) for v in (0, 16, 29, 30, 31)], None),
-        ("helper: replayed effects", "helper", [replay], None),
+        (_ERRORS, "executor", [error(v) for v in range(32)]),
+        ("error as large as the range", "executor", [near_range]),
+        ("the same error in every session", "executor", [repeated]),
+        ("rows swapped", "executor", [swap]),
+        ("another layer's product", "executor", [other_layer]),
+        ("replayed answer", "executor", [replay]),
+        ("helper: wrong effects", "helper", [error(v) for v in (0, 16, 29, 30, 31)]),
+        ("helper: replayed effects", "helper", [replay]),
     ]
 
 
@@ -214,24 +178,17 @@ def _lie_while_decoding(lab: Lab, preparation: Preparation, honest: int, rng: to
     return False
 
 
-def _leak(lab: Lab, preparation: Preparation, name: str, trials: int, rng: torch.Generator) -> AbortLeak:
-    """Changes one entry so that the result is implausibly large exactly if the secret entry is positive."""
+def _probe_signs(lab: Lab, preparation: Preparation, trials: int, rng: torch.Generator) -> tuple[Outcome, list[bool]]:
+    """Changes one entry so that the result is implausibly large exactly if the secret entry is positive, and guesses
+    the sign from the abort. Returns the guesses' score, and the aborts."""
 
     def probe(answer: Tensor) -> None:
         answer[0, 0] += _PLAUSIBLE - 1
 
-    aborts, secret = [], []
-    for _ in range(trials):
-        aborted, truth = _session(lab, preparation, Tamper("executor", probe), FORWARD, rng)
-        aborts.append(aborted)
-        secret.append(bool(truth[0, 0] > 0))
-    return AbortLeak(name, trials, sum(aborts), mutual_information(aborts, secret))
-
-
-def mutual_information(a: Sequence[bool], b: Sequence[bool]) -> float:
-    """Plug-in estimate of the mutual information in bits; exactly 0 if one of the sequences is constant."""
-    n, of_a, of_b, joint = len(a), Counter(a), Counter(b), Counter(zip(a, b, strict=True))
-    return sum(count / n * math.log2(count * n / (of_a[x] * of_b[y])) for (x, y), count in joint.items())
+    runs = [_session(lab, preparation, Tamper("executor", probe), FORWARD, rng) for _ in range(trials)]
+    aborts = [aborted for aborted, _ in runs]
+    hits = sum(aborted == bool(truth[0, 0] > 0) for aborted, truth in runs)
+    return Outcome(hits, trials, 0.5, binomial_tail(hits, trials, 0.5)), aborts
 
 
 def _signed(value: int) -> int:

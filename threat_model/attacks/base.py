@@ -62,6 +62,25 @@ class Outcome:
         return self.chance in self.interval
 
 
+@dataclass(frozen=True)
+class Trial:
+    """The result of an attack outside the table of schemes. `labels` are its first cells in the report. `must_find`:
+    True if the attack has to find something, False if it must not; None if either is allowed."""
+
+    labels: tuple[str, ...]
+    must_find: bool | None
+    outcome: Outcome
+
+    @property
+    def expected(self) -> bool:
+        return self.must_find in (None, self.outcome.broken)
+
+
+def counted(labels: tuple[str, ...], hits: int, trials: int, *, must_find: bool | None = False) -> Trial:
+    """A trial without chance: one hit is a find."""
+    return Trial(labels, must_find, Outcome(hits, trials, 0.0, 0.0 if hits else 1.0))
+
+
 class Attack(ABC, Generic[V, G]):
     """One named attack. `source` names a section or a rule of docs/threat-model.md, or a paper. `by_design`: no scheme
     hides what this attack finds. It must succeed everywhere; the report lists it as "not hidden". `decisive`: the

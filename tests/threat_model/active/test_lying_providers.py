@@ -1,6 +1,5 @@
 """Lying providers are caught, and the abort gives them no information. Without verification, aborts leak bits."""
 
-import math
 import warnings
 
 import pytest
@@ -14,23 +13,16 @@ from symbiosis_priv.system.files import PrivateFolder
 from tenant import RemoteConfig
 from tenant.model.hf import RemoteQuantizer
 from tenant.model.loading import load_language_model
-from threat_model.active.lying_providers import ActiveReport, mutual_information
 from threat_model.active.manipulated_folders import attack_folders
 from threat_model.active.registries import attack_registry
 from threat_model.lab import Lab
 from threat_model.suite import Suite
 
 
-@pytest.fixture(scope="session")
-def report(quick: Suite) -> ActiveReport:
-    """Four sessions per lie: the results in the quick report."""
-    return quick.active
-
-
-def refused(report: ActiveReport, kind: str) -> bool:
+def refused(quick: Suite, kind: str) -> bool:
     """Returns True if the report has attacks of this kind, and the tenant as it is has refused all of them."""
-    found = [d for d in report.detections if d.name.startswith(f"{kind}: ")]
-    return bool(found) and all(d.caught == d.trials for d in found)
+    found = [trial for trial in quick.trials("Active adversaries") if trial.labels[0].startswith(f"{kind}: ")]
+    return bool(found) and not any(trial.outcome.hits for trial in found)
 
 
 def fallen(results: dict[str, bool]) -> set[str]:
@@ -38,17 +30,20 @@ def fallen(results: dict[str, bool]) -> set[str]:
     return {name for name, refused in results.items() if not refused}
 
 
-def test_every_lie_is_caught(report: ActiveReport) -> None:
-    for detection in report.detections:
-        assert detection.caught == detection.trials, detection
-    assert {f"error of valuation {v}" for v in range(32)} <= {d.name for d in report.detections}
+def test_every_lie_is_caught(quick: Suite) -> None:
+    """Four sessions for each lie, and for each valuation of an error."""
+    found = {trial.labels[0]: trial.outcome for trial in quick.trials("Active adversaries")}
+    assert not any(outcome.hits for outcome in found.values())
+    assert found["errors of valuation 0 to 31"].trials == 4 * 32
+    assert found["helper: wrong effects"].trials == 4
+    assert found["an error that shows the sign of a product"].trials == 32
 
 
 def test_hostile_folders_are_refused_by_the_checks_of_folders(
-    report: ActiveReport, lab: Lab, monkeypatch: pytest.MonkeyPatch
+    quick: Suite, lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted fault: a tenant that checks no folder. Then only the seal and the digests refuse attacks."""
-    assert refused(report, "hostile folder")
+    assert refused(quick, "hostile folder")
     for module in (
         "tenant.model.hf",
         "symbiosis_priv.checkpoints.checkpoint",
@@ -87,11 +82,11 @@ def test_hostile_folders_are_refused_by_the_checks_of_folders(
 
 
 def test_lying_registries_are_refused_by_the_checks_of_descriptors(
-    report: ActiveReport, lab: Lab, monkeypatch: pytest.MonkeyPatch
+    quick: Suite, lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted faults: a tenant that accepts any signer, one that identifies revoked certificates by all of their
     bytes, and one that ignores companies and its own file."""
-    assert refused(report, "lying registry")
+    assert refused(quick, "lying registry")
     with monkeypatch.context() as patch:
         patch.setattr(Trust, "check", lambda self, certificate, *, at: None)
         patch.setattr("symbiosis_priv.certificates.reading.is_signed", lambda *_: True)
@@ -122,21 +117,7 @@ def test_lying_registries_are_refused_by_the_checks_of_descriptors(
     }
 
 
-def test_an_abort_after_verification_carries_no_information(report: ActiveReport) -> None:
-    verified, _ = report.leaks
-    assert verified.aborts == verified.trials  # a constant
-    assert verified.information == 0.0
-
-
-def test_skipped_verification_lets_aborts_leak(report: ActiveReport) -> None:
-    _, skipped = report.leaks
-    # the abort equals the secret bit: 32 fair bits carry less than 0.3 bits each only once in 10^6
-    assert skipped.information > 0.3
-
-
-def test_mutual_information() -> None:
-    fair = [True, False] * 8
-    assert mutual_information(fair, fair) == pytest.approx(1.0)
-    assert mutual_information([True] * 16, fair) == 0.0
-    assert mutual_information([True, True, False, False] * 4, fair) == pytest.approx(0.0)
-    assert not math.isnan(mutual_information([True] * 4, [True] * 4))
+def test_aborts_tell_a_sign_only_if_answers_are_not_verified(quick: Suite) -> None:
+    verified, skipped = (trial.outcome for trial in quick.trials("Selective aborts"))
+    assert not verified.broken  # the abort is a constant: see `test_every_lie_is_caught`
+    assert skipped.success == 1.0

@@ -165,16 +165,21 @@ class StreamOptions(ResponsesStreamOptions):
     include_row: bool = False
 
 
-class Generating(Strict):
-    """The fields that all requests for an answer share."""
+class ForModel(Strict):
+    """The fields that all requests to a model share."""
 
     model: Annotated[str, Field(max_length=1024)]
+    user: str | None = None
+
+
+class Generating(ForModel):
+    """The fields that OpenAI's requests for an answer share."""
+
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    user: str | None = None
 
 
 class CompletionFields(Generating):
@@ -501,46 +506,38 @@ class CountTokensRequest(MessagesRequest):
     max_tokens: Annotated[int, Field(ge=1), INTEGER] = 1
 
 
-class EmbeddingRequest(Strict):
+class EmbeddingRequest(ForModel):
     """`POST /v1/embeddings`."""
 
-    model: Annotated[str, Field(max_length=1024)]
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
-    user: str | None = None
 
 
-class ClassifyRequest(Strict):
+class ClassifyRequest(ForModel):
     """`POST /classify`, as vLLM has it."""
 
-    model: Annotated[str, Field(max_length=1024)]
     input: Prompts
     use_activation: bool | None = None
-    user: str | None = None
 
 
 Documents = Annotated[list[str], Field(min_length=1, max_length=2048), FAIL_FAST]
 
 
-class ScoreRequest(Strict):
+class ScoreRequest(ForModel):
     """`POST /score`, with both of vLLM's names for the texts."""
 
-    model: Annotated[str, Field(max_length=1024)]
     queries: str | Documents = Field(validation_alias=AliasChoices("queries", "text_1"))
     documents: str | Documents = Field(validation_alias=AliasChoices("documents", "text_2"))
     use_activation: bool | None = None
-    user: str | None = None
 
 
-class RerankRequest(Strict):
+class RerankRequest(ForModel):
     """`POST /rerank`, as Jina, Cohere and vLLM have it."""
 
-    model: Annotated[str, Field(max_length=1024)]
     query: str
     documents: Documents
     top_n: Annotated[int, Field(ge=0), INTEGER] | None = None
     return_documents: bool | None = None
-    user: str | None = None
 
 
 class UnloadRequest(Strict):

@@ -3,11 +3,12 @@
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from inspect import signature
 from typing import Any
 
 from fastapi import APIRouter, Request
+from pydantic import ValidationError
 
 from symbiosis_priv.errors import ConfigError, OverloadedError
 from tenant.endpoint.api.bodies import ChatRequest, JsonRoute, Message, NamedTool, StreamOptions, text_of
@@ -40,19 +41,26 @@ _SPACE = {"whitespace_pattern": "[ \\n\\t]{0,16}"}  # without a limit, some mode
 @router.post("/v1/chat/completions", response_model=None, responses=DOCUMENTED)
 async def chat(body: ChatRequest, http: Request) -> Any:
     """Answer a chat."""
-    return await respond(await prepare(http, lambda: body), http, streamed=body.stream)
+    return await respond(await prepare(http, body), http, streamed=body.stream)
 
 
-async def prepare(
-    http: Request, make: Callable[[], ChatRequest], *, params: Mapping[str, str] = _SAME
-) -> "PreparedChat":
-    """Prepare the chat that `make` makes of a request in any form. `params`: the request's field for each field of a
-    chat that has another name there; errors name it."""
+async def prepare(http: Request, given: ChatRequest | Json, *, params: Mapping[str, str] = _SAME) -> "PreparedChat":
+    """Prepare a chat, or the fields of one that a request in another form was converted to. `params`: the request's
+    field for each field of a chat that has another name there; errors name it."""
     endpoint = endpoint_of(http)
+
+    def named(param: str) -> str:
+        return params.get(param.partition(".")[0], param)
+
     try:
-        return await while_connected(http, PreparedChat.of(make(), endpoint.service, endpoint.client(http)))
+        body = given if isinstance(given, ChatRequest) else ChatRequest.model_validate(given)
+        return await while_connected(http, PreparedChat.of(body, endpoint.service, endpoint.client(http)))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = named(".".join(map(str, first["loc"])))
+        raise ApiError(400, f"{where}: {first['msg']}"[:500], param=where[:200]) from error
     except ApiError as error:
-        error.param = params.get((error.param or "").partition(".")[0], error.param)
+        error.param = named(error.param or "") or None
         raise
 
 

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import ValidationError
 
 from tenant.endpoint.api import bodies
 from tenant.endpoint.api.errors import ApiError
@@ -22,19 +21,19 @@ _PARAMS = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice"}
 @router.post("/v1/messages", response_model=None, responses=DOCUMENTED)
 async def messages(body: bodies.MessagesRequest, http: Request) -> Any:
     """Answer a conversation."""
-    chat = await prepare(http, lambda: _chat(body), params=_PARAMS)
+    chat = await prepare(http, _chat(body), params=_PARAMS)
     return await respond(_Prepared(body, chat), http, streamed=body.stream, named_events=True)
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: bodies.CountTokensRequest, http: Request) -> dict[str, int]:
     """Count the tokens of a conversation."""
-    chat = await prepare(http, lambda: _chat(body), params=_PARAMS)
+    chat = await prepare(http, _chat(body), params=_PARAMS)
     return {"input_tokens": len(chat.requests[0].prompt)}
 
 
-def _chat(body: bodies.MessagesRequest) -> bodies.ChatRequest:
-    """Convert the request to a chat request."""
+def _chat(body: bodies.MessagesRequest) -> Json:
+    """Convert the request to the fields of a chat request."""
     if body.messages[-1].role == "assistant":
         raise ApiError(400, "the last message is the assistant's; end with one of the user", param="messages")
     found: list[dict[str, Any]] = []
@@ -49,18 +48,15 @@ def _chat(body: bodies.MessagesRequest) -> bodies.ChatRequest:
     given |= {"messages": found, "stop": body.stop_sequences}
     given["stream_options"] = {"include_usage": True} if body.stream else None
     if body.tools:
-        tools = [tool.model_dump(include={"name", "description", "strict"}) for tool in body.tools]
-        schemas = [tool.input_schema for tool in body.tools]
-        functions = [tool | {"parameters": schema} for tool, schema in zip(tools, schemas, strict=True)]
+        functions = [
+            {"name": one.name, "description": one.description, "strict": one.strict, "parameters": one.input_schema}
+            for one in body.tools
+        ]
         given["tools"] = [{"type": "function", "function": function} for function in functions]
     if (choice := body.tool_choice) is not None:
         given["tool_choice"] = _CHOICES.get(choice.type) or {"type": "function", "function": {"name": choice.name}}
         given["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
-    try:
-        return bodies.ChatRequest.model_validate(given)
-    except ValidationError as error:
-        where = ".".join(map(str, error.errors()[0]["loc"]))
-        raise ApiError(400, f"{where}: {error.errors()[0]['msg']}"[:500], param=where[:200]) from error
+    return given
 
 
 def _messages(role: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:

@@ -50,6 +50,25 @@ def generated(model: Any, prompt: tuple[int, ...], new: int) -> list[int]:
     return tokens
 
 
+class OnlyThese:
+    """A grammar that allows some tokens, and ends after two."""
+
+    def __init__(self, *allowed: int) -> None:
+        self._allowed, self.accepted = allowed, list[int]()
+
+    def allowed(self) -> bytes:
+        bits = bytearray(1)
+        for token in self._allowed:
+            bits[token // 8] |= 1 << token % 8
+        return bytes(bits)
+
+    def accept(self, token: int) -> None:
+        self.accepted.append(token)
+
+    def finished(self) -> bool:
+        return len(self.accepted) == 2
+
+
 class Asked:
     """A request in an engine, and its events.
 

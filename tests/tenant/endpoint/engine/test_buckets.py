@@ -1,6 +1,5 @@
 """What executors see of an answer in buckets is a function of bucketed numbers, and its client sees the same answer."""
 
-import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -13,13 +12,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tenant import RemoteConfig
-from tenant.endpoint.api.vocabulary import Vocabulary
 from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.packed_model import Output, PackedModel
 from tenant.endpoint.engine.requests import Done, Event, RequestLedger, Sampling
 from tenant.endpoint.engine.speculation import PromptLookup
 from tenant.model.loading import load_language_model
-from tests.tenant.endpoint.engine.conftest import Asked
+from tests.tenant.endpoint.engine.conftest import Asked, OnlyThese
 
 AHEAD, MOST = 3, 32
 PROMPT = tuple(range(5, 25))
@@ -90,6 +88,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "prompt's log probabilities": {"max_tokens": 2, "sampling": Sampling(prompt_logprobs=1)},
     "stop token": {"max_tokens": 20, "stop_tokens": frozenset(range(0, 320, 5))},
     "stop text": {"max_tokens": 20, "stop": ("e", " the")},
+    "grammar": {"max_tokens": 30, "sampling": Sampling(grammar=lambda: OnlyThese(5, 7))},
     "embedding": {"pooling": "mean"},
 }
 
@@ -99,37 +98,15 @@ def shown(events: list[Event]) -> list[Event]:
     return [replace(one, ledger=RequestLedger()) if isinstance(one, Done) else one for one in events]
 
 
-@pytest.mark.parametrize("case", ANSWERS)
-@pytest.mark.parametrize("bucket", [2, 32, 50])
-def test_a_bucket_changes_nothing_for_the_client(engine: ContinuousEngine, case: str, bucket: int) -> None:
-    """The same tokens, texts, log probabilities and end, event by event, as a stream gets them."""
-    plain, filled = Asked(engine, PROMPT, **ANSWERS[case]), Asked(engine, PROMPT, bucket=bucket, **ANSWERS[case])
-    plain.done()
-    filled.done()
-    assert shown(filled.events) == shown(plain.events)
-
-
-@pytest.mark.parametrize("bucket", [2, 32])
-def test_a_grammar_ends_an_answer_in_a_bucket(engine: ContinuousEngine, tokenizer: Any, bucket: int) -> None:
-    """As of a call of a tool, or an answer in a schema."""
-    vocabulary = Vocabulary(tokenizer, size=engine._packed.vocabulary, ends={tokenizer.eos_token_id})
-    grammar = asyncio.run(vocabulary.grammar('start: "a,a,a,b;"', client=""))
-    said: dict[str, Any] = {"max_tokens": 30, "sampling": Sampling(grammar=grammar)}
-    plain, filled = Asked(engine, PROMPT, **said), Asked(engine, PROMPT, bucket=bucket, **said)
-    plain.done()
-    filled.done()
-    assert shown(filled.events) == shown(plain.events)
-
-
-def test_several_choices_have_their_own_buckets(engine: ContinuousEngine) -> None:
-    """Requests join at any step, and each ends at its own bucket with its own tokens."""
-    samplings = [Sampling(temperature=0.7, seed=seed) for seed in range(5)]
-
-    def ask(bucket: int) -> list[list[int]]:
-        asked = [Asked(engine, PROMPT, max_tokens=3 + i, bucket=bucket, sampling=s) for i, s in enumerate(samplings)]
-        return [one.tokens for one in asked]
-
-    assert ask(8) == ask(1)
+@pytest.mark.parametrize("bucket", [2, 8, 50])
+def test_a_bucket_changes_nothing_for_the_client(engine: ContinuousEngine, bucket: int) -> None:
+    """The same tokens, texts, log probabilities and end, event by event, as a stream gets them; and answers that run
+    together end at their own buckets."""
+    plain = [Asked(engine, PROMPT, **said) for said in ANSWERS.values()]
+    filled = [Asked(engine, PROMPT, bucket=bucket, **said) for said in ANSWERS.values()]
+    for case, one, other in zip(ANSWERS, plain, filled, strict=True):
+        assert one.done().finish == other.done().finish, case
+        assert shown(other.events) == shown(one.events), case
 
 
 def test_a_cancelled_answer_fills_its_bucket(engine: ContinuousEngine) -> None:
@@ -143,6 +120,7 @@ def test_a_cancelled_answer_fills_its_bucket(engine: ContinuousEngine) -> None:
     assert len(seen) % 16 == 0
 
 
+@pytest.mark.parametrize("engine", [None], indirect=True)
 @pytest.mark.parametrize("drafter", [None, PromptLookup(ahead=AHEAD)])
 def test_with_a_pace_every_step_has_the_same_rows_also_without_requests(
     checkpoint: Path, tokenizer: Any, engine: ContinuousEngine, drafter: PromptLookup | None

@@ -174,14 +174,6 @@ def test_an_adapter_cannot_be_unloaded_while_an_answer_uses_it(engine: Continuou
     tasks.unload("ia3")
 
 
-def test_cancellation_ends_a_request_within_a_step(engine: ContinuousEngine) -> None:
-    asked: list[Asked] = []
-    asked.append(Asked(engine, PROMPT, max_tokens=100, at={3: lambda: asked[0].handle.cancel()}))
-    assert asked[0].done().finish == "cancelled"
-    assert len(asked[0].got) == 3
-    assert engine.load().running == 0
-
-
 def test_requests_wait_for_memory_and_too_large_ones_are_refused(opened: Open, model: Any) -> None:
     block = PackedModel(model).shape.block_bytes
     engine = opened(memory=block)

@@ -91,6 +91,14 @@ def test_a_prompt_has_tokens_of_the_model(engine: QueuedEngine, prompt: tuple[in
         Asked(engine, prompt)
 
 
+def test_cancellation_ends_a_request_within_a_step(engine: QueuedEngine) -> None:
+    asked: list[Asked] = []
+    asked.append(Asked(engine, PROMPT, max_tokens=100, at={3: lambda: asked[0].handle.cancel()}))
+    assert asked[0].done().finish == "cancelled"
+    assert len(asked[0].got) == 3
+    assert engine.load().running == 0
+
+
 def test_cancelled_requests_end_and_too_many_are_refused(engine: QueuedEngine) -> None:
     first = threading.Event()
     long = Asked(engine, PROMPT, max_tokens=200, client="a", at={1: first.set})

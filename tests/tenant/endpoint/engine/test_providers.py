@@ -143,17 +143,6 @@ def test_a_row_is_shown_as_the_executor_saw_it_and_never_a_row_of_another_reques
     assert others[0].done().row is None  # every pass had rows of both
 
 
-def test_an_answer_in_a_bucket_shows_executors_no_end(split: Opened) -> None:
-    """Rule 9. The prompts begin differently, so that nothing is cached."""
-    everything = frozenset(range(320))
-    full = Asked(split[0], (201, *PROMPT, 3, 4, 5), max_tokens=8, bucket=8).done()
-    ends = Asked(split[0], (202, *PROMPT), max_tokens=8, stop_tokens=everything, bucket=8).done()
-    cut = Asked(split[0], (203, *PROMPT), max_tokens=8, stop_tokens=everything).done()
-    assert [(one.finish, one.new_tokens) for one in (full, ends, cut)] == [("length", 8), ("stop", 1), ("stop", 1)]
-    assert (ends.ledger.rows, ends.ledger.round_trips) == (full.ledger.rows, full.ledger.round_trips)
-    assert cut.ledger.rows < full.ledger.rows
-
-
 def test_streams_survive_executors_that_die_and_without_one_get_an_error(
     split: Opened, federation: LocalFederation
 ) -> None:

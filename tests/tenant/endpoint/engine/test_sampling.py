@@ -13,17 +13,13 @@ from symbiosis_priv.errors import NonFiniteError
 from tenant.endpoint.api.vocabulary import Vocabulary
 from tenant.endpoint.engine.answer import Sampler, TextStream, token_logprob
 from tenant.endpoint.engine.requests import Sampling
+from tests.tenant.endpoint.engine.conftest import OnlyThese
 
 numbers = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=40)
 
 
 def vector(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32)
-
-
-@given(numbers)
-def test_greedy_is_the_argmax(values: list[float]) -> None:
-    assert Sampler(Sampling())(vector(values)) == (int(vector(values).argmax()), None)
 
 
 @given(numbers, st.integers(1, 5), st.floats(0.1, 1), st.integers(0, 2**63 - 1))
@@ -95,25 +91,6 @@ def test_no_end_comes_before_min_tokens(values: list[float], min_tokens: int, te
     tokens = [sampler(vector(values))[0] for _ in range(min_tokens + 1)]
     assert end not in tokens[:min_tokens]
     assert temperature or tokens[-1] == end
-
-
-class OnlyThese:
-    """A grammar that allows some tokens, and ends after two."""
-
-    def __init__(self, *allowed: int) -> None:
-        self._allowed, self.accepted = allowed, list[int]()
-
-    def allowed(self) -> bytes:
-        bits = bytearray(1)
-        for token in self._allowed:
-            bits[token // 8] |= 1 << token % 8
-        return bytes(bits)
-
-    def accept(self, token: int) -> None:
-        self.accepted.append(token)
-
-    def finished(self) -> bool:
-        return len(self.accepted) == 2
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5.0])

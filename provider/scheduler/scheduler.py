@@ -31,8 +31,8 @@ WAIT_SHARE = 0.5
 _LATE = 2.0  # a tenant is expected until its pause is this many times its usual pause
 _SLOWDOWN = 0.5  # a product of due inference may take longer by this share of its own time
 _HORIZON_WAITS = 10  # a tenant is expected for this many times `MAX_WAIT_S`
-_ALONE_S = 1.0  # a tenant is alone if no other one has asked for this long
-_SLICES_ALONE = 4  # slices of its products then
+_GENERATING_S = 1.0  # somebody generates until this long after the last inference request
+_SLICES_OF_TRAINING = 8  # slices of a product while nobody generates
 _MOST_LATE = 2.0  # a product that takes longer is charged as if it took this many times the expected time
 _MAX_LEAD = 8  # layer groups: the largest lead that counts
 
@@ -253,8 +253,7 @@ class Scheduler(Generic[J]):
         self._order = itertools.count()
         self._expected = 0.0  # seconds that the rows taken last were charged with
         self._max_batch_rows = MAX_BATCH_ROWS
-        self._latest: tuple[Hashable, Stage] | None = None  # the tenant and stage of the latest request
-        self._alone_from = math.inf  # a request of the same tenant and stage that arrives later finds it alone
+        self._generating_until = -math.inf
 
     def __len__(self) -> int:
         """Number of jobs with rows that were not taken."""
@@ -328,11 +327,12 @@ class Scheduler(Generic[J]):
         return seconds
 
     def room(self, job: J) -> int:
-        """Most rows of a product that a job leads: those of one slice. If its tenant is alone, several slices, in
-        products of equal size: each product prepares the weights again."""
-        if len(self._jobs) > 1 or job.arrival <= self._alone_from:
+        """Most rows of a product that a job leads: those of one slice. While nobody generates, several slices, in
+        products of equal size: each product prepares the weights again, and takes more of a processor's time per row
+        the fewer its rows are."""
+        if job.arrival <= self._generating_until:
             return min(self._max_batch_rows, self.pace.rows(job))
-        most, left = min(self._max_batch_rows, self.pace.rows(job, slices=_SLICES_ALONE)), job.rows - job.taken
+        most, left = min(self._max_batch_rows, self.pace.rows(job, slices=_SLICES_OF_TRAINING)), job.rows - job.taken
         return most if left <= most else math.ceil(left / math.ceil(left / most))
 
     def is_alone(self, job: J) -> bool:
@@ -373,9 +373,8 @@ class Scheduler(Generic[J]):
                 self._discipline.departed(piece.job, now)
 
     def _notice(self, job: J) -> None:
-        """Record who asks."""
-        if self._latest != (asking := (job.tenant, job.stage)):
-            self._latest, self._alone_from = asking, job.arrival + _ALONE_S
+        if job.stage == "inference":
+            self._generating_until = job.arrival + _GENERATING_S
 
     def _leave(self, job: J) -> None:
         job.left = True

@@ -48,7 +48,8 @@ def test_a_batch_is_of_one_kind_and_bounded(arriving: list[Job], name: PolicyNam
     for _, pieces in run(scheduler(name, MAX_BATCH_ROWS=max_rows), arriving):
         assert len({p.job.key for p in pieces}) == 1
         assert len({id(p.job) for p in pieces}) == len(pieces)
-        assert sum(p.rows for p in pieces) <= min(max_rows, SLICE_ROWS)
+        slices = 1 if any(p.job.stage == "inference" for p in pieces) else scheduling._SLICES_OF_TRAINING
+        assert sum(p.rows for p in pieces) <= min(max_rows, slices * SLICE_ROWS)
         if name == "none":
             assert len(pieces) == 1
 
@@ -278,6 +279,25 @@ def test_one_late_product_costs_its_tenant_two_turns() -> None:
     assert turns <= 4
 
 
+def test_products_are_longer_while_nobody_generates() -> None:
+    """Eight slices, in products of equal size, however many tenants train; one slice from the first token on."""
+    subject, times = scheduler("none"), scheduling._SLICES_OF_TRAINING
+
+    def rows_of(*, now: float) -> int:
+        return sum(piece.rows for piece in subject.take(now))
+
+    for group, tenant in enumerate(("one", "other")):
+        subject.put(job(tenant, rows=3 * times * SLICE_ROWS - 3, group=group, stage="fine_tuning"))
+    assert [rows_of(now=0.0) for _ in range(2)] == 2 * [times * SLICE_ROWS - 1]
+    subject.put(job("chat", group=2, arrival=1.0))
+    assert [rows_of(now=1.0) for _ in range(3)] == [1, SLICE_ROWS, SLICE_ROWS]
+    later = 1.1 + scheduling._GENERATING_S
+    subject.put(job("third", rows=times * SLICE_ROWS, group=3, stage="fine_tuning", arrival=later))
+    while (rows := rows_of(now=later)) == SLICE_ROWS:
+        pass
+    assert rows == times * SLICE_ROWS
+
+
 def test_a_request_that_has_begun_is_finished_before_the_tenants_next() -> None:
     subject = scheduler("none")
     begun = job(rows=4, ready=2)
@@ -301,6 +321,12 @@ def test_a_request_is_multiplied_at_once_only_if_nobody_else_waits_or_is_expecte
 # Fair shares of tenants and of stages, by their weights
 
 
+def somebody_generates(subject: Scheduler[Job]) -> None:
+    """Products take one slice from now on."""
+    subject.put(job("chat", group=99))
+    subject.take(0.0)
+
+
 @given(
     st.lists(st.sampled_from((1, 2, 8, 30, 200)), min_size=2, max_size=4),
     st.sampled_from(POLICIES),
@@ -309,6 +335,7 @@ def test_a_request_is_multiplied_at_once_only_if_nobody_else_waits_or_is_expecte
 def test_tenants_with_work_waiting_get_equal_shares(sizes: list[int], name: PolicyName, weights: list[float]) -> None:
     """Tenants get equal numbers of rows per weight, within one slice, whatever their request sizes and connections."""
     subject = scheduler(name)
+    somebody_generates(subject)
     served: Counter[object] = Counter()
 
     def ask(tenant: int) -> None:  # separate groups, so that no tenant joins another one's product
@@ -330,6 +357,7 @@ def test_tenants_with_work_waiting_get_equal_shares(sizes: list[int], name: Poli
 
 def test_an_idle_tenant_accrues_no_credit() -> None:
     subject = scheduler("none")
+    somebody_generates(subject)
     subject.put(job("busy", rows=800, stage="fine_tuning"))
     for _ in range(90):
         subject.take(1.0)

@@ -69,15 +69,11 @@ class Credentials:
         tenant = tenant_identity(connection)
         return AuthenticatedPeer(tenant, mark_of(certificate), certificate.not_valid_after_utc)
 
-    def accepts_until(self, peer: AuthenticatedPeer) -> datetime | None:
-        """When the certificate of an authenticated client expires; None if it is not accepted any more."""
-        last = self.authorities.get(peer.tenant.authority)
-        return None if peer.mark in self.revoked or last is None else min(peer.not_after, last)
-
     def refusal(self, peer: AuthenticatedPeer) -> Refusal | None:
         """The reason to refuse an authenticated client now; None if its certificate is still accepted."""
-        if (until := self.accepts_until(peer)) is None:
+        last = self.authorities.get(peer.tenant.authority)
+        if peer.mark in self.revoked or last is None:
             return Refusal(ErrorCode.REVOKED, "this certificate is not accepted any more: ask the provider's operator")
-        if reading.now() > until:
+        if reading.now() > min(peer.not_after, last):
             return Refusal(ErrorCode.REVOKED, "this certificate has expired: renew it (`symbiosis-priv keys request`)")
         return None

@@ -11,7 +11,6 @@ authorities change. TLS sessions are not resumed: in OpenSSL, resuming takes 95 
 import contextlib
 import ssl
 import threading
-import time
 from collections import OrderedDict
 
 from provider import logs
@@ -137,16 +136,8 @@ class Gateway:
             log.often("connection_closed_for_another_tenant", tenant=str(tenant))
             shut(stream.raw)
 
-        accepted: tuple[Credentials | None, float] = None, 0.0  # the credentials that accept the client, until when
-
         def refusal() -> Refusal | None:
-            nonlocal accepted
-            credentials, (same, until) = self._credentials, accepted
-            if credentials is same and time.time() < until:
-                return None
-            if (end := credentials.accepts_until(peer)) is not None:
-                accepted = credentials, end.timestamp()
-            return credentials.refusal(peer)
+            return self._credentials.refusal(peer)  # a reload replaces them
 
         with self._lock:
             if refused := refusal():

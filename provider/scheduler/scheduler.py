@@ -241,13 +241,12 @@ class Discipline(Generic[J]):
 
 
 class Scheduler(Generic[J]):
-    """Waiting jobs, and the order in which their rows are multiplied. Not thread-safe. Another `discipline` is for
-    comparison."""
+    """Waiting jobs, and the order in which their rows are multiplied. Not thread-safe."""
 
-    def __init__(self, config: SchedulerConfig, discipline: type[Discipline[J]] = Discipline) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         self.pace = Pace(config.slice_ms / 1000)
         self._waiting: RunnableJobs[J] = RunnableJobs(config.inference_weight, config.slice_ms / 1000)
-        self._discipline = discipline(config, self._waiting, self.pace)
+        self._discipline: Discipline[J] = Discipline(config, self._waiting, self.pace)
         self._jobs: Counter[Hashable] = Counter()  # per tenant, runnable or not
         self._deadlines: list[tuple[float, int, J]] = []
         self._order = itertools.count()

@@ -213,10 +213,6 @@ class ShardedOperands(Operands):
             self._shared = SharedRows.of(entries, self._device, self._plans)
 
     @property
-    def leads(self) -> bool:
-        return self._rank == _LEAD
-
-    @property
     def loaded(self) -> Collection[int]:
         return self._units.keys()
 

@@ -23,14 +23,13 @@ from provider.executor.queues import ExecutorReport, LocalInbox, ProductRequest,
 from provider.executor.supervisor import ExecutorThread
 from provider.products.model import ServedModel
 from provider.scheduler.jobs import Stage
-from provider.scheduler.scheduler import Discipline, Scheduler
+from provider.scheduler.scheduler import Scheduler
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import DeviceLostError, RankLostError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from tests.provider.clients import execute
 from tests.provider.conftest import Configure
-from tests.provider.scheduler.playing import Separate
 from tests.waiting import until
 
 TIMEOUT_S = 20.0
@@ -86,13 +85,10 @@ class Asker:
 
 
 @contextlib.contextmanager
-def running(
-    model: Watched, discipline: type[Discipline[Any]] = Discipline
-) -> Iterator[tuple[LocalInbox, Future[None]]]:
+def running(model: Watched) -> Iterator[tuple[LocalInbox, Future[None]]]:
     """An executor in a separate thread."""
     inbox = LocalInbox()
-    executor = Executor(model, inbox=inbox, scheduling=(config := SchedulerConfig()))
-    executor._scheduler = Scheduler(config, discipline)
+    executor = Executor(model, inbox=inbox, scheduling=SchedulerConfig())
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(executor.run)
         try:
@@ -110,10 +106,9 @@ def find_it_at_rest(asker: Asker, model: Watched) -> None:
         asker.ask(1)
 
 
-@pytest.mark.parametrize("discipline", [Separate, Discipline])
-def test_few_rows_are_multiplied_in_the_senders_thread(store: WeightStore, discipline: type[Discipline[Any]]) -> None:
+def test_few_rows_are_multiplied_in_the_senders_thread(store: WeightStore) -> None:
     model = Watched(store)
-    with running(model, discipline) as (inbox, _):
+    with running(model) as (inbox, _):
         asker = Asker(inbox, store)
         find_it_at_rest(asker, model)
         asker.send(3)

@@ -1,6 +1,6 @@
 """Runs schedulers with jobs of all sizes, including the smallest, and a simulated executor and clock."""
 
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 from unittest.mock import patch
 
 from hypothesis import strategies as st
@@ -10,15 +10,9 @@ from provider.scheduler.jobs import Job, Key, Piece, Stage
 from provider.scheduler.scheduler import Discipline, Scheduler
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 
-PolicyName = Literal["none", "opportunistic"]
-POLICIES = get_args(PolicyName)
-
 
 class Separate(Discipline[Any]):
     """Multiplies every job separately, for comparison."""
-
-    def is_alone(self, job: Any) -> bool:
-        return False
 
     def next_leader(self, now: float) -> tuple[Any, float | None]:
         return next((firsts[0] for _, firsts in self._waiting.in_turn()), None), None
@@ -27,7 +21,12 @@ class Separate(Discipline[Any]):
         return [Piece.next_of(leader, room)]
 
 
-DISCIPLINES: dict[PolicyName, type[Discipline[Any]]] = {"none": Separate, "opportunistic": Discipline}
+def separate(subject: Scheduler[Job]) -> Scheduler[Job]:
+    """The scheduler, which multiplies every job separately from now on."""
+    subject._discipline = Separate(POLICY, subject._waiting, subject.pace)
+    return subject
+
+
 STAGES = get_args(Stage)
 ROW_WORK = 1000
 SLICE_ROWS = 8
@@ -65,7 +64,6 @@ def job(
 
 
 def scheduler(
-    name: PolicyName = "opportunistic",
     *,
     reading: float = 0.0,
     slice_s: float = POLICY.slice_ms / 1000,
@@ -76,7 +74,7 @@ def scheduler(
     """A scheduler that has learned how long reading weights takes. `constants`: those of the scheduler's module."""
     config = SchedulerConfig(slice_ms=1000 * slice_s, inference_weight=inference_weight)
     with patch.multiple("provider.scheduler.scheduler", MAX_WAIT_S=max_wait_s, **constants):
-        subject: Scheduler[Job] = Scheduler(config, DISCIPLINES[name])
+        subject: Scheduler[Job] = Scheduler(config)
     for direction in DIRECTIONS:
         for _ in range(60 if reading else 0):  # each measurement halves the distance
             subject.pace.record(Key(0, direction, "ring"), rows=1, work=ROW_WORK, seconds=max(reading, ROW_WORK / RATE))

@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from provider.config.schema import SchedulerConfig
 from provider.scheduler.jobs import Job, Key
-from provider.scheduler.scheduler import Discipline, Scheduler
+from provider.scheduler.scheduler import Scheduler
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 
 HIDDEN = 4096
@@ -189,17 +188,16 @@ def play(
 
 
 def rehearse(
-    config: SchedulerConfig,
+    scheduler: Scheduler[Job],
     tenants: Sequence[Tenant],
     *,
-    discipline: type[Discipline[Job]] = Discipline,
     seconds: float = 12.0,
     seed: int = 0,
     held_up: float = 0.0,
 ) -> Outcome:
     """Let the tenants of one executor send requests. `held_up`: share of requests before
     which a tenant is delayed, for `HOLD_UP` on average."""
-    chance, executor = random.Random(seed), Executor(ONE_CORE, Scheduler(config, discipline))
+    chance, executor = random.Random(seed), Executor(ONE_CORE, scheduler)
     core = 0.0  # the time at which the tenants' core is free
 
     def think(tenant: Tenant, now: float) -> float:

@@ -6,7 +6,7 @@ import pytest
 
 from provider.scheduler.jobs import Job, Key
 from provider.scheduler.scheduler import Scheduler
-from tests.provider.scheduler.playing import RATE, ROW_WORK, PolicyName, job, scheduler
+from tests.provider.scheduler.playing import RATE, ROW_WORK, job, scheduler, separate
 
 KEY = Key(0, "forward", "ring")
 
@@ -34,9 +34,9 @@ def test_rows_are_multiplied_while_weights_are_read() -> None:
     assert subject.pace.seconds(job(), 100) == pytest.approx(20e-3, rel=0.01)
 
 
-def with_experts(policy: PolicyName = "opportunistic") -> Scheduler[Job]:
+def with_experts() -> Scheduler[Job]:
     """A scheduler that has learned that reading one expert takes as long as the arithmetic of 16 rows."""
-    subject = scheduler(policy, slice_s=800 * ROW_WORK / RATE)
+    subject = scheduler(slice_s=800 * ROW_WORK / RATE)
     key = Key(0, "forward", "ring", by_expert=True)
     for _ in range(60):
         subject.pace.record(key, rows=4, work=4 * ROW_WORK, seconds=4 * 16 * ROW_WORK / RATE, matrices=4)
@@ -53,10 +53,10 @@ def test_a_product_for_many_experts_reads_the_weights_of_all() -> None:
     assert pace.rows(spread) == pytest.approx(50, abs=1)
 
 
-@pytest.mark.parametrize("policy", ["none", "opportunistic"])
-def test_one_row_for_each_expert_costs_more_than_as_many_rows_for_one(policy: PolicyName) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_one_row_for_each_expert_costs_more_than_as_many_rows_for_one(alone: bool) -> None:
     """A tenant whose rows go to all experts takes the executor's time for all their weights."""
-    subject = with_experts(policy)
+    subject = separate(with_experts()) if alone else with_experts()
     served: Counter[object] = Counter()
     subject.put(job("spread", rows=10**6, matrices=10**6, stage="fine_tuning"))
     subject.put(job("together", rows=10**6, matrices=1, stage="fine_tuning", group=1))

@@ -1,4 +1,4 @@
-"""The scheduler under every policy: all rows are taken once, in bounded products, in bounded time."""
+"""The scheduler: all rows are taken once, in bounded products, in bounded time."""
 
 import math
 from collections import Counter
@@ -16,24 +16,22 @@ from provider.scheduler.scheduler import Scheduler
 from tests.cases import cases
 from tests.provider.scheduler import swarm
 from tests.provider.scheduler.playing import (
-    DISCIPLINES,
     MAX_WAIT_S,
-    POLICIES,
     RATE,
     ROW_WORK,
     SLICE_ROWS,
-    PolicyName,
     job,
     jobs,
     run,
     scheduler,
+    separate,
 )
 from tests.provider.scheduler.rehearsal import ONE_CORE, Executor, Hardware, Outcome, Tenant, play, rehearse
 
 
-@given(jobs(), st.sampled_from(POLICIES))
-def test_every_row_is_taken_once_and_in_order(arriving: list[Job], name: PolicyName) -> None:
-    batches = run(scheduler(name), arriving)
+@given(jobs())
+def test_every_row_is_taken_once_and_in_order(arriving: list[Job]) -> None:
+    batches = run(scheduler(), arriving)
     taken: dict[int, int] = Counter()
     for _, pieces in batches:
         for piece in pieces:
@@ -43,33 +41,30 @@ def test_every_row_is_taken_once_and_in_order(arriving: list[Job], name: PolicyN
     assert {id(p.job) for _, pieces in batches for p in pieces} == {id(j) for j in arriving}
 
 
-@given(jobs(), st.sampled_from(POLICIES), st.integers(1, 10))
-def test_a_batch_is_of_one_kind_and_bounded(arriving: list[Job], name: PolicyName, max_rows: int) -> None:
-    for _, pieces in run(scheduler(name, MAX_BATCH_ROWS=max_rows), arriving):
+@given(jobs(), st.integers(1, 10))
+def test_a_batch_is_of_one_kind_and_bounded(arriving: list[Job], max_rows: int) -> None:
+    for _, pieces in run(scheduler(MAX_BATCH_ROWS=max_rows), arriving):
         assert len({p.job.key for p in pieces}) == 1
         assert len({id(p.job) for p in pieces}) == len(pieces)
         slices = 1 if any(p.job.stage == "inference" for p in pieces) else scheduling._SLICES_OF_TRAINING
         assert sum(p.rows for p in pieces) <= min(max_rows, slices * SLICE_ROWS)
-        if name == "none":
-            assert len(pieces) == 1
 
 
-@given(jobs(), st.sampled_from(POLICIES))
-def test_no_job_waits_to_be_batched_longer_than_the_policy_allows(arriving: list[Job], name: PolicyName) -> None:
+@given(jobs())
+def test_no_job_waits_to_be_batched_longer_than_it_may(arriving: list[Job]) -> None:
     """A product that begins after idle time has jobs that have waited, while nothing was computed, within the limit."""
-    subject = scheduler(name)
-    longest = {"none": 0.0, "opportunistic": MAX_WAIT_S}[name]
+    subject = scheduler()
     end = 0.0
     for begun, pieces in run(subject, arriving):
         if begun > end:  # it was idle until now
-            late = max(begun - max(end, p.job.arrival) - longest for p in pieces)
+            late = max(begun - max(end, p.job.arrival) - MAX_WAIT_S for p in pieces)
             assert late <= 1e-9, late
         end = begun + sum(p.rows for p in pieces) * ROW_WORK / RATE
 
 
-@given(jobs(), st.lists(st.integers(0, 29)), st.sampled_from(POLICIES))
-def test_dropped_and_expired_jobs_are_forgotten(arriving: list[Job], dropped: list[int], name: PolicyName) -> None:
-    subject = scheduler(name)
+@given(jobs(), st.lists(st.integers(0, 29)))
+def test_dropped_and_expired_jobs_are_forgotten(arriving: list[Job], dropped: list[int]) -> None:
+    subject = scheduler()
     for number, one in enumerate(arriving):
         one.deadline = 5.0 if number % 3 else 50.0
         subject.put(one)
@@ -87,9 +82,9 @@ def test_dropped_and_expired_jobs_are_forgotten(arriving: list[Job], dropped: li
     assert set(subject.waiting().values()) == {0}
 
 
-@given(jobs(), st.sampled_from(POLICIES))
-def test_a_runnable_job_is_never_left_waiting_while_the_executor_sleeps(arriving: list[Job], name: PolicyName) -> None:
-    subject = scheduler(name)
+@given(jobs())
+def test_a_runnable_job_is_never_left_waiting_while_the_executor_sleeps(arriving: list[Job]) -> None:
+    subject = scheduler()
     for one in arriving:
         subject.put(one)
     now = 1.0
@@ -121,7 +116,7 @@ def test_rows_that_are_not_ready_are_not_taken() -> None:
     assert subject.take(1.0) == []
 
 
-# Throughput and latency of many tenants under each policy, simulated
+# Throughput and latency of many tenants, simulated
 
 
 ONE_ROW = (1,) * 8
@@ -141,9 +136,9 @@ def all_of(generating: Sequence[int], training: Sequence[int]) -> list[Tenant]:
 def test_batching_increases_throughput_and_reduces_latency(generating: Sequence[int], training: Sequence[int]) -> None:
     """Tenants have one row each or batches of 2 to 256, and some may train. Batches take 0.8 of the time at most."""
     found: list[Outcome] = []
-    for name in ("opportunistic", "none"):
+    for subject in (Scheduler[Job](SchedulerConfig()), separate(Scheduler(SchedulerConfig()))):
         tenants = all_of(generating, training)
-        found.append(rehearse(SchedulerConfig(), tenants, discipline=DISCIPLINES[name], seconds=40))
+        found.append(rehearse(subject, tenants, seconds=40))
         assert all(tenant.turns for tenant in tenants), "somebody starves"
     batched, single = found
     assert batched.latency < (0.8 if generating is BATCHES else 1.0) * single.latency
@@ -155,7 +150,7 @@ def test_tenants_meet_and_stay_together(layers: int) -> None:
     """Two groups of tenants take turns, and no tenant is left behind, even with delays, and in a model of many layer
     groups, where tenants would rarely meet by chance."""
     tenants = [Tenant(f"generating-{i}", 1, layers=layers) for i in range(16)]
-    outcome = rehearse(SchedulerConfig(), tenants, seconds=20, held_up=0.1)
+    outcome = rehearse(Scheduler(SchedulerConfig()), tenants, seconds=20, held_up=0.1)
     assert outcome.batch_requests > 5
     assert outcome.idle < 0.05
     slowest = max(max(tenant.turns) for tenant in tenants)
@@ -247,7 +242,7 @@ def test_a_generating_tenant_leaves_the_time_that_it_does_not_use(pause_ms: floa
 
 def test_a_tenant_is_charged_with_the_time_that_a_product_took() -> None:
     """The scheduler expected a hundred times as long, and fine-tuning paid for it with a tenth of its share."""
-    subject = scheduler("none", inference_weight=1.0)
+    subject = separate(scheduler(inference_weight=1.0))
     stages: tuple[Stage, ...] = ("inference", "fine_tuning")
     seconds = dict.fromkeys(stages, 0.0)
     for step in range(400):
@@ -263,7 +258,7 @@ def test_a_tenant_is_charged_with_the_time_that_a_product_took() -> None:
 
 def test_one_late_product_costs_its_tenant_two_turns() -> None:
     """Another program has used the machine: the tenant does not pay for a thousand products."""
-    subject, took = scheduler("none"), SLICE_ROWS * ROW_WORK / RATE
+    subject, took = separate(scheduler()), SLICE_ROWS * ROW_WORK / RATE
     late = job("alice", rows=SLICE_ROWS)
     subject.put(late)
     subject.done(subject.take(0.0), now=0.0, seconds=1000 * took)
@@ -281,7 +276,7 @@ def test_one_late_product_costs_its_tenant_two_turns() -> None:
 
 def test_products_are_longer_while_nobody_generates() -> None:
     """Eight slices, in products of equal size, however many tenants train; one slice from the first token on."""
-    subject, times = scheduler("none"), scheduling._SLICES_OF_TRAINING
+    subject, times = separate(scheduler()), scheduling._SLICES_OF_TRAINING
 
     def rows_of(*, now: float) -> int:
         return sum(piece.rows for piece in subject.take(now))
@@ -299,7 +294,7 @@ def test_products_are_longer_while_nobody_generates() -> None:
 
 
 def test_a_request_that_has_begun_is_finished_before_the_tenants_next() -> None:
-    subject = scheduler("none")
+    subject = separate(scheduler())
     begun = job(rows=4, ready=2)
     subject.put(begun)
     assert [piece.rows for piece in subject.take(0.0)] == [2]
@@ -329,12 +324,11 @@ def somebody_generates(subject: Scheduler[Job]) -> None:
 
 @given(
     st.lists(st.sampled_from((1, 2, 8, 30, 200)), min_size=2, max_size=4),
-    st.sampled_from(POLICIES),
     st.lists(st.sampled_from((0.5, 1.0, 3.0)), min_size=4, max_size=4),
 )
-def test_tenants_with_work_waiting_get_equal_shares(sizes: list[int], name: PolicyName, weights: list[float]) -> None:
+def test_tenants_with_work_waiting_get_equal_shares(sizes: list[int], weights: list[float]) -> None:
     """Tenants get equal numbers of rows per weight, within one slice, whatever their request sizes and connections."""
-    subject = scheduler(name)
+    subject = scheduler()
     somebody_generates(subject)
     served: Counter[object] = Counter()
 
@@ -356,7 +350,7 @@ def test_tenants_with_work_waiting_get_equal_shares(sizes: list[int], name: Poli
 
 
 def test_an_idle_tenant_accrues_no_credit() -> None:
-    subject = scheduler("none")
+    subject = separate(scheduler())
     somebody_generates(subject)
     subject.put(job("busy", rows=800, stage="fine_tuning"))
     for _ in range(90):
@@ -368,7 +362,7 @@ def test_an_idle_tenant_accrues_no_credit() -> None:
 
 def test_inference_has_priority_and_does_not_starve_fine_tuning() -> None:
     """Both stages have more work than the executor can do; shares follow the weights."""
-    subject = scheduler("none", inference_weight=4.0)
+    subject = separate(scheduler(inference_weight=4.0))
     served: Counter[str] = Counter()
     subject.put(job("trainer", rows=10_000, stage="fine_tuning"))
     for _ in range(200):
@@ -380,11 +374,10 @@ def test_inference_has_priority_and_does_not_starve_fine_tuning() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("name", ["opportunistic", "none"])
-def test_requests_for_a_narrow_layer_group_are_not_free(name: PolicyName, rows: int) -> None:
+def test_requests_for_a_narrow_layer_group_are_not_free(rows: int) -> None:
     """A product of a narrow group takes its fixed time, a hundred times longer per multiply-add than a wide group's. It
     made the wide products of other tenants look slow: an honest tenant got a hundredth of the executor."""
-    subject, now = scheduler(name), 0.0
+    subject, now = scheduler(), 0.0
     narrow = replace(job("mallory", rows=rows, group=0), row_work=2048, row_cost=2048)
     wide = replace(job("alice", group=1), row_work=1 << 24, row_cost=1 << 24)
     subject.pace.record(Key(2, "forward", "ring"), rows=1, work=1 << 24, seconds=3.4e-3)  # of an earlier tenant
@@ -407,7 +400,7 @@ def test_requests_for_a_narrow_layer_group_are_not_free(name: PolicyName, rows: 
     assert seconds["alice"] > 0.4 * sum(seconds.values())
 
 
-# Policy `opportunistic`: waiting to be batched, and sharing products
+# Waiting to be batched, and sharing products
 
 
 @given(jobs())

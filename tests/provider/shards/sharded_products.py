@@ -31,7 +31,7 @@ def products(store: WeightStore, *, quick: bool) -> None:
     Triton's interpreter."""
     for sharding in ("columns", "gathered") if quick else ("columns", "gathered", "auto"):
         operands = ShardedOperands(store, sharding=sharding)
-        if not operands.leads:
+        if dist.get_rank():
             operands.follow()
             continue
         local = LocalOperands(store)
@@ -76,7 +76,7 @@ def limited(store: WeightStore, *, whole: int) -> None:
     assert room < whole
     resource.setrlimit(resource.RLIMIT_DATA, (used + room, used + room))
     operands = ShardedOperands(store, sharding="columns")
-    if operands.leads:
+    if not dist.get_rank():
         for group, entry in enumerate(store.manifest().groups):
             for direction in DIRECTIONS:
                 operands.product(probe_rows(2, entry.columns(direction)[0]), index=group, direction=direction)

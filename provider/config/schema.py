@@ -97,31 +97,25 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         max_payload_mib: largest matrix of a request or a reply, in MiB.
         max_inflight_mib: MiB for the matrices of all requests and replies, reserved before memory is allocated. A
             quarter is kept for small requests, with an equal part for every connection, so they never wait for large
-            ones.
-        max_inflight_mib_per_tenant: one tenant's limit within the other three quarters, in MiB.
+            ones. One tenant may have half of all.
         max_connections: authenticated connections. One more closes the idlest connection of the tenant that has the
             most, if its own tenant has fewer; else it is refused.
         max_connections_per_tenant: one tenant's limit.
         frame_timeout_s: time to finish a frame that has begun, and to accept a reply. A large matrix must also take
             less than a second per MiB, because it holds bytes of `max_inflight_mib`.
-        request_timeout_s: time for the executor to answer, and to wait for a share of the bytes.
         stop_timeout_s: time for requests in flight when the provider stops.
     """
 
     max_payload_mib: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAYLOAD // MIB)] = 256
     max_inflight_mib: _Count = 2048
-    max_inflight_mib_per_tenant: _Count = 1024
     max_connections: _Count = 256
     max_connections_per_tenant: _Count = 64
     frame_timeout_s: _Seconds = 60.0
-    request_timeout_s: _Seconds = 120.0
     stop_timeout_s: _Seconds = 10.0
 
     def __post_init__(self) -> None:
-        if 2 * self.max_payload_mib > self.max_inflight_mib_per_tenant:
-            raise ValueError("max_inflight_mib_per_tenant must hold a request and its reply: twice max_payload_mib")
-        if 4 * self.max_inflight_mib_per_tenant > 3 * self.max_inflight_mib:
-            raise ValueError("max_inflight_mib_per_tenant is more than three quarters of max_inflight_mib")
+        if 4 * self.max_payload_mib > self.max_inflight_mib:
+            raise ValueError("max_inflight_mib must hold requests of two tenants and their replies: 4 max_payload_mib")
 
     @property
     def small_request(self) -> int:
@@ -176,18 +170,6 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"devices = {list(self.devices)!r} has a card twice")
         if self.ranks > 1 and self.device.startswith("cuda:"):
             raise ValueError(f"device = {self.device!r}: every rank needs its own GPU; write device = 'cuda'")
-
-
-class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The order of products.
-
-    Args:
-        inference_weight: share of inference relative to fine-tuning when both want the whole executor.
-        slice_ms: target time of one product. A request waits about this long for another tenant's product.
-    """
-
-    inference_weight: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 4.0
-    slice_ms: Annotated[float, msgspec.Meta(gt=0, le=10_000)] = 20.0
 
 
 class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -281,7 +263,6 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tls: TlsConfig
     limits: Limits = Limits()
     executor: ExecutorConfig = ExecutorConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
     quota: QuotaConfig = QuotaConfig()
     tenants: dict[str, QuotaConfig] = {}
     usage: UsageConfig = UsageConfig()

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from provider import logs
-from provider.config.schema import ProviderConfig, SchedulerConfig
+from provider.config.schema import ProviderConfig
 from provider.executor.queues import (
     NOTHING,
     AddressedAnswer,
@@ -84,11 +84,11 @@ class Executor:
     """Serves products until stopped, and then closes the inbox. With `warm_up`, it loads every layer group while it is
     idle, and not on first use."""
 
-    def __init__(self, model: ServedModel, *, inbox: Inbox, scheduling: SchedulerConfig, warm_up: bool = False) -> None:
+    def __init__(self, model: ServedModel, *, inbox: Inbox, warm_up: bool = False) -> None:
         self._model = model
         self._inbox = inbox
         self._cold: Iterator[None] | None = model.operands.warm_up() if warm_up else None
-        self._scheduler: Scheduler[_Job] = Scheduler(scheduling)
+        self._scheduler: Scheduler[_Job] = Scheduler()
         served = model.served
         self._report = ExecutorReport(first_group=served.start, groups=len(served), rows_by_group=[0] * len(served))
         self._jobs: dict[Hashable, _Job] = {}  # by sender: each sender has one request at a time
@@ -513,4 +513,4 @@ def build(config: ProviderConfig, *, model_digest: str, inbox: Inbox) -> Executo
 
         operands = ShardedOperands(store)
     model = ServedModel(store, operands=operands, float_memory=settings.float_memory)
-    return Executor(model, inbox=inbox, scheduling=config.scheduler, warm_up=True)
+    return Executor(model, inbox=inbox, warm_up=True)

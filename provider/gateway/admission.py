@@ -109,7 +109,7 @@ class ByteBudget:
 
     def __init__(self, limits: Limits) -> None:
         self._pool = limits.max_inflight_mib * MIB * 3 // 4
-        self._share = limits.max_inflight_mib_per_tenant * MIB
+        self._share = limits.max_inflight_mib * MIB // 2
         self._small = min(limits.small_request, self._share)
         self._free = self._pool
         self._held: Counter[TenantIdentity] = Counter()

@@ -40,6 +40,8 @@ log = logs.EventLog(__name__)
 
 IDLE_TIMEOUT_S = 900.0
 """Time between two frames."""
+REQUEST_TIMEOUT_S = 120.0
+"""Time for the executor to answer, and to wait for a share of the bytes."""
 _SCRAP_BYTES = 1 << 16  # a record with almost no bytes takes as much time as this many bytes
 _FREE_SCRAPS = 8  # such records of one frame that cost nothing
 _KINDS = 256  # kinds of requests whose sizes a connection keeps
@@ -222,7 +224,7 @@ class Connection:
             self._pause(0)
             return
         limit = self._state.quotas.admit(self._tenant, rows=request.rows, work=sizes.cost)
-        with self._state.budget.taken(self._tenant, sizes.memory, timeout=self._limits.request_timeout_s):
+        with self._state.budget.taken(self._tenant, sizes.memory, timeout=REQUEST_TIMEOUT_S):
             try:
                 # the deadlines start now: the tenant did not cause the wait for bytes
                 narrow = self._stays_narrow(request)
@@ -282,7 +284,7 @@ class Connection:
             stage=self._state.stages.of(self._tenant, request, now),
             weight=self._state.quotas.of(self._tenant).weight or 1.0,
             arrival=now,
-            deadline=now + self._limits.request_timeout_s,
+            deadline=now + REQUEST_TIMEOUT_S,
             request=request,
             narrow=narrow,
         )

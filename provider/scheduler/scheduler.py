@@ -21,9 +21,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple
 
-from provider.config.schema import MAX_BATCH_ROWS, SchedulerConfig
+from provider.config.schema import MAX_BATCH_ROWS
 from provider.scheduler.jobs import ARITHMETIC_ROWS, J, Key, Pace, Piece, RunnableJobs, Stage
 
+SLICE_S = 0.020
+"""Target time of one product. A request waits about this long for another tenant's product."""
+INFERENCE_WEIGHT = 4.0
+"""Share of inference relative to fine-tuning when both want the whole executor."""
 MAX_WAIT_S = 0.005
 """Longest time that a request waits to be batched."""
 WAIT_SHARE = 0.5
@@ -115,8 +119,8 @@ class _Absent:
 class Discipline(Generic[J]):
     """The order of products."""
 
-    def __init__(self, config: SchedulerConfig, waiting: RunnableJobs[J], pace: Pace) -> None:
-        self._slice_s, self._max_wait_s, self._wait_share = config.slice_ms / 1000, MAX_WAIT_S, WAIT_SHARE
+    def __init__(self, waiting: RunnableJobs[J], pace: Pace) -> None:
+        self._slice_s, self._max_wait_s, self._wait_share = SLICE_S, MAX_WAIT_S, WAIT_SHARE
         self._waiting = waiting
         self._pace = pace
         self._absent = _Absent(_HORIZON_WAITS * self._max_wait_s)
@@ -243,10 +247,10 @@ class Discipline(Generic[J]):
 class Scheduler(Generic[J]):
     """Waiting jobs, and the order in which their rows are multiplied. Not thread-safe."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self.pace = Pace(config.slice_ms / 1000)
-        self._waiting: RunnableJobs[J] = RunnableJobs(config.inference_weight, config.slice_ms / 1000)
-        self._discipline: Discipline[J] = Discipline(config, self._waiting, self.pace)
+    def __init__(self) -> None:
+        self.pace = Pace(SLICE_S)
+        self._waiting: RunnableJobs[J] = RunnableJobs(INFERENCE_WEIGHT, SLICE_S)
+        self._discipline: Discipline[J] = Discipline(self._waiting, self.pace)
         self._jobs: Counter[Hashable] = Counter()  # per tenant, runnable or not
         self._deadlines: list[tuple[float, int, J]] = []
         self._order = itertools.count()

@@ -21,8 +21,11 @@ T = TypeVar("T")
 _GONE = {
     "endpoint": "own_process takes its place",
     "gateways": "devices takes its place",
+    "max_inflight_mib_per_tenant": "it is half of max_inflight_mib: remove it",
     "relay": "effects are not relayed any more: remove it",
     "rebalance_s": "layers are chosen once: remove it, and restart the provider to choose them again",
+    "request_timeout_s": "it is 120 seconds: remove it",
+    "scheduler": "products take 20 ms and inference four fifths: remove it",
 }
 
 

@@ -93,7 +93,7 @@ def configure(keys: Keys, cache: Path, llama: Path) -> Configure:
     """A configuration for tests: `configure(checkpoint=..., layers=..., max_payload_mib=..., revoked=..., quota=...)`,
     with the fields of `Limits`, of `TlsConfig` and of `ProviderConfig`."""
 
-    sizes = {"max_payload_mib": 8, "max_inflight_mib": 64, "max_inflight_mib_per_tenant": 32}
+    sizes = {"max_payload_mib": 8, "max_inflight_mib": 64}
 
     def configure(*, checkpoint: Path = llama, **options: Any) -> ProviderConfig:
         own, authority = keys.provider, keys.authority

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from provider.config.schema import ExecutorConfig, SchedulerConfig
+from provider.config.schema import ExecutorConfig
 from provider.executor.executor import Executor
 from provider.executor.queues import ExecutorReport, LocalInbox, ProductRequest, ReportRequest, RequestPipe
 from provider.executor.supervisor import ExecutorThread
@@ -88,7 +88,7 @@ class Asker:
 def running(model: Watched) -> Iterator[tuple[LocalInbox, Future[None]]]:
     """An executor in a separate thread."""
     inbox = LocalInbox()
-    executor = Executor(model, inbox=inbox, scheduling=SchedulerConfig())
+    executor = Executor(model, inbox=inbox)
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(executor.run)
         try:

@@ -30,7 +30,7 @@ from threat_model.conformance.frames import malformed_frames
 WIDTH = 512  # columns of the attacked layer group, gate and up
 GATE_UP = 2
 FRAMES = malformed_frames()
-LIMITS = {"max_payload_mib": 64, "max_inflight_mib": 320, "max_inflight_mib_per_tenant": 192}
+LIMITS = {"max_payload_mib": 64, "max_inflight_mib": 320}
 
 pytestmark = pytest.mark.skipif(not CLEAR_REFS.exists(), reason="the system has no peak of memory to reset")
 
@@ -65,7 +65,7 @@ def test_a_flood_of_large_requests(service: Service, connect: Connect) -> None:
         for _ in range(6):
             client.product(execute(GATE_UP, 2048), matrix)
 
-    most = 1.1 * LIMITS["max_inflight_mib_per_tenant"]
+    most = 1.1 * LIMITS["max_inflight_mib"] / 2
     with growing_at_most(service, mib=most), ThreadPoolExecutor(len(flood)) as pool:
         floods = [pool.submit(keep_asking, client) for client in flood]
         while not all(future.done() for future in floods):

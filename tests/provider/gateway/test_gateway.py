@@ -353,7 +353,7 @@ def tenants(*names: str) -> list[TenantIdentity]:
 
 
 # 12 bytes for large requests
-LARGE = Limits(max_payload_mib=3, max_inflight_mib=16, max_inflight_mib_per_tenant=8, max_connections=4)
+LARGE = Limits(max_payload_mib=3, max_inflight_mib=16, max_connections=4)
 
 
 def test_bytes_are_taken_before_memory_is() -> None:

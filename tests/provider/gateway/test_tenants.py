@@ -283,7 +283,8 @@ def test_rows_multiplied_for_a_late_request_are_billed(
         return product(*args, **kwargs)
 
     monkeypatch.setattr("provider.scheduler.scheduler.MAX_BATCH_ROWS", 5)
-    with Provider(configure(request_timeout_s=0.1)) as provider:
+    monkeypatch.setattr("provider.gateway.connection.REQUEST_TIMEOUT_S", 0.1)
+    with Provider(configure()) as provider:
         alice = connect("alice", to=provider)
         monkeypatch.setattr(ServedModel, "product", slow)
         assert failure(alice.ask(execute(0, 20), wire.RING32.pack(ones(20)))) == wire.ErrorCode.BUSY

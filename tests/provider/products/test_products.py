@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from provider.config.memory_plan import widest
-from provider.config.schema import MIB, ExecutorConfig, SchedulerConfig
+from provider.config.schema import MIB, ExecutorConfig
 from provider.executor.executor import Executor
 from provider.executor.queues import ExecutorAnswer, LocalInbox, ProductRequest
 from provider.executor.supervisor import make
@@ -124,7 +125,8 @@ def answers_of(
     """The answers to requests of one tenant each, which have all arrived before the executor starts. `narrow`: those of
     24 bits are as on the wire."""
     inbox = LocalInbox()
-    executor = Executor(model, inbox=inbox, scheduling=SchedulerConfig(slice_ms=10_000))
+    with patch("provider.scheduler.scheduler.SLICE_S", 10.0):
+        executor = Executor(model, inbox=inbox)
     pipes = [inbox.open_pipe() for _ in asked]
     for tenant, (pipe, (request, rows)) in enumerate(zip(pipes, asked, strict=True)):
         packed = narrow and request.ring_bits == 24
@@ -223,7 +225,8 @@ def test_no_tensor_is_kept_between_requests(
     monkeypatch.setattr(ServedModel, "product", watched)
     config = configure(executor=FLOATS)
     monkeypatch.setattr("provider.scheduler.scheduler.MAX_BATCH_ROWS", 5)
-    with Provider(msgspec.structs.replace(config, scheduler=SchedulerConfig(slice_ms=1000.0))) as provider:
+    monkeypatch.setattr("provider.scheduler.scheduler.SLICE_S", 1.0)
+    with Provider(config) as provider:
         width = store.manifest().groups[0].inputs
 
         def ask(tenant: str) -> None:

@@ -5,7 +5,6 @@ from unittest.mock import patch
 
 from hypothesis import strategies as st
 
-from provider.config.schema import SchedulerConfig
 from provider.scheduler.jobs import Job, Key, Piece, Stage
 from provider.scheduler.scheduler import Discipline, Scheduler
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
@@ -23,7 +22,7 @@ class Separate(Discipline[Any]):
 
 def separate(subject: Scheduler[Job]) -> Scheduler[Job]:
     """The scheduler, which multiplies every job separately from now on."""
-    subject._discipline = Separate(POLICY, subject._waiting, subject.pace)
+    subject._discipline = Separate(subject._waiting, subject.pace)
     return subject
 
 
@@ -31,7 +30,6 @@ STAGES = get_args(Stage)
 ROW_WORK = 1000
 SLICE_ROWS = 8
 RATE = 2e9  # the scheduler's initial assumption
-POLICY = SchedulerConfig(slice_ms=1000 * SLICE_ROWS * ROW_WORK / RATE)
 MAX_WAIT_S = 2e-3
 
 
@@ -66,15 +64,13 @@ def job(
 def scheduler(
     *,
     reading: float = 0.0,
-    slice_s: float = POLICY.slice_ms / 1000,
-    inference_weight: float = POLICY.inference_weight,
+    slice_s: float = SLICE_ROWS * ROW_WORK / RATE,
     max_wait_s: float = MAX_WAIT_S,
     **constants: Any,
 ) -> Scheduler[Job]:
     """A scheduler that has learned how long reading weights takes. `constants`: those of the scheduler's module."""
-    config = SchedulerConfig(slice_ms=1000 * slice_s, inference_weight=inference_weight)
-    with patch.multiple("provider.scheduler.scheduler", MAX_WAIT_S=max_wait_s, **constants):
-        subject: Scheduler[Job] = Scheduler(config)
+    with patch.multiple("provider.scheduler.scheduler", SLICE_S=slice_s, MAX_WAIT_S=max_wait_s, **constants):
+        subject: Scheduler[Job] = Scheduler()
     for direction in DIRECTIONS:
         for _ in range(60 if reading else 0):  # each measurement halves the distance
             subject.pace.record(Key(0, direction, "ring"), rows=1, work=ROW_WORK, seconds=max(reading, ROW_WORK / RATE))

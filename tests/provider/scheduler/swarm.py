@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 from provider.announce.placement import Placed, coverage, most_needed
-from provider.config.schema import SchedulerConfig
 from provider.scheduler.scheduler import Scheduler
 from tests.provider.scheduler.rehearsal import GROUPS, ONE_CORE, Executor, Hardware, Tenant, play
 
@@ -57,7 +56,7 @@ def simulate(
     """Let all tenants work; the figures begin after `WARM_UP_S`."""
     rng = random.Random(seed)
     there = placed(executors, rng=rng, operators=max(2, executors // 2))
-    fleet = [Executor(hardware, Scheduler(SchedulerConfig())) for _ in there]
+    fleet = [Executor(hardware, Scheduler()) for _ in there]
     served = [range(one.layers.first, one.layers.last + 1) for one in there]
     count: Counter[int] = Counter()
     people: list[Tenant] = []

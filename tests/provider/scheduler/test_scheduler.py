@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from provider.config.schema import SchedulerConfig
 from provider.scheduler import scheduler as scheduling
 from provider.scheduler.jobs import Job, Key, Piece, Stage
 from provider.scheduler.scheduler import Scheduler
@@ -136,7 +135,7 @@ def all_of(generating: Sequence[int], training: Sequence[int]) -> list[Tenant]:
 def test_batching_increases_throughput_and_reduces_latency(generating: Sequence[int], training: Sequence[int]) -> None:
     """Tenants have one row each or batches of 2 to 256, and some may train. Batches take 0.8 of the time at most."""
     found: list[Outcome] = []
-    for subject in (Scheduler[Job](SchedulerConfig()), separate(Scheduler(SchedulerConfig()))):
+    for subject in (Scheduler[Job](), separate(Scheduler())):
         tenants = all_of(generating, training)
         found.append(rehearse(subject, tenants, seconds=40))
         assert all(tenant.turns for tenant in tenants), "somebody starves"
@@ -150,7 +149,7 @@ def test_tenants_meet_and_stay_together(layers: int) -> None:
     """Two groups of tenants take turns, and no tenant is left behind, even with delays, and in a model of many layer
     groups, where tenants would rarely meet by chance."""
     tenants = [Tenant(f"generating-{i}", 1, layers=layers) for i in range(16)]
-    outcome = rehearse(Scheduler(SchedulerConfig()), tenants, seconds=20, held_up=0.1)
+    outcome = rehearse(Scheduler(), tenants, seconds=20, held_up=0.1)
     assert outcome.batch_requests > 5
     assert outcome.idle < 0.05
     slowest = max(max(tenant.turns) for tenant in tenants)
@@ -163,8 +162,8 @@ def test_tenants_meet_and_stay_together(layers: int) -> None:
 class Watched(Scheduler[Job]):
     """Records the seconds of fine-tuning, and how long it waits after the executor first idles without inference."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        super().__init__(config)
+    def __init__(self) -> None:
+        super().__init__()
         self.longest_wait = 0.0
         self._fine_tuning: list[tuple[float, float]] = []  # ends of products, and seconds
         self._idle_since: dict[Job, float] = {}
@@ -196,7 +195,7 @@ def beside(hardware: Hardware, others: Sequence[tuple[int, float]], *, rows: int
     pauses = {f"other-{i}": pause for i, (_, pause) in enumerate(others)}
     tenants = [Tenant(name, size) for name, (size, _) in zip(pauses, others, strict=True)]
     tenants.append(Tenant("trainer", rows, trains=True))
-    executor = Executor(hardware, watched := Watched(SchedulerConfig()))
+    executor = Executor(hardware, watched := Watched())
 
     def think(tenant: Tenant, now: float) -> float:
         tenant.hear(now)
@@ -223,11 +222,10 @@ def test_fine_tuning_gets_its_share_of_any_second_whatever_others_send(
 ) -> None:
     """A stage gets its share by weight of the seconds with products; of those without, waits of inference to be batched
     are at most `WAIT_SHARE` of its products. A slice may lie across each end of the second."""
-    config = SchedulerConfig()
-    share = 1 / (1 + config.inference_weight) / (1 + scheduling.WAIT_SHARE)
+    share = 1 / (1 + scheduling.INFERENCE_WEIGHT) / (1 + scheduling.WAIT_SHARE)
     watched = beside(hardware, others, rows=rows)
     least = min(watched.trained(begin / 20, begin / 20 + 1) for begin in range(20))
-    assert least >= share - 2 * config.slice_ms / 1000
+    assert least >= share - 2 * scheduling.SLICE_S
     assert watched.longest_wait <= scheduling.MAX_WAIT_S + 1e-9
 
 
@@ -242,7 +240,7 @@ def test_a_generating_tenant_leaves_the_time_that_it_does_not_use(pause_ms: floa
 
 def test_a_tenant_is_charged_with_the_time_that_a_product_took() -> None:
     """The scheduler expected a hundred times as long, and fine-tuning paid for it with a tenth of its share."""
-    subject = separate(scheduler(inference_weight=1.0))
+    subject = separate(scheduler(INFERENCE_WEIGHT=1.0))
     stages: tuple[Stage, ...] = ("inference", "fine_tuning")
     seconds = dict.fromkeys(stages, 0.0)
     for step in range(400):
@@ -362,7 +360,7 @@ def test_an_idle_tenant_accrues_no_credit() -> None:
 
 def test_inference_has_priority_and_does_not_starve_fine_tuning() -> None:
     """Both stages have more work than the executor can do; shares follow the weights."""
-    subject = separate(scheduler(inference_weight=4.0))
+    subject = separate(scheduler(INFERENCE_WEIGHT=4.0))
     served: Counter[str] = Counter()
     subject.put(job("trainer", rows=10_000, stage="fine_tuning"))
     for _ in range(200):

@@ -8,12 +8,12 @@ read one need not wait for those who write another.
 
 import os
 import re
-import secrets
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,10 +48,6 @@ class Record(BaseModel, frozen=True):
     time: float
     expires: float | None = None
 
-    @property
-    def expired(self) -> bool:
-        return self.expires is not None and self.expires <= time.time()
-
 
 class Place(NamedTuple):
     """The place of a checkpoint."""
@@ -65,15 +61,20 @@ class Place(NamedTuple):
     def uri(self) -> str:
         return f"tinker://{self.run}/{self.kind}/{self.name}"
 
+    @property
+    def task(self) -> str:
+        """The name of its task, from which samples come."""
+        return f"{OWNED}{sha256('/'.join(self).encode()).hexdigest()[:32]}"
+
 
 class Checkpoints:
     """The checkpoints below one folder, which one process uses at a time. Together they take at most half of what the
-    disk has free at the start, with them, and those of one of `owners` keys an equal part of it. Raises `ConfigError`:
-    another process uses the folder; `StorageError`: the folder cannot be written."""
+    disk has free at the start, with them, and those of one of `owners` keys an equal part of it. `one`: the key is made
+    anew at every start, and its checkpoints have one owner nevertheless. Raises `ConfigError`: another process uses the
+    folder; `StorageError`: the folder cannot be written."""
 
-    def __init__(self, folder: Path, tasks: Tasks, *, owners: int) -> None:
-        self._folder, self._tasks = folder, tasks
-        self._registered: dict[Place, str] = {}  # the tasks of checkpoints that were sampled from
+    def __init__(self, folder: Path, tasks: Tasks, *, owners: int, one: bool = False) -> None:
+        self._folder, self._tasks, self._one = folder, tasks, one
         with storing(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -88,52 +89,50 @@ class Checkpoints:
     def close(self) -> None:
         os.close(self._descriptor)
 
-    def place(self, owner: str, run: str, kind: str, name: str) -> Place:
+    def owner(self, client: str) -> str:
+        return "own" if self._one else client
+
+    def place(self, client: str, run: str, kind: str, name: str) -> Place:
         """Return a place below the folder. Raises `ApiError` for any other."""
         try:
             if _RUN.fullmatch(run) and kind in TYPES:
-                return Place(owner, run, kind, check_name(name))
+                return Place(self.owner(client), run, kind, check_name(name))
         except ConfigError as error:
             raise ApiError(400, f"the name of a checkpoint: {error}", param="path") from None
         raise ApiError(404, "there is no such training run or kind of checkpoint", param="path")
 
-    def parse(self, owner: str, uri: str) -> Place:
+    def parse(self, client: str, uri: str) -> Place:
         """Return the place of `tinker://run/kind/name`. Raises `ApiError`."""
         try:
             found = types.ParsedCheckpointTinkerPath.from_tinker_path(uri)
         except ValueError:
             raise ApiError(400, "write a checkpoint as tinker://RUN/weights/NAME", param="path") from None
-        return self.place(owner, found.training_run_id, *found.checkpoint_id.split("/"))
+        return self.place(client, found.training_run_id, *found.checkpoint_id.split("/"))
 
     def folder(self, place: Place) -> Path:
         return self._folder.joinpath(*place)
 
     def record(self, place: Place) -> Record:
-        """Read a record. Raises `ApiError` if there is none, or its time is over."""
-        if (found := self._read(place)) is None or found.expired:
-            raise ApiError(404, f"there is no checkpoint {place.uri}", code="not_found", param="path")
-        return found
-
-    def _read(self, place: Place) -> Record | None:
-        try:
-            return Record.model_validate_json(read_limited(self.folder(place) / _RECORD, _RECORD_BYTES))
-        except (OSError, ValidationError, SymbiosisError):
-            return None
+        """Read what is stored with a checkpoint. Raises `ApiError` if there is none. One whose time is over is deleted,
+        unless samples use it."""
+        with suppress(OSError, ValidationError, SymbiosisError):
+            found = Record.model_validate_json(read_limited(self.folder(place) / _RECORD, _RECORD_BYTES))
+            if found.expires is None or found.expires > time.time():
+                return found
+            with suppress(ApiError):
+                self.delete(place)
+        raise ApiError(404, f"there is no checkpoint {place.uri}", code="not_found", param="path")
 
     def size(self, place: Place) -> int:
         with suppress(OSError), os.scandir(self.folder(place)) as files:  # it may be deleted meanwhile
             return sum(one.stat(follow_symlinks=False).st_size for one in files)
         return 0
 
-    def all(self, owner: str, run: str = _RUNS) -> Iterator[tuple[Place, Record]]:
-        """The checkpoints of an owner, snapshots too. Those whose time is over are deleted, unless samples use them."""
-        for path in self._folder.glob(f"{owner}/{run}/*/[!.]*"):
-            place = Place(*path.relative_to(self._folder).parts)
-            if (record := self._read(place)) is not None and not record.expired:
-                yield place, record
-            elif record is not None:
-                with suppress(ApiError):
-                    self.delete(place)
+    def all(self, owner: str) -> Iterator[tuple[Place, Record]]:
+        """The checkpoints of an owner, snapshots too."""
+        for path in self._folder.glob(f"{owner}/{_RUNS}/*/[!.]*"):
+            with suppress(ApiError):
+                yield (place := Place(*path.relative_to(self._folder).parts)), self.record(place)
 
     def save(self, place: Place, record: Record, write: Callable[[Path], object], *, size: int) -> None:
         """Write a checkpoint. `write`: writes the files into a new folder, about `size` bytes. Raises `ApiError`: there
@@ -142,8 +141,7 @@ class Checkpoints:
         if folder.exists():
             raise ApiError(400, f"there is a checkpoint {place.uri} already; delete it, or choose another name")
         if sum(self.size(one) for one, _ in self.all(place.owner)) + size > self.limit:
-            text = f"with {size:,} bytes more, this key's checkpoints exceed {self.limit:,}; delete some"
-            raise ApiError(507, text)
+            raise ApiError(507, f"with {size:,} bytes more, this key's checkpoints exceed {self.limit:,}; delete some")
         try:
             with storing(folder):
                 folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -155,17 +153,15 @@ class Checkpoints:
                 finally:
                     shutil.rmtree(new, ignore_errors=True)
         except StorageError as error:
-            raise ApiError(
-                507, f"{public(str(error))}; this training client and other checkpoints are as before"
-            ) from error
+            text = f"{public(str(error))}; this training client and other checkpoints are as before"
+            raise ApiError(507, text) from error
 
     def delete(self, place: Place) -> None:
         """Delete a checkpoint, if there is one. Raises `ApiError` if samples use it."""
         folder = self.folder(place)
         try:
-            if (task := self._registered.get(place)) is not None:
-                self._tasks.unregister(task)
-                del self._registered[place]
+            if place.task in self._tasks:
+                self._tasks.unregister(place.task)
         except SymbiosisError as error:
             raise ApiError(400, f"{place.uri} is in use; delete it later") from error
         with suppress(OSError):  # it is gone, or there are other checkpoints
@@ -179,11 +175,9 @@ class Checkpoints:
         """Return the task of a checkpoint, which is registered if it is not. Raises `ApiError` if there is no such
         checkpoint, or its folder is not a PEFT folder."""
         self.record(place)
-        if place not in self._registered:
-            task = f"{OWNED}{secrets.token_hex(16)}"
+        if place.task not in self._tasks:
             try:
-                self._tasks.register(task, self.folder(place), within=self.folder(place))
+                self._tasks.register(place.task, self.folder(place), within=self.folder(place))
             except SymbiosisError as error:
                 raise refused(error) from error
-            self._registered[place] = task
-        return self._registered[place]
+        return place.task

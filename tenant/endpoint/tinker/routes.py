@@ -4,10 +4,9 @@ What is refused gets status 400, 404 or 413, which the client shows at once; it 
 minutes. So 429 means that waiting helps. Errors of futures carry their status in their text.
 """
 
-import hmac
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -26,21 +25,11 @@ from tenant.endpoint.api.service import Service, endpoint_of
 from tenant.endpoint.engine.queued import Turn
 from tenant.endpoint.options import Serving
 from tenant.endpoint.tinker import sampling
-from tenant.endpoint.tinker.checkpoints import (
-    EXTERNAL,
-    FILES,
-    SAMPLER,
-    SNAPSHOTS,
-    TYPES,
-    WEIGHTS,
-    Checkpoints,
-    Place,
-    Record,
-)
+from tenant.endpoint.tinker.checkpoints import EXTERNAL, FILES, SAMPLER, SNAPSHOTS, TYPES, WEIGHTS, Checkpoints, Place
 from tenant.endpoint.tinker.futures import Futures
 from tenant.endpoint.tinker.together import Together
 from tenant.endpoint.tinker.training import Job, Run, Training
-from tenant.endpoint.tinker.wire import Steps, read_request, steps_of
+from tenant.endpoint.tinker.wire import Example, examples_of, read_request
 from tenant.masking.backend import Backend
 from tenant.tasks import Tasks
 
@@ -49,7 +38,6 @@ Answer = dict[str, Any]
 
 SIGNED = "/tinker-files/"
 _SESSION_S = 120.0  # without a heartbeat, of which the client sends one every 10 s
-_SAMPLERS = 256  # of one session; the oldest ones end
 _TTL_S = 10 * 366 * 86400
 _URL_S = 3600
 _COPIES = 8  # bytes of memory for each byte of a request to train: as a message, as tensors, and its result
@@ -103,47 +91,38 @@ class _Session:
 
 class Tinker:
     """Sessions, training clients, checkpoints and futures, and the routes to them; those that read the disk run in
-    threads. `own`: the key is made anew at every start, and its checkpoints have one owner nevertheless."""
+    threads."""
 
-    def __init__(self, service: Service, training: Training, checkpoints: Checkpoints, *, own: bool) -> None:
-        self.service, self.training, self.checkpoints, self._own = service, training, checkpoints, own
+    def __init__(self, service: Service, training: Training, checkpoints: Checkpoints) -> None:
+        self.service, self.training, self.checkpoints = service, training, checkpoints
         self.futures = Futures()
         self.sessions: dict[str, _Session] = {}
         self.longest = min(service.context, training.longest)
-        self._secret = secrets.token_bytes(32)
+        self._shown: dict[str, tuple[Place, float]] = {}  # what can be downloaded, and until when, by a secret
 
     def router(self) -> APIRouter:
         router = APIRouter(include_in_schema=False)
+        for post in (
+            *(self.telemetry, self.create_session, self.session_heartbeat, self.create_model, self.load_weights),
+            *(self.get_info, self.forward_backward, self.optim_step, self.save_weights, self.save_weights_for_sampler),
+            *(self.save_weights_external, self.create_sampling_session, self.asample, self.retrieve_future),
+            *(self.cancel_future, self.weights_info),
+        ):
+            router.add_api_route(f"/api/v1/{post.__name__}", post, methods=["POST"], response_model=None)
         checkpoints = "/training_runs/{run}/checkpoints"
         for method, path, route in (
             ("GET", "/get_server_capabilities", self.capabilities),
             ("POST", "/client/{kind}", self.config),
-            ("POST", "/telemetry", self.telemetry),
-            ("POST", "/create_session", self.create_session),
-            ("POST", "/session_heartbeat", self.heartbeat),
             ("POST", "/sessions/{session}/finish", self.finish),
-            ("POST", "/create_model", self.create_model),
-            ("POST", "/load_weights", self.load_weights),
-            ("POST", "/get_info", self.get_info),
-            ("POST", "/forward_backward", self.forward_backward),
-            ("POST", "/optim_step", self.optim_step),
-            ("POST", "/save_weights", self.save_weights),
-            ("POST", "/save_weights_for_sampler", self.save_for_sampler),
-            ("POST", "/save_weights_external", self.save_external),
-            ("POST", "/create_sampling_session", self.create_sampling_session),
             ("GET", "/samplers/{sampler}", self.sampler),
-            ("POST", "/asample", self.asample),
-            ("POST", "/retrieve_future", self.retrieve_future),
-            ("POST", "/cancel_future", self.cancel_future),
-            ("GET", checkpoints, self.run_checkpoints),
             ("GET", "/checkpoints", self.user_checkpoints),
-            ("POST", "/weights_info", self.weights_info),
+            ("GET", checkpoints, self.run_checkpoints),
             ("DELETE", checkpoints + "/{kind}/{name}", self.delete),
             ("GET", checkpoints + "/" + EXTERNAL + "/{name}/external_weights_urls", self.external_urls),
         ):
             router.add_api_route("/api/v1" + path, route, methods=[method], response_model=None)
         router.add_api_route("/api/v1/{rest:path}", self.others, methods=["GET", "POST", "PUT", "DELETE"])
-        router.add_api_route(SIGNED + "{signature}/{owner}/{run}/{name}/{until}/{file}", self.download)
+        router.add_api_route(SIGNED + "{secret}/{file}", self.download)
         return router
 
     # Service and sessions
@@ -163,7 +142,7 @@ class Tinker:
         self.sessions[session.id] = session
         return {"session_id": session.id}
 
-    async def heartbeat(self, body: types.SessionHeartbeatRequest, client: Client) -> Answer:
+    async def session_heartbeat(self, body: types.SessionHeartbeatRequest, client: Client) -> Answer:
         self._session(client, body.session_id)
         return {}
 
@@ -188,7 +167,7 @@ class Tinker:
 
     async def load_weights(self, body: Offered[types.LoadWeightsRequest], client: Client) -> Answer:
         self._check(body.base_model)
-        place = self.checkpoints.parse(self._owner(client), body.path)
+        place = self.checkpoints.parse(client, body.path)
         if body.model_id is not None:
             run, seq = self.training.run(client, body.model_id), body.seq_id
         else:
@@ -213,11 +192,9 @@ class Tinker:
             raise ApiError(400, "send the body without compression")
         message = read_request(body := await http.body())
         run = self.training.run(client, message.model_id)
-
-        def steps() -> Steps:
-            return steps_of(message, vocabulary=self.training.vocabulary, longest=self.longest)
-
-        return self._submit(run, message.seq_id, steps=steps, size=_COPIES * len(body))
+        examples = examples_of(message, vocabulary=self.training.vocabulary, longest=self.longest)
+        backward, size = not message.forward_only, _COPIES * len(body)
+        return self._submit(run, message.seq_id, examples=examples, backward=backward, size=size)
 
     async def optim_step(self, body: types.OptimStepRequest, client: Client) -> Answer:
         run, adam = self.training.run(client, body.model_id), body.optim_params
@@ -226,22 +203,22 @@ class Tinker:
         return self._submit(run, body.seq_id, lambda: self.training.step(run, adam))
 
     async def save_weights(self, body: Offered[types.SaveWeightsRequest], client: Client) -> Answer:
-        name = f"step-{body.seq_id}" if body.path is None else body.path
-        return self._save(client, body, WEIGHTS, name, lambda place: {"path": place.uri})
+        return self._save(client, body, WEIGHTS, f"step-{body.seq_id}" if body.path is None else body.path)
 
-    async def save_for_sampler(self, body: Offered[types.SaveWeightsForSamplerRequest], client: Client) -> Answer:
+    async def save_weights_for_sampler(
+        self, body: Offered[types.SaveWeightsForSamplerRequest], client: Client
+    ) -> Answer:
         if body.path is not None:
-            return self._save(client, body, SAMPLER, body.path, lambda place: {"path": place.uri})
+            return self._save(client, body, SAMPLER, body.path)
         session, number = self._session(client, body.model_id.partition(":")[0]), body.sampling_session_seq_id or 0
-        return self._save(
-            client, body, SNAPSHOTS, str(body.seq_id), lambda place: self._add_sampler(session, number, place)
-        )
 
-    async def save_external(self, body: Offered[types.SaveWeightsExternalRequest], client: Client) -> Answer:
-        size = self.checkpoints.size
-        return self._save(
-            client, body, EXTERNAL, body.path, lambda place: {"path": place.uri, "size_bytes": size(place)}
-        )
+        def answer(place: Place) -> Answer:
+            return self._add_sampler(session, number, place)
+
+        return self._save(client, body, SNAPSHOTS, str(body.seq_id), answer)
+
+    async def save_weights_external(self, body: Offered[types.SaveWeightsExternalRequest], client: Client) -> Answer:
+        return self._save(client, body, EXTERNAL, body.path)
 
     # Sampling
 
@@ -249,7 +226,7 @@ class Tinker:
         session, place = self._session(client, body.session_id), None
         self._check(body.base_model)
         if body.model_path is not None:
-            place = self.checkpoints.parse(self._owner(client), body.model_path)
+            place = self.checkpoints.parse(client, body.model_path)
             self._check(self.checkpoints.record(place).base_model)
         return self._add_sampler(session, body.sampling_session_seq_id, place)
 
@@ -265,7 +242,7 @@ class Tinker:
         id = f"{body.sampling_session_id}:{body.seq_id}"
         if self.futures.find(client, id) is None:
             task = None if place is None else self.checkpoints.task(place)
-            requests = sampling.requests_of(body, self.service, client=client, task=task, id=id)
+            requests = await sampling.requests_of(body, self.service, client=client, task=task)
             future = self.futures.new(client, id, sampling.size_of(body, requests))
             sampling.start(body, requests, self.service, future)
             self.futures.keep(client, future)
@@ -296,26 +273,27 @@ class Tinker:
         return {"checkpoints": listed[offset : offset + limit], "cursor": cursor}
 
     def weights_info(self, tinker_path: Annotated[str, Body(embed=True)], client: Client) -> Answer:
-        record = self.checkpoints.record(self.checkpoints.parse(self._owner(client), tinker_path))
+        record = self.checkpoints.record(self.checkpoints.parse(client, tinker_path))
         return {"base_model": record.base_model, **_about(record.lora)}
 
     def delete(self, run: str, kind: str, name: str, client: Client) -> Response:
-        self.checkpoints.delete(self.checkpoints.place(self._owner(client), run, kind, name))
+        self.checkpoints.delete(self.checkpoints.place(client, run, kind, name))
         return Response(status_code=204)
 
     def external_urls(self, run: str, name: str, http: Request, client: Client) -> Answer:
-        place, until = self.checkpoints.place(self._owner(client), run, EXTERNAL, name), int(time.time()) + _URL_S
+        place, now, secret = self.checkpoints.place(client, run, EXTERNAL, name), time.time(), secrets.token_urlsafe(32)
         self.checkpoints.record(place)
-        paths = {file: f"{place.owner}/{run}/{name}/{until}/{file}" for file in FILES}
-        base = f"{http.base_url}".rstrip("/") + SIGNED
-        return {"urls": {file: f"{base}{self._sign(path)}/{path}" for file, path in paths.items()}, "expires": until}
+        for old in [key for key, (_, until) in self._shown.copy().items() if until < now]:
+            del self._shown[old]
+        self._shown[secret] = place, now + _URL_S
+        base = f"{http.base_url}".rstrip("/") + SIGNED + secret
+        return {"urls": {file: f"{base}/{file}" for file in FILES}, "expires": int(now + _URL_S)}
 
-    def download(self, signature: str, owner: str, run: str, name: str, until: int, file: str) -> FileResponse:
+    def download(self, secret: str, file: str) -> FileResponse:
         """The address is a secret that only the owner of the file was told."""
-        signed = self._sign(f"{owner}/{run}/{name}/{until}/{file}")
-        if not hmac.compare_digest(signature.encode(), signed.encode()) or until < time.time():
+        place, until = self._shown.get(secret, (None, 0.0))
+        if place is None or until < time.time() or file not in FILES:
             raise ApiError(404, "this address is not valid, or no longer; ask for the urls again")
-        place = Place(owner, run, EXTERNAL, name)
         self.checkpoints.record(place)
         return FileResponse(self.checkpoints.folder(place) / file)
 
@@ -323,12 +301,6 @@ class Tinker:
         raise ApiError(404, f"{rest[:200]!a} is not offered here", code="not_offered")
 
     # What several routes do
-
-    def _owner(self, client: str) -> str:
-        return "own" if self._own else client
-
-    def _sign(self, path: str) -> str:
-        return hmac.digest(self._secret, path.encode(), "sha256").hex()
 
     def _session(self, client: str, id: str | None) -> _Session:
         found = self.sessions.get(id or "")
@@ -354,10 +326,7 @@ class Tinker:
         return session.samplers[id]
 
     def _add_sampler(self, session: _Session, number: int, place: Place | None) -> Answer:
-        id = f"{session.id}:sample:{number}"
-        if len(session.samplers) >= _SAMPLERS and id not in session.samplers:
-            del session.samplers[next(iter(session.samplers))]
-        session.samplers[id] = place
+        session.samplers[id := f"{session.id}:sample:{number}"] = place
         return {"sampling_session_id": id}
 
     def _check(self, base: str | None) -> None:
@@ -374,46 +343,51 @@ class Tinker:
         seq: int | None,
         work: Callable[[], Answer] | None = None,
         *,
-        steps: Callable[[], Steps] | None = None,
+        examples: Sequence[Example] = (),
+        backward: bool = False,
         size: int = 1024,
     ) -> Answer:
         """Queue a request of a training client, which the client may send twice."""
         number = run.last + 1 if seq is None else seq
         if self.futures.find(run.client, id := f"{run.id}:{number}") is None:
             future = self.futures.new(run.client, id, size)
-            self.training.submit(number, Job(run, future, work, None if steps is None else steps()))
+            self.training.submit(number, Job(run, future, work, examples, backward))
             self.futures.keep(run.client, future)
         return {"request_id": id, "model_id": run.id}
 
-    def _save(self, client: str, body: Any, kind: str, name: str, answer: Callable[[Place], Answer]) -> Answer:
+    def _save(
+        self, client: str, body: Any, kind: str, name: str, answer: Callable[[Place], Answer] | None = None
+    ) -> Answer:
         run, ttl = self.training.run(client, body.model_id), body.ttl_seconds
         if ttl is not None and not 0 < ttl <= _TTL_S:
             raise ApiError(400, "ttl_seconds is from 1 to ten years", param="ttl_seconds")
-        owner, expires = self._owner(client), None if ttl is None else time.time() + ttl
-        new = kind == SNAPSHOTS  # which has no name that a client chose
-        place = Place(owner, run.id, kind, name) if new else self.checkpoints.place(owner, run.id, kind, name)
+        expires = None if ttl is None else time.time() + ttl
+        place = self.checkpoints.place(client, run.id, SAMPLER, name)._replace(kind=kind)
 
         def work() -> Answer:
             self.training.save(run, place, expires=expires)
-            return answer(place)
+            return {"path": place.uri} if answer is None else answer(place)
 
         return self._submit(run, body.seq_id, work)
 
     def _listed(self, client: str, run: str | None = None) -> list[types.Checkpoint]:
         """Return the checkpoints of a key, or of one of its runs, the newest one first."""
-        every = self.checkpoints.all(self._owner(client))
-        found = [one for one in every if one[0].kind in TYPES and run in (None, one[0].run)]
-        return [self._described(*one) for one in sorted(found, key=lambda one: one[1].time, reverse=True)]
-
-    def _described(self, place: Place, record: Record) -> types.Checkpoint:
-        return types.Checkpoint(
-            checkpoint_id=f"{place.kind}/{place.name}",
-            checkpoint_type=TYPES[place.kind],
-            time=datetime.fromtimestamp(record.time, UTC),
-            tinker_path=place.uri,
-            size_bytes=self.checkpoints.size(place),
-            expires_at=None if record.expires is None else datetime.fromtimestamp(record.expires, UTC),
-        )
+        found = [
+            one
+            for one in self.checkpoints.all(self.checkpoints.owner(client))
+            if one[0].kind in TYPES and run in (None, one[0].run)
+        ]
+        return [
+            types.Checkpoint(
+                checkpoint_id=f"{place.kind}/{place.name}",
+                checkpoint_type=TYPES[place.kind],
+                time=datetime.fromtimestamp(record.time, UTC),
+                tinker_path=place.uri,
+                size_bytes=self.checkpoints.size(place),
+                expires_at=None if record.expires is None else datetime.fromtimestamp(record.expires, UTC),
+            )
+            for place, record in sorted(found, key=lambda one: one[1].time, reverse=True)
+        ]
 
 
 @contextmanager
@@ -423,12 +397,12 @@ def opened(
     """Context manager: the routes. Raises `ConfigError` and `StorageError`: the folder cannot be used."""
     assert options.tinker is not None
     with ExitStack() as running:
-        checkpoints = Checkpoints(options.tinker, tasks, owners=clients)
+        checkpoints = Checkpoints(options.tinker, tasks, owners=clients, one=options.api_key_file is None)
         running.callback(checkpoints.close)
         together = Together(service.model, backend, turn)
         training = Training(service.model, tasks, checkpoints, together, name=service.name, clients=clients)
         running.callback(training.close)
-        yield Tinker(service, training, checkpoints, own=options.api_key_file is None).router()
+        yield Tinker(service, training, checkpoints).router()
 
 
 def _about(lora: types.LoraConfig) -> Answer:

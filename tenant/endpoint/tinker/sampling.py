@@ -1,69 +1,53 @@
 """Samples from the endpoint's engine, together with the answers of its other routes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from pydantic import ValidationError
 from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
 
 from symbiosis_priv.errors import SymbiosisError
+from tenant.endpoint.api.bodies import CompletionRequest
 from tenant.endpoint.api.errors import ApiError, refused
+from tenant.endpoint.api.running import several
 from tenant.endpoint.api.service import Service
 from tenant.endpoint.engine.gathered import Gathered
-from tenant.endpoint.engine.requests import Done, EngineRequest, Handle, Sampling
+from tenant.endpoint.engine.requests import Done, EngineRequest, Handle, TokenLogprob
 from tenant.endpoint.tinker.futures import Future
-from tenant.endpoint.tinker.wire import sample_message
 
-_MOST_SAMPLES = 256
-_MOST_TOP = 20
-_SEED = 1 << 63
+_NO_LOGPROB = -99999.0  # what the client takes for an empty place in a table of most probable tokens
 
 
-def requests_of(
-    body: types.SampleRequest, service: Service, *, client: str, task: str | None, id: str
+async def requests_of(
+    body: types.SampleRequest, service: Service, *, client: str, task: str | None
 ) -> list[EngineRequest]:
-    """Return the requests to the engine for a `SampleRequest`. Raises `ApiError` if a field is wrong."""
-    params, kinds = body.sampling_params, {chunk.type for chunk in body.prompt.chunks}
-    if wrong := sorted(kinds - {"encoded_text"}):
+    """Return the requests to the engine: those for the same completions, with Tinker's stop tokens. Raises `ApiError`
+    if a field is wrong."""
+    if wrong := [chunk.type for chunk in body.prompt.chunks if chunk.type != "encoded_text"]:
         raise ApiError(400, f"a chunk of the prompt is {wrong[0]}; only text is read here", param="prompt")
-    tokens = tuple(body.prompt.to_ints())
-    new = max(service.context - len(tokens), 1) if params.max_tokens is None else params.max_tokens
+    params, top = body.sampling_params, (body.topk_sample_logprobs, body.topk_prompt_logprobs)
     stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
-    within = bool(tokens) and 0 <= min(tokens) <= max(tokens) < service.vocabulary.size
     texts = [one for one in stop if isinstance(one, str)]
-    for field, wanted, holds in (
-        ("prompt", f"tokens of the vocabulary of {service.vocabulary.size:,}", within),
-        ("num_samples", f"1 to {_MOST_SAMPLES}", 1 <= body.num_samples <= _MOST_SAMPLES),
-        ("max_tokens", "at least 0", new >= 0),
-        ("topk_prompt_logprobs", f"0 to {_MOST_TOP}", 0 <= body.topk_prompt_logprobs <= _MOST_TOP),
-        ("topk_sample_logprobs", f"0 to {_MOST_TOP}", 0 <= body.topk_sample_logprobs <= _MOST_TOP),
-        ("stop", "64 of 1 to 256 characters", len(stop) <= 64 and all(0 < len(one) <= 256 for one in texts)),
-        ("temperature", "0 to 100", 0 <= params.temperature <= 100),
-        ("top_p", "above 0 and at most 1", 0 < params.top_p <= 1),
-    ):
-        if not holds:
-            raise ApiError(400, f"{field}: {wanted}", param=field)
-    ends = service.ends if params.stop is None else frozenset(one for one in stop if not isinstance(one, str))
-    return [
-        EngineRequest(
-            id=f"{id}-{number}",
-            prompt=tokens,
-            adapter=task,
-            client=client,
-            max_tokens=new,
-            stop_tokens=ends,
-            stop=tuple(texts),
-            sampling=Sampling(
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=max(params.top_k, 0),
-                seed=None if params.seed is None else (params.seed + number) % _SEED,
-                logprobs=body.topk_sample_logprobs,
-                prompt_logprobs=body.topk_prompt_logprobs if _wants_prompt(body) and not number else None,
-            ),
-            bucket=service.answer_bucket,
-        )
-        for number in range(body.num_samples)
-    ]
+    given = {name: getattr(params, name) for name in ("max_tokens", "seed", "temperature", "top_p")}
+    given |= {"model": service.name, "prompt": body.prompt.to_ints(), "n": body.num_samples, "stop": texts}
+    given |= {"top_k": max(params.top_k, 0), "logprobs": min(top) if min(top) < 0 else max(top)}
+    try:
+        checked = CompletionRequest.model_validate(given)
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"]))
+        raise ApiError(400, f"{where}: {error.errors()[0]['msg']}"[:500], param=where[:200]) from None
+    [prompt] = await service.prompts(checked.prompt, param="prompt", client=client)
+    one = service.request(
+        checked, prompt, client=client, limit=checked.max_tokens, default=service.context, logprobs=top[0]
+    )
+    ends = one.stop_tokens if params.stop is None else frozenset(stop) - frozenset(texts)
+    first, *others = several(replace(one, adapter=task, stop_tokens=ends), body.num_samples)
+    if body.prompt_logprobs or top[1]:
+        first = replace(first, sampling=replace(first.sampling, prompt_logprobs=top[1]))
+    return [first, *others]
 
 
 def size_of(body: types.SampleRequest, requests: Sequence[EngineRequest]) -> int:
@@ -100,18 +84,32 @@ def start(body: types.SampleRequest, requests: Sequence[EngineRequest], service:
         raise refused(error) from error
 
 
-def _wants_prompt(body: types.SampleRequest) -> bool:
-    return bool(body.prompt_logprobs or body.topk_prompt_logprobs)
-
-
-def _message(body: types.SampleRequest, found: Sequence[Gathered], ends: Sequence[Done]) -> bytes:
+def _message(body: types.SampleRequest, samples: Sequence[Gathered], ends: Sequence[Done]) -> bytes:
     if any(one.finish == "cancelled" for one in ends):
         raise ApiError(503, "the sample was cancelled")
-    return sample_message(
-        found,
-        [one.finish == "stop" for one in ends],
-        found[0].prompt if _wants_prompt(body) else None,
-        cached=ends[0].ledger.cached_tokens,
-        top_prompt=body.topk_prompt_logprobs,
-        top=body.topk_sample_logprobs,
-    )
+    message = pb.SampleResponse(prompt_cache_hit_tokens=ends[0].ledger.cached_tokens)
+    for one, end in zip(samples, ends, strict=True):
+        sequence = message.sequences.add(
+            stop_reason=pb.STOP_REASON_STOP if end.finish == "stop" else pb.STOP_REASON_LENGTH,
+            tokens=np.array([token.id for token in one.tokens], np.int32).tobytes(),
+            logprobs=_floats(one.logprobs()),
+        )
+        if top := body.topk_sample_logprobs:
+            sequence.topk_sampled_logprobs.CopyFrom(_table(one.logprobs(), top))
+    if prompt := samples[0].prompt:
+        message.prompt_logprobs = _floats(prompt)
+        if top := body.topk_prompt_logprobs:
+            message.topk_prompt_logprobs.CopyFrom(_table(prompt, top))
+    return bytes(message.SerializeToString())
+
+
+def _floats(logprobs: Sequence[TokenLogprob | None]) -> bytes:
+    return np.array([np.nan if one is None else one.logprob for one in logprobs], np.float32).tobytes()
+
+
+def _table(logprobs: Sequence[TokenLogprob | None], k: int) -> Any:
+    tokens, values = np.zeros((len(logprobs), k), np.int32), np.full((len(logprobs), k), _NO_LOGPROB, np.float32)
+    for row, one in enumerate(logprobs):
+        for place, (token, value) in enumerate(() if one is None else one.top[:k]):
+            tokens[row, place], values[row, place] = token, value
+    return pb.TopkLogprobs(token_ids=tokens.tobytes(), logprobs=values.tobytes(), k=k, length=len(logprobs))

@@ -26,62 +26,41 @@ from tenant.session.tally import Ledger
 
 _WAIT_S = 900.0  # for the other passes of a round, and for the products of other engines
 _Waiting = tuple[Product, Future[None]]
+_takes_part = ContextVar("takes_part", default=False)
 
 
 class Together(Backend):
     """The backend of a split model, whose layers use it from now on. It computes the products of a round together, each
-    in a `turn` that the engines of the model share; other products as before."""
+    in a `turn` that the engines of the model share; other products as before. There is one round at a time."""
 
     def __init__(self, model: nn.Module, backend: Backend, turn: Turn) -> None:
         self.facts = backend.facts
+        self.active = 0
+        """Number of passes of the round. Each enters `taking_part` once, and has left it before the next round."""
         self._backend, self._turn, self._model = backend, turn, model
+        self._waiting: list[_Waiting] = []
+        self._lock = threading.Lock()
         for module in model.modules():
             if isinstance(module, RemoteLayer):
                 module.group.backend = self
 
-    def compute(self, product: Product) -> None:
-        if (found := _round.get()) is None:
-            self._backend.compute(product)
-        else:
-            found.compute(product)
-
-    def compute_in_turn(self, product: Product) -> None:
-        with self._turn:
-            self._backend.compute(product)
-            self._turn.counted = ledger_of(self._model) or Ledger()  # no request to an engine pays for it
-
-    def forward_few(self, index: int, x: Tensor, dtype: torch.dtype) -> list[Tensor] | None:
-        return None if _round.get() is not None else self._backend.forward_few(index, x, dtype)
-
-    def multiply_all(self, products: Sequence[Product]) -> None:
-        self._backend.multiply_all(products)
-
-    def close(self) -> None:
-        self._backend.close()
-
-
-class Round:
-    """The passes that compute at the same time. `count`: number of passes; each enters `taking_part` once."""
-
-    def __init__(self, backend: Together, count: int) -> None:
-        self._backend, self._active = backend, count
-        self._waiting: list[_Waiting] = []
-        self._lock = threading.Lock()
-
     @contextmanager
     def taking_part(self) -> Iterator[None]:
         """Context manager for a pass, in its thread: its products are computed with those of the others."""
-        token = _round.set(self)
+        token = _takes_part.set(True)
         try:
             yield
         finally:
-            _round.reset(token)
+            _takes_part.reset(token)
             with self._lock:
-                self._active -= 1
+                self.active -= 1
                 self._compute_if_all_wait()
 
     def compute(self, product: Product) -> None:
-        """Compute one product when all passes wait for theirs. Raises what the product raises."""
+        """Compute one product: that of a round when all passes wait for theirs. Raises what the product raises."""
+        if not _takes_part.get():
+            self._backend.compute(product)
+            return
         done = Future[None]()
         with self._lock:
             self._waiting.append((product, done))
@@ -90,8 +69,17 @@ class Round:
             raise DeadlineExceededError(f"other passes of this round have computed for {_WAIT_S:g} s")
         done.result()
 
+    def forward_few(self, index: int, x: Tensor, dtype: torch.dtype) -> list[Tensor] | None:
+        return None if _takes_part.get() else self._backend.forward_few(index, x, dtype)
+
+    def multiply_all(self, products: Sequence[Product]) -> None:
+        self._backend.multiply_all(products)
+
+    def close(self) -> None:
+        self._backend.close()
+
     def _compute_if_all_wait(self) -> None:
-        if len(self._waiting) < self._active:
+        if len(self._waiting) < self.active:
             return
         of_kind = defaultdict[Any, list[_Waiting]](list)
         for product, done in self._waiting:
@@ -99,33 +87,29 @@ class Round:
             of_kind[kind if product.counts is None else done].append((product, done))
         self._waiting.clear()
         for same in of_kind.values():
-            self._compute(same)
+            self._compute_as_one(same)
 
-    def _compute(self, same: Sequence[_Waiting]) -> None:
-        """Compute some products of one kind together. With inf or nan in the rows of one, compute each alone."""
+    def _compute_as_one(self, same: Sequence[_Waiting]) -> None:
+        """Compute some products of one kind. With inf or nan in the rows of one, compute each alone."""
         products = [product for product, _ in same]
-        first, *others = products
+        inputs, outputs = products[0].inputs, products[0].outputs
         try:
-            if not others:
-                self._backend.compute_in_turn(first)
-            else:
+            if len(same) > 1:
                 inputs = [torch.cat(blocks) for blocks in zip(*(one.inputs for one in products), strict=True)]
-                outputs = [out.new_empty((len(inputs[0]), *out.shape[1:])) for out in first.outputs]
-                self._backend.compute_in_turn(first._replace(inputs=inputs, outputs=outputs))
-                parts = zip(*(out.split([len(one.inputs[0]) for one in products]) for out in outputs), strict=True)
-                for one, own in zip(products, parts, strict=True):
-                    for out, part in zip(one.outputs, own, strict=True):
-                        out.copy_(part)
+                outputs = [out.new_empty((len(inputs[0]), *out.shape[1:])) for out in outputs]
+            with self._turn:
+                self._backend.compute(products[0]._replace(inputs=inputs, outputs=outputs))
+                self._turn.counted = ledger_of(self._model) or Ledger()  # no request to an engine pays for it
+            sizes = [len(one.inputs[0]) for one in products] if len(same) > 1 else []
+            for number, whole in enumerate(outputs):
+                for one, part in zip(products, whole.split(sizes), strict=True) if sizes else ():
+                    one.outputs[number].copy_(part)
         except BaseException as error:
-            if others and isinstance(error, NonFiniteError):
-                for waiting in same:
-                    self._compute([waiting])
-                return
+            for waiting in same:
+                if len(same) > 1 and isinstance(error, NonFiniteError):
+                    self._compute_as_one([waiting])
+                else:
+                    waiting[1].set_exception(error)
+        else:
             for _, done in same:
-                done.set_exception(error)
-            return
-        for _, done in same:
-            done.set_result(None)
-
-
-_round: ContextVar[Round | None] = ContextVar("round", default=None)
+                done.set_result(None)

@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import zip_longest
 from math import inf, isfinite
@@ -31,8 +31,8 @@ from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.service import OWNED
 from tenant.endpoint.tinker.checkpoints import OPTIMIZER, SNAPSHOTS, WEIGHTS, Checkpoints, Place, Record
 from tenant.endpoint.tinker.futures import Future
-from tenant.endpoint.tinker.together import Round, Together
-from tenant.endpoint.tinker.wire import Example, Steps, outputs_message
+from tenant.endpoint.tinker.together import Together
+from tenant.endpoint.tinker.wire import Example, outputs_message
 from tenant.model.overlap import overlapped
 from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks import Tasks
@@ -66,18 +66,24 @@ class Run:
 
 
 class Job:
-    """A request of a training client: `work`, which returns the result, or `steps`."""
+    """A request of a training client: `examples`, with their gradients if `backward`; or `work`, which returns the
+    result."""
 
     def __init__(
-        self, run: Run, future: Future, work: Callable[[], dict[str, Any]] | None = None, steps: Steps | None = None
+        self,
+        run: Run,
+        future: Future,
+        work: Callable[[], dict[str, Any]] | None,
+        examples: Sequence[Example],
+        backward: bool,
     ) -> None:
-        self.run, self.future, self.work, self.steps = run, future, work, steps
+        self.run, self.future, self.work, self.examples, self.backward = run, future, work, examples, backward
         self.results: list[tuple[Tensor, float]] = []  # log probabilities and the loss of each example
         self.error: Exception | None = None
         self.before: list[Tensor | None] = []  # gradients of earlier requests, which stay if this one fails
 
     def left(self) -> "list[tuple[Job, Example]]":
-        return [] if self.steps is None else [(self, one) for one in self.steps.examples[len(self.results) :]]
+        return [(self, one) for one in self.examples[len(self.results) :]]
 
 
 class Training:
@@ -308,13 +314,13 @@ class Training:
     def _compute(self, chosen: list[tuple[Job, Example]]) -> None:
         """Compute a round, and end the requests of which it was the last one. One that fails changes no gradient."""
         jobs = list(dict.fromkeys(job for job, _ in chosen))
-        trained = [job for job in jobs if job.steps is not None and job.steps.backward]
-        together = Round(self._together, len(chosen))
+        trained = [job for job in jobs if job.backward]
+        self._together.active = len(chosen)
 
         def compute(part: tuple[Job, Example]) -> tuple[Tensor, float]:
             job, example = part
             try:
-                with together.taking_part(), self._tasks.batch([job.run.task]), torch.enable_grad():
+                with self._together.taking_part(), self._tasks.batch([job.run.task]), torch.enable_grad():
                     return self._pass(job, example)
             except Exception as error:  # of this request alone
                 job.error = job.error or error
@@ -343,18 +349,15 @@ class Training:
             job.run.jobs.popleft()
 
     def _pass(self, job: Job, example: Example) -> tuple[Tensor, float]:
-        assert job.steps is not None
         device = self._model.device
-        logits = self._model(input_ids=example.tokens[None].to(device), use_cache=False).logits[0]
-        targets = example.targets.to(device)
-        found = logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-        inputs = {name: one.to(device) for name, one in example.inputs.items()}
-        loss = job.steps.loss.compute(found, inputs, job.steps.options)
+        logits = self._model(input_ids=example.tokens[None].to(device), use_cache=False).logits[0].float()
+        found = logits.log_softmax(-1).gather(-1, example.targets[:, None].to(device))[:, 0].cpu()
+        loss = example.loss(found)
         if not loss.isfinite():
             raise ApiError(400, "the loss is inf or nan; nothing was added to the gradients")
-        if job.steps.backward:
+        if job.backward:
             loss.backward()
-        return found.detach().cpu(), float(loss.detach())
+        return found.detach(), float(loss.detach())
 
 
 def _alternating(lists: Iterable[Iterable[T]]) -> list[T]:

@@ -1,8 +1,9 @@
-"""Tinker's protocol buffers: requests to train, which are checked against the model, their losses, and answers."""
+"""Tinker's protocol buffers for training: requests, which are checked against the model, their losses, and answers."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from math import isfinite
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,34 +12,32 @@ from tinker.proto import tinker_public_pb2 as pb
 from torch import Tensor
 
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.engine.gathered import Gathered
-from tenant.endpoint.engine.requests import TokenLogprob
 
 _MOST_EXAMPLES = 256  # of a request, as the client is told
 _KINDS = {pb.DTYPE_FLOAT32: "float32", pb.DTYPE_INT64: "int64"}
-_NO_LOGPROB = -99999.0  # what the client takes for an empty place in a table of most probable tokens
 
 Inputs = Mapping[str, Tensor]
+Options = Mapping[str, float]
 
 
 class Loss(NamedTuple):
     """A loss of the log probabilities of the targets, its inputs and options. It is a sum over the tokens of one
     example, so it does not depend on other examples."""
 
-    compute: Callable[[Tensor, Inputs, Mapping[str, float]], Tensor]
+    compute: Callable[..., Tensor]
     inputs: tuple[str, ...] = ("logprobs", "advantages")
-    options: Mapping[str, float] = {}
+    options: Options = MappingProxyType({})
 
 
-def _cross_entropy(logprobs: Tensor, inputs: Inputs, _: Mapping[str, float]) -> Tensor:
+def _cross_entropy(logprobs: Tensor, inputs: Inputs, options: Options) -> Tensor:
     return -(logprobs * inputs["weights"]).sum()
 
 
-def _importance_sampling(logprobs: Tensor, inputs: Inputs, _: Mapping[str, float]) -> Tensor:
+def _importance_sampling(logprobs: Tensor, inputs: Inputs, options: Options) -> Tensor:
     return -((logprobs - inputs["logprobs"]).exp() * inputs["advantages"]).sum()
 
 
-def _ppo(logprobs: Tensor, inputs: Inputs, options: Mapping[str, float]) -> Tensor:
+def _ppo(logprobs: Tensor, inputs: Inputs, options: Options) -> Tensor:
     ratio, advantages = (logprobs - inputs["logprobs"]).exp(), inputs["advantages"]
     clipped = ratio.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
     return -(ratio * advantages).minimum(clipped * advantages).sum()
@@ -52,21 +51,11 @@ LOSSES = {
 
 
 class Example(NamedTuple):
-    """One example: token ids and targets, int64 `[t]`, and the loss's other inputs, float32 `[t]`."""
+    """One example: token ids and targets, int64 `[t]`, and the loss as a function of the targets' log probabilities."""
 
     tokens: Tensor
     targets: Tensor
-    inputs: Inputs
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Steps:
-    """The examples of one `forward` or `forward_backward`."""
-
-    loss: Loss
-    options: Mapping[str, float]
-    examples: Sequence[Example]
-    backward: bool
+    loss: Callable[[Tensor], Tensor]
 
 
 def read_request(body: bytes) -> Any:
@@ -79,7 +68,7 @@ def read_request(body: bytes) -> Any:
     return message
 
 
-def steps_of(message: Any, *, vocabulary: int, longest: int) -> Steps:
+def examples_of(message: Any, *, vocabulary: int, longest: int) -> list[Example]:
     """Return the examples of a message. Raises `ApiError` if the loss cannot take them, or the model, which has a
     `vocabulary` and computes examples of at most `longest` tokens."""
     if (loss := LOSSES.get(message.loss_fn)) is None:
@@ -92,27 +81,26 @@ def steps_of(message: Any, *, vocabulary: int, longest: int) -> Steps:
             raise ApiError(400, f"loss_fn_config.{name[:80]} is no option of this loss with a number; it has {known}")
     if not 1 <= len(message.data) <= _MOST_EXAMPLES:
         raise ApiError(400, f"data has {len(message.data):,} examples; send 1 to {_MOST_EXAMPLES}", param="data")
+    whole = {**loss.options, **options}
     examples = []
     for number, datum in enumerate(message.data):
         try:
-            examples.append(_example(datum, loss, vocabulary, longest))
+            tokens, targets, inputs = _tensors(datum, loss, vocabulary, longest)
         except ApiError as error:
             raise ApiError(400, f"data[{number}]: {error}", param="data") from None
-    whole = {**loss.options, **options}
-    return Steps(loss=loss, options=whole, examples=examples, backward=not message.forward_only)
+        examples.append(Example(tokens, targets, partial(loss.compute, inputs=inputs, options=whole)))
+    return examples
 
 
-def _example(datum: Any, loss: Loss, vocabulary: int, longest: int) -> Example:
+def _tensors(datum: Any, loss: Loss, vocabulary: int, longest: int) -> tuple[Tensor, Tensor, Inputs]:
     if wrong := [kind for one in datum.model_input if (kind := one.WhichOneof("chunk")) != "encoded_text"]:
         raise ApiError(400, f"a chunk of model_input is {wrong[0] or 'empty'}; only text can be trained here")
     packed = b"".join(one.encoded_text.tokens for one in datum.model_input)
     if len(packed) % 4 or not 0 < len(packed) <= 4 * longest:
         raise ApiError(400, f"model_input has {len(packed) // 4:,} tokens; from 1 to {longest:,} can be computed here")
     tokens = torch.from_numpy(np.frombuffer(packed, np.int32).astype(np.int64))
-    names, found = (
-        {"target_tokens", *loss.inputs},
-        {"weights": torch.ones(len(tokens), dtype=torch.float32, device="cpu")},
-    )
+    names = {"target_tokens", *loss.inputs}
+    found = {"weights": torch.ones(len(tokens), dtype=torch.float32, device="cpu")}
     for name, message in datum.loss_fn_inputs.items():
         kind = _KINDS.get(message.dtype)
         if name not in names or kind is None or len(message.dense) != len(tokens) * np.dtype(kind).itemsize:
@@ -127,7 +115,7 @@ def _example(datum: Any, loss: Loss, vocabulary: int, longest: int) -> Example:
     inputs = {name: found[name].float() for name in loss.inputs}
     if wrong := [name for name, one in inputs.items() if not one.isfinite().all()]:
         raise ApiError(400, f"loss_fn_inputs.{wrong[0]} has inf or nan")
-    return Example(tokens, targets, inputs)
+    return tokens, targets, inputs
 
 
 def outputs_message(results: Sequence[tuple[Tensor, float]]) -> bytes:
@@ -141,43 +129,3 @@ def outputs_message(results: Sequence[tuple[Tensor, float]]) -> bytes:
         record = message.loss_fn_outputs.add(num_datums=1)
         record.fields["logprobs"].CopyFrom(pb.BatchedTensor(data=data, offsets=offsets, dtype=pb.DTYPE_FLOAT32))
     return bytes(message.SerializeToString())
-
-
-def sample_message(
-    samples: Sequence[Gathered],
-    stopped: Sequence[bool],
-    prompt: Sequence[TokenLogprob | None] | None,
-    *,
-    top_prompt: int,
-    top: int,
-    cached: int,
-) -> bytes:
-    """Return the answer to `asample`. `stopped`: False for samples that ended because of their length. `prompt`: its
-    log probabilities. `top`, `top_prompt`: numbers of most probable tokens per position."""
-    message = pb.SampleResponse(prompt_cache_hit_tokens=cached)
-    for one, stop in zip(samples, stopped, strict=True):
-        logprobs = one.logprobs()
-        sequence = message.sequences.add(
-            stop_reason=pb.STOP_REASON_STOP if stop else pb.STOP_REASON_LENGTH,
-            tokens=np.array([token.id for token in one.tokens], np.int32).tobytes(),
-            logprobs=_floats(logprobs),
-        )
-        if top:
-            sequence.topk_sampled_logprobs.CopyFrom(_table(logprobs, top))
-    if prompt is not None:
-        message.prompt_logprobs = _floats(prompt)
-        if top_prompt:
-            message.topk_prompt_logprobs.CopyFrom(_table(prompt, top_prompt))
-    return bytes(message.SerializeToString())
-
-
-def _floats(logprobs: Sequence[TokenLogprob | None]) -> bytes:
-    return np.array([np.nan if one is None else one.logprob for one in logprobs], np.float32).tobytes()
-
-
-def _table(logprobs: Sequence[TokenLogprob | None], k: int) -> Any:
-    tokens, values = np.zeros((len(logprobs), k), np.int32), np.full((len(logprobs), k), _NO_LOGPROB, np.float32)
-    for row, one in enumerate(logprobs):
-        for place, (token, value) in enumerate(() if one is None else one.top[:k]):
-            tokens[row, place], values[row, place] = token, value
-    return pb.TopkLogprobs(token_ids=tokens.tobytes(), logprobs=values.tobytes(), k=k, length=len(logprobs))

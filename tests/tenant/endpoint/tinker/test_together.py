@@ -12,7 +12,7 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 from symbiosis_priv.errors import NonFiniteError
 from tenant.endpoint.engine.queued import Turn
 from tenant.endpoint.tinker import together
-from tenant.endpoint.tinker.together import Round, Together
+from tenant.endpoint.tinker.together import Together
 from tenant.masking.backend import Backend, Product
 from tests.waiting import beside
 
@@ -43,11 +43,12 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Doubling:
 
 def test_the_products_of_all_passes_are_one(backend: Doubling) -> None:
     """Also if a pass skips a product, and if the rows of one have inf: then that pass alone fails."""
-    found = Round(merged := Together(nn.Identity(), backend, Turn()), 3)
+    merged = Together(nn.Identity(), backend, Turn())
+    merged.active = 3
     results: list[Any] = [None] * 3
 
     def one(number: int) -> None:
-        with found.taking_part():
+        with merged.taking_part():
             products: list[tuple[int, Direction]] = [(0, FORWARD), (1, FORWARD), (1, BACKWARD)]
             for group, direction in products:
                 if (number, group, direction) == (2, 1, FORWARD):
@@ -69,17 +70,18 @@ def test_the_products_of_all_passes_are_one(backend: Doubling) -> None:
 
 
 def test_nobody_waits_for_a_pass_that_failed(backend: Doubling) -> None:
-    found, entered = Round(merged := Together(nn.Identity(), backend, Turn()), 2), threading.Event()
+    merged, entered = Together(nn.Identity(), backend, Turn()), threading.Event()
+    merged.active = 2
 
     def waits() -> None:
         out: Tensor = torch.empty(1, 4)
-        with found.taking_part():
+        with merged.taking_part():
             entered.set()
             merged.multiply(0, FORWARD, [torch.ones(1, 4)], [out])
         assert torch.equal(out, torch.full((1, 4), 2.0))
 
     def fails() -> None:
-        with suppress(KeyError), found.taking_part():
+        with suppress(KeyError), merged.taking_part():
             entered.wait(60)
             raise KeyError
 

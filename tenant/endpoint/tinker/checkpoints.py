@@ -36,6 +36,7 @@ FILES = (CONFIG, TENSORS)
 """What makes a PEFT folder, and what clients may download."""
 _RECORD = "checkpoint.json"
 _RECORD_BYTES = 64 << 10
+_URI = re.compile("tinker://([^/]+)/([^/]+)/([^/]+)")
 _RUN = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}")
 _RUNS, _NEW = "*:train:*", ".new-"
 
@@ -103,11 +104,9 @@ class Checkpoints:
 
     def parse(self, client: str, uri: str) -> Place:
         """Return the place of `tinker://run/kind/name`. Raises `ApiError`."""
-        try:
-            found = types.ParsedCheckpointTinkerPath.from_tinker_path(uri)
-        except ValueError:
-            raise ApiError(400, "write a checkpoint as tinker://RUN/weights/NAME", param="path") from None
-        return self.place(client, found.training_run_id, *found.checkpoint_id.split("/"))
+        if (found := _URI.fullmatch(uri)) is None:
+            raise ApiError(400, "write a checkpoint as tinker://RUN/weights/NAME", param="path")
+        return self.place(client, *found.groups())
 
     def folder(self, place: Place) -> Path:
         return self._folder.joinpath(*place)

@@ -6,7 +6,7 @@ minutes. So 429 means that waiting helps. Errors of futures carry their status i
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -29,7 +29,7 @@ from tenant.endpoint.tinker.checkpoints import EXTERNAL, FILES, SAMPLER, SNAPSHO
 from tenant.endpoint.tinker.futures import Futures
 from tenant.endpoint.tinker.together import Together
 from tenant.endpoint.tinker.training import Job, Run, Training
-from tenant.endpoint.tinker.wire import Example, examples_of, read_request
+from tenant.endpoint.tinker.wire import examples_of, read_request
 from tenant.masking.backend import Backend
 from tenant.tasks import Tasks
 
@@ -163,7 +163,7 @@ class Tinker:
             self.training.create(run)
             return {"model_id": run.id}
 
-        return self._submit(run, 0, work)
+        return self._submit(0, Job(run, work))
 
     async def load_weights(self, body: Offered[types.LoadWeightsRequest], client: Client) -> Answer:
         self._check(body.base_model)
@@ -178,7 +178,7 @@ class Tinker:
             self.training.load(run, place, optimizer=body.optimizer)
             return {"path": place.uri, "model_id": run.id}
 
-        return self._submit(run, seq, work)
+        return self._submit(seq, Job(run, work))
 
     async def get_info(self, body: types.GetInfoRequest, client: Client) -> Answer:
         run, name = self.training.run(client, body.model_id), self.service.name
@@ -188,19 +188,17 @@ class Tinker:
         return {"model_data": data, "model_id": run.id, **_about(run.lora), "model_name": name}
 
     async def forward_backward(self, http: Request, client: Client) -> Answer:
-        if "content-encoding" in http.headers:
-            raise ApiError(400, "send the body without compression")
         message = read_request(body := await http.body())
         run = self.training.run(client, message.model_id)
         examples = examples_of(message, vocabulary=self.training.vocabulary, longest=self.longest)
-        backward, size = not message.forward_only, _COPIES * len(body)
-        return self._submit(run, message.seq_id, examples=examples, backward=backward, size=size)
+        job = Job(run, examples=examples, backward=not message.forward_only)
+        return self._submit(message.seq_id, job, size=_COPIES * len(body))
 
     async def optim_step(self, body: types.OptimStepRequest, client: Client) -> Answer:
         run, adam = self.training.run(client, body.model_id), body.optim_params
         if not isinstance(adam, types.AdamParams):
             raise ApiError(400, f"the optimizer {adam.type[:40]!a} is not offered; use AdamParams")
-        return self._submit(run, body.seq_id, lambda: self.training.step(run, adam))
+        return self._submit(body.seq_id, Job(run, lambda: self.training.step(run, adam)))
 
     async def save_weights(self, body: Offered[types.SaveWeightsRequest], client: Client) -> Answer:
         return self._save(client, body, WEIGHTS, f"step-{body.seq_id}" if body.path is None else body.path)
@@ -208,14 +206,8 @@ class Tinker:
     async def save_weights_for_sampler(
         self, body: Offered[types.SaveWeightsForSamplerRequest], client: Client
     ) -> Answer:
-        if body.path is not None:
-            return self._save(client, body, SAMPLER, body.path)
-        session, number = self._session(client, body.model_id.partition(":")[0]), body.sampling_session_seq_id or 0
-
-        def answer(place: Place) -> Answer:
-            return self._add_sampler(session, number, place)
-
-        return self._save(client, body, SNAPSHOTS, str(body.seq_id), answer)
+        kind, name = (SNAPSHOTS, str(body.seq_id)) if body.path is None else (SAMPLER, body.path)
+        return self._save(client, body, kind, name)
 
     async def save_weights_external(self, body: Offered[types.SaveWeightsExternalRequest], client: Client) -> Answer:
         return self._save(client, body, EXTERNAL, body.path)
@@ -232,15 +224,11 @@ class Tinker:
 
     async def sampler(self, sampler: str, client: Client) -> Answer:
         place = self._sampler(client, sampler)
-        path = None if place is None else place.uri
-        return {"sampler_id": sampler, "base_model": self.service.name, "model_path": path}
+        return {"sampler_id": sampler, "base_model": self.service.name, "model_path": place and place.uri}
 
     async def asample(self, body: Offered[types.SampleRequest], client: Client) -> Answer:
-        if body.sampling_session_id is None or body.seq_id is None:
-            raise ApiError(400, "send sampling_session_id and seq_id", param="sampling_session_id")
-        place = self._sampler(client, body.sampling_session_id)
-        id = f"{body.sampling_session_id}:{body.seq_id}"
-        if self.futures.find(client, id) is None:
+        place = self._sampler(client, body.sampling_session_id or "")
+        if self.futures.find(client, id := f"{body.sampling_session_id}:{body.seq_id}") is None:
             task = None if place is None else self.checkpoints.task(place)
             requests = await sampling.requests_of(body, self.service, client=client, task=task)
             future = self.futures.new(client, id, sampling.size_of(body, requests))
@@ -337,46 +325,35 @@ class Tinker:
         id = f"{self._session(client, session).id}:train:{number or 0}"
         return next((run for run in self.training.runs(client) if run.id == id), Run(id, client, lora))
 
-    def _submit(
-        self,
-        run: Run,
-        seq: int | None,
-        work: Callable[[], Answer] | None = None,
-        *,
-        examples: Sequence[Example] = (),
-        backward: bool = False,
-        size: int = 1024,
-    ) -> Answer:
+    def _submit(self, seq: int | None, job: Job, *, size: int = 1024) -> Answer:
         """Queue a request of a training client, which the client may send twice."""
-        number = run.last + 1 if seq is None else seq
+        run, number = job.run, job.run.last + 1 if seq is None else seq
         if self.futures.find(run.client, id := f"{run.id}:{number}") is None:
-            future = self.futures.new(run.client, id, size)
-            self.training.submit(number, Job(run, future, work, examples, backward))
-            self.futures.keep(run.client, future)
+            job.future = self.futures.new(run.client, id, size)
+            self.training.submit(number, job)
+            self.futures.keep(run.client, job.future)
         return {"request_id": id, "model_id": run.id}
 
-    def _save(
-        self, client: str, body: Any, kind: str, name: str, answer: Callable[[Place], Answer] | None = None
-    ) -> Answer:
+    def _save(self, client: str, body: Any, kind: str, name: str) -> Answer:
         run, ttl = self.training.run(client, body.model_id), body.ttl_seconds
         if ttl is not None and not 0 < ttl <= _TTL_S:
             raise ApiError(400, "ttl_seconds is from 1 to ten years", param="ttl_seconds")
         expires = None if ttl is None else time.time() + ttl
         place = self.checkpoints.place(client, run.id, SAMPLER, name)._replace(kind=kind)
+        session = self._session(client, run.id.partition(":")[0])
 
         def work() -> Answer:
             self.training.save(run, place, expires=expires)
-            return {"path": place.uri} if answer is None else answer(place)
+            if kind != SNAPSHOTS:
+                return {"path": place.uri}
+            return self._add_sampler(session, body.sampling_session_seq_id or 0, place)
 
-        return self._submit(run, body.seq_id, work)
+        return self._submit(body.seq_id, Job(run, work))
 
     def _listed(self, client: str, run: str | None = None) -> list[types.Checkpoint]:
         """Return the checkpoints of a key, or of one of its runs, the newest one first."""
-        found = [
-            one
-            for one in self.checkpoints.all(self.checkpoints.owner(client))
-            if one[0].kind in TYPES and run in (None, one[0].run)
-        ]
+        every = self.checkpoints.all(self.checkpoints.owner(client))
+        found = [one for one in every if one[0].kind in TYPES and run in (None, one[0].run)]
         return [
             types.Checkpoint(
                 checkpoint_id=f"{place.kind}/{place.name}",

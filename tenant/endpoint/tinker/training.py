@@ -15,6 +15,7 @@ import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import inf, isfinite
 from pathlib import Path
@@ -49,38 +50,42 @@ _PASSES = 32  # passes of a round
 _STOP_S = 60.0
 
 
+@dataclass(eq=False)
 class Run:
-    """A training client: its adapter, the state of its optimizer, and the requests that wait."""
+    """A training client: its adapter, the averages of its optimizer, and the requests that wait. `size`: bytes of
+    memory. `last`: the last sequence number."""
 
-    def __init__(self, id: str, client: str, lora: types.LoraConfig) -> None:
-        self.id, self.client, self.lora = id, client, lora
-        self.task = f"{OWNED}{id.replace(':', '.')}"
-        self.parameters: list[nn.Parameter] = []
-        self.averages = defaultdict[Tensor, dict[str, Tensor]](dict)
-        self.size = 0  # bytes of memory
-        self.snapshots: list[Place] = []
-        self.held = ExitStack()
-        self.last = -1  # sequence number
-        self.jobs = deque[Job]()
-        self.ended = False
+    id: str
+    client: str
+    lora: types.LoraConfig
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    averages: defaultdict[Tensor, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    size: int = 0
+    snapshots: list[Place] = field(default_factory=list)
+    held: ExitStack = field(default_factory=ExitStack)
+    last: int = -1
+    jobs: "deque[Job]" = field(default_factory=deque)
+    ended: bool = False
+
+    @property
+    def task(self) -> str:
+        return f"{OWNED}{self.id.replace(':', '.')}"
 
 
+@dataclass(eq=False)
 class Job:
-    """A request of a training client: `examples`, with their gradients if `backward`; or `work`, which returns the
-    result."""
+    """A request of a training client: `work`, which returns the result, or `examples`, whose gradients are added if
+    `backward`. `results`: log probabilities and the loss of each example. `before`: the gradients of earlier requests,
+    which stay if this one fails."""
 
-    def __init__(
-        self,
-        run: Run,
-        future: Future,
-        work: Callable[[], dict[str, Any]] | None,
-        examples: Sequence[Example],
-        backward: bool,
-    ) -> None:
-        self.run, self.future, self.work, self.examples, self.backward = run, future, work, examples, backward
-        self.results: list[tuple[Tensor, float]] = []  # log probabilities and the loss of each example
-        self.error: Exception | None = None
-        self.before: list[Tensor | None] = []  # gradients of earlier requests, which stay if this one fails
+    run: Run
+    work: Callable[[], dict[str, Any]] | None = None
+    examples: Sequence[Example] = ()
+    backward: bool = False
+    future: Future = field(init=False)
+    results: list[tuple[Tensor, float]] = field(default_factory=list)
+    error: Exception | None = None
+    before: list[Tensor | None] = field(default_factory=list)
 
     def left(self) -> "list[tuple[Job, Example]]":
         return [(self, one) for one in self.examples[len(self.results) :]]
@@ -114,24 +119,25 @@ class Training:
     # Requests, called by the routes
 
     def runs(self, client: str) -> list[Run]:
+        return [run for run in self._every() if run.client == client and not run.ended]
+
+    def _every(self) -> list[Run]:
         with self._changed:
-            return [run for run in self._runs.get(client, {}).values() if not run.ended]
+            return [run for own in self._runs.values() for run in own.values()]
 
     def run(self, client: str, id: str) -> Run:
         """Return a training client. Raises `ApiError` if this key has none of this id."""
         for run in self.runs(client):
             if run.id == id:
                 return run
-        text = f"there is no training client {id[:80]!a}; it may have ended with its session"
-        raise ApiError(404, text, code="not_found")
+        raise ApiError(404, f"there is no training client {id[:80]!a}; it may have ended with its session")
 
     def submit(self, seq: int, job: Job) -> None:
         """Take a request; the first one of a training client makes it. Raises `ApiError` unless the number is above all
         earlier ones. Numbers that are left out were those of refused requests."""
         with self._changed:
             if seq <= job.run.last:
-                text = f"seq_id {seq}: this training client has sent {job.run.last} already"
-                raise ApiError(400, text, param="seq_id")
+                raise ApiError(400, f"seq_id {seq}: this training client has sent {job.run.last} already")
             self._runs.setdefault(job.run.client, {}).setdefault(job.run.id, job.run)
             job.run.last = seq
             job.run.jobs.append(job)
@@ -153,10 +159,7 @@ class Training:
             raise ApiError(400, "this model has no linears of the kinds to train", param="lora_config")
         config = LoraConfig(task_type="CAUSAL_LM", r=run.lora.rank, lora_alpha=ALPHA, target_modules=[*targets])
         with torch.random.fork_rng(devices=[]):
-            if run.lora.seed is None:
-                torch.seed()
-            else:
-                torch.manual_seed(run.lora.seed)
+            torch.seed() if run.lora.seed is None else torch.manual_seed(run.lora.seed)
             self._adopt(run, config, run.lora)
 
     def load(self, run: Run, place: Place, *, optimizer: bool) -> None:
@@ -178,14 +181,9 @@ class Training:
             if not 0 <= value < (1 if name.startswith("beta") else inf):
                 raise ApiError(400, f"adam_params.{name} = {value}: write a number from 0, for betas below 1")
         norm = float(nn.utils.clip_grad_norm_(run.parameters, adam.grad_clip_norm or inf))
-        optimizer = torch.optim.AdamW(
-            run.parameters,
-            lr=adam.learning_rate,
-            betas=(adam.beta1, adam.beta2),
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
-            foreach=False,
-        )
+        options: dict[str, Any] = {"betas": (adam.beta1, adam.beta2), "eps": adam.eps, "foreach": False}
+        options |= {"lr": adam.learning_rate, "weight_decay": adam.weight_decay}
+        optimizer = torch.optim.AdamW(run.parameters, **options)
         optimizer.state = run.averages
         if isfinite(norm):
             optimizer.step()
@@ -232,8 +230,7 @@ class Training:
         size = 4 * 5 * lora.rank * sum(self._targets(lora).values())  # float32; gradients twice, and Adam's averages
         taken = size + sum(other.size for other in self.runs(run.client) if other is not run)
         if taken > self._memory:
-            text = f"the training clients of this key would take {taken:,} bytes of {self._memory:,}; end some first"
-            raise ApiError(400, text)
+            raise ApiError(400, f"this key's training clients would take {taken:,} bytes of {self._memory:,}; end some")
         self._free(run)
         self._tasks.register(run.task, source)
         with warnings.catch_warnings():
@@ -271,10 +268,6 @@ class Training:
                 log.exception("a round failed")
         for run in self._every():
             self._drop(run)
-
-    def _every(self) -> list[Run]:
-        with self._changed:
-            return [run for own in self._runs.values() for run in own.values()]
 
     def _drop(self, run: Run) -> None:
         """Forget a training client that has ended."""

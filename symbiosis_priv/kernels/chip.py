@@ -50,7 +50,7 @@ class Chip:
 @functools.cache
 def chip_of(device: torch.device) -> Chip | None:
     """The chip of a CUDA or ROCm device; None for a CPU, and if there is no such device."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
         return None
     found = torch.cuda.get_device_properties(device)
     amd = torch.version.hip is not None

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.kernels import chip as chips
 from symbiosis_priv.kernels.kernel import CompiledKernel, Float64Kernel, Int32Kernel, Kernel, Packed
 from symbiosis_priv.kernels.triton_kernel import TritonKernel
 from symbiosis_priv.limits import RingBits
@@ -32,7 +33,7 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (*_COMPILED, Int
 
 _RING_BITS: tuple[RingBits, ...] = get_args(RingBits)
 # larger than one block of every kernel, and a multiple of no block size
-_TEST_SHAPE, _TEST_ROWS = (133, 515), (1, 9, 66)
+_TEST_SHAPE, _TEST_ROWS = (133, 515), (1, 75)
 _DEEP = (9, 1030)  # more terms than `triton-fp16` adds in float32
 _LOWEST_LIMBS = 0x7F7F7F80  # a number whose balanced limbs of 8 bits are all -128
 
@@ -43,57 +44,73 @@ def kernel_of(layout: str) -> Kernel:
 
 def bits_per_weight(weight_bits: int, device: str) -> int:
     """The bits that a packed weight probably takes on a device, which may not exist. Tests no kernel."""
-    kernel = "triton-int8" if device != "cpu" else "native-portable" if vectorised() else "fp64"
+    where = torch.device(device)
+    if where.type == "cpu":
+        kernel = "native-portable" if vectorised() else "fp64"
+    else:
+        kernel = "fp64" if chips.chip_of(where) and not _TRITON[0].supports(where) else "triton-int8"
     dtype, shape = KERNELS[kernel].form(128, 128, weight_bits=weight_bits)
     return math.prod(shape) * dtype.itemsize * 8 // (128 * 128)
 
 
 def candidates(
-    device: torch.device, *, kernel: str = "auto", fits: Callable[[Kernel], bool] = lambda _: True
+    device: torch.device, *, weight_bits: int, kernel: str = "auto", fits: Callable[[Kernel], bool] = lambda _: True
 ) -> Iterator[Kernel]:
     """Yield the kernels that pass the self-test on a device and may be the fastest there, the probably fastest first;
-    or the one that `kernel` names. Among kernels of one layout, the first is probably the fastest for few rows and the
-    last for many. A kernel is tested when it is due, and only if it `fits`, because self-tests delay the start of a
-    process. Raises `ConfigError`: `kernel` is unknown."""
+    or the one that `kernel` names. Among a CPU's kernels of one layout, the first is probably the fastest for few rows
+    and the last for many. A kernel is tested when it is due, and only if it `fits`, because self-tests delay the start
+    of a process. On a GPU, where a compiler may fail, every other kernel follows. Raises `ConfigError`: `kernel` is
+    unknown."""
     if kernel != "auto" and kernel not in KERNELS:
         raise ConfigError(f"kernel = {kernel!r} is unknown; choose auto, {', '.join(KERNELS)}")
     considered = KERNELS.values() if kernel == "auto" else [KERNELS[kernel]]
-    found = [k for k in considered if k.supports(device) and (k.name == kernel or k.is_candidate(device))]
-    return (k for k in found if fits(k) and passes_self_test(k, device))
+    found = [
+        k
+        for k in considered
+        if k.supports(device) and (kernel == k.name or device.type != "cpu" or k.is_candidate(device))
+    ]
+    found.sort(key=lambda k: not k.is_candidate(device))
+    return (k for k in found if fits(k) and passes_self_test(k, device, weight_bits))
 
 
 @functools.cache
-def passes_self_test(kernel: Kernel, device: torch.device) -> bool:
-    """Returns True if `self_test` does, once per process. Logs why a kernel is left out."""
-    try:
-        exact = self_test(kernel, device)
-    except Exception as error:  # not built for this device or torch version, or no compiler for Triton's code
-        log.warning(
-            "kernel %s cannot run on %s and is left out: %s: %s", kernel.name, device, type(error).__qualname__, error
-        )
+def passes_self_test(kernel: Kernel, device: torch.device, weight_bits: int) -> bool:
+    """Returns True if enough programs of a kernel pass `self_test`, once per process (`Kernel.admit`). Logs why a
+    program is left out."""
+
+    def passes(program: Kernel) -> bool:
+        try:
+            exact = self_test(program, device, weight_bits)
+        except Exception as error:  # not built for this device or torch version, or no compiler for Triton's code
+            reason = f"cannot run on {device}: {type(error).__qualname__}: {error}"
+        else:
+            reason = "is not exact on this machine"
+            if exact and program.name == "fp64" and device.type != "cpu":
+                log.warning("products on %s take float64: no kernel for its matrix units runs, or no Triton", device)
+            if exact:
+                return True
+        log.warning("kernel %s %s, and is left out", program.name, reason)
         return False
-    if not exact:
-        log.warning("kernel %s is not exact on this machine and is left out", kernel.name)
-    return exact
+
+    return kernel.admit(passes, device, weight_bits)
 
 
-def self_test(kernel: Kernel, device: torch.device) -> bool:
-    """Returns True if a kernel is exact on a small matrix of each packed width, and for sums that are as large as they
-    can be. Raises the kernel's own errors."""
-    for weight_bits in (8, 10, 12):
-        top = (1 << (weight_bits - 1)) - 1
-        weight = (probe_rows(*_TEST_SHAPE) % (2 * top + 1) - top).to(torch.int16)
+def self_test(kernel: Kernel, device: torch.device, weight_bits: int) -> bool:
+    """Returns True if a kernel is exact on a small matrix, and for sums that are as large as they can be. Starts every
+    program that products of such weights use, so that none is compiled later. Raises the kernel's own errors."""
+    top = (1 << (weight_bits - 1)) - 1
+    weight = (probe_rows(*_TEST_SHAPE) % (2 * top + 1) - top).to(torch.int16)
+    packed = kernel.pack(weight, weight_bits=weight_bits).to(device)
+    for direction, count, ring_bits in itertools.product(DIRECTIONS, _TEST_ROWS, _RING_BITS):
+        rows = probe_rows(count, packed.columns(direction)[0])
+        if not is_exact(kernel, weight, packed, rows, direction=direction, ring_bits=ring_bits):
+            return False
+    for direction, shape in zip(DIRECTIONS, (_DEEP, _DEEP[::-1]), strict=True):
+        weight = torch.full(shape, top, dtype=torch.int16, device="cpu")
         packed = kernel.pack(weight, weight_bits=weight_bits).to(device)
-        for direction, count, ring_bits in itertools.product(DIRECTIONS, _TEST_ROWS, _RING_BITS):
-            rows = probe_rows(count, packed.columns(direction)[0])
-            if not is_exact(kernel, weight, packed, rows, direction=direction, ring_bits=ring_bits):
-                return False
-        for direction, shape in zip(DIRECTIONS, (_DEEP, _DEEP[::-1]), strict=True):
-            weight = torch.full(shape, top, dtype=torch.int16, device="cpu")
-            packed = kernel.pack(weight, weight_bits=weight_bits).to(device)
-            rows = torch.full((_TEST_ROWS[-1], _DEEP[1]), _LOWEST_LIMBS, dtype=torch.int32, device="cpu")
-            if not all(is_exact(kernel, weight, packed, some, direction=direction) for some in (rows, rows[:1])):
-                return False
+        rows = torch.full((_TEST_ROWS[-1], _DEEP[1]), _LOWEST_LIMBS, dtype=torch.int32, device="cpu")
+        if not all(is_exact(kernel, weight, packed, some, direction=direction) for some in (rows, rows[:1])):
+            return False
     return True
 
 
@@ -161,15 +178,22 @@ def choose(
     Raises:
         ConfigError: a kernel that is unknown, does not run here, or is not exact.
     """
-    exact = functools.partial(_exact_for, shape, device, kernel, height=height)
-    first = next(exact())
-    *_, last = exact(layout=first.layout)
+    exact = functools.partial(_exact_for, shape, device, kernel, weight_bits=weight_bits, height=height)
+    last = first = next(exact())
+    if device.type == "cpu":
+        *_, last = exact(layout=first.layout)
     some = first if device.type == "cpu" and weight_bits > 8 else last
     return Choice(first.layout, {"few": first.name, "some": some.name, "many": last.name})
 
 
 def _exact_for(
-    shape: Sequence[int], device: torch.device, kernel: str, *, height: int, layout: str | None = None
+    shape: Sequence[int],
+    device: torch.device,
+    kernel: str,
+    *,
+    weight_bits: int,
+    height: int,
+    layout: str | None = None,
 ) -> Iterator[Kernel]:
     """Yield the exact kernels for a matrix, the probably fastest first; or those of `layout`, of which there may be
     none. Raises `ConfigError` if no kernel is exact."""
@@ -177,11 +201,11 @@ def _exact_for(
     def fits(k: Kernel) -> bool:
         return layout in (None, k.layout) and height % k.granule == 0
 
-    found = candidates(device, kernel=kernel, fits=fits)
+    found = candidates(device, weight_bits=weight_bits, kernel=kernel, fits=fits)
     first = next(found, None)
     if first is None and (height if kernel == "auto" else height % KERNELS[kernel].granule):
         # panels cannot be cut at every expert; the unchanged weights can
-        found = candidates(device, kernel="int32", fits=lambda k: layout in (None, k.layout))
+        found = candidates(device, weight_bits=weight_bits, kernel="int32", fits=lambda k: layout in (None, k.layout))
         first = next(found, None)
     if first is not None:
         yield first

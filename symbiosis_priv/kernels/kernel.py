@@ -76,6 +76,10 @@ class Kernel(ABC):
         """Returns True if this kernel may be the fastest on a device that it supports."""
         return True
 
+    def admit(self, passes: Callable[["Kernel"], bool], device: torch.device, weight_bits: int) -> bool:
+        """Test this kernel on a device, for weights of these bits. Returns True if it can be used."""
+        return passes(self)
+
     @abstractmethod
     def form(self, outputs: int, inputs: int, *, weight_bits: int) -> tuple[torch.dtype, tuple[int, ...]]:
         """Dtype and shape of the packed tensor."""
@@ -229,7 +233,7 @@ class CompiledKernel(Kernel):
         return {"total": _padded(columns) // _PANEL, "least": -(-_SLICE_BYTES // panel_bytes)}
 
 
-_CPU_WEIGHTS, _GPU_WEIGHTS = 1 << 19, 1 << 26  # weights that are converted at a time
+_CPU_WEIGHTS, _GPU_WEIGHTS = 1 << 19, 1 << 24  # weights that are converted at a time
 
 
 class _PlainKernel(Kernel):
@@ -239,7 +243,7 @@ class _PlainKernel(Kernel):
     """The dtype of the product's operands."""
 
     def is_candidate(self, device: torch.device) -> bool:
-        return device.type != "cpu" or not native.vectorised()
+        return device.type == "cpu" and not native.vectorised()
 
     def form(self, outputs: int, inputs: int, *, weight_bits: int) -> tuple[torch.dtype, tuple[int, ...]]:
         return torch.int8 if weight_bits <= 8 else torch.int16, (outputs, inputs)

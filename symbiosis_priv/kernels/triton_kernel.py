@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -35,7 +35,6 @@ from symbiosis_priv.system.files import UNDECODABLE, read_limited, write_atomica
 MAX_TERMS = 1 << 16
 """Largest number of terms of one program, so that its accumulators stay in int32 (`triton_product`)."""
 
-_RING_BITS: tuple[RingBits, ...] = get_args(RingBits)
 _INTERPRETED_PROCESSORS = 4
 _PROGRAMS_PER_PROCESSOR = 2  # number of programs up to which splitting sums pays
 _LEAST_STEPS = 4  # fewest steps of a program, because adding its partial sum to the others takes time
@@ -111,7 +110,7 @@ class TritonKernel(Kernel):
         self.name = "triton-fp16" if floats else "triton-int8"
         self.floats, self.tiles = floats, TILES[floats]
         self._fastest: dict[str, Tile] = {}
-        self._compiled: set[tuple[object, ...]] = set()
+        self._left_out = set[tuple[Chip | None, int, Tile]]()
 
     def supports(self, device: torch.device) -> bool:
         if importlib.util.find_spec("triton") is None:
@@ -122,6 +121,16 @@ class TritonKernel(Kernel):
     def is_candidate(self, device: torch.device) -> bool:
         chip = chips.chip_of(device)
         return chip is not None and chip.prefers_floats == self.floats
+
+    def admit(self, passes: Callable[[Kernel], bool], device: torch.device, weight_bits: int) -> bool:
+        """Test every tile. Returns True if one of each class can be used."""
+        chip = chips.chip_of(device)
+        for tile in dict.fromkeys(itertools.chain(*self.tiles.values())):
+            alone = TritonKernel(floats=self.floats)
+            alone.name, alone.tiles = f"{self.name} ({tile})", {1 << 62: (tile,)}
+            if alone.candidates(chip, 1, weight_bits=weight_bits) and not passes(alone):
+                self._left_out.add((chip, weight_bits, tile))
+        return all(self.candidates(chip, most, weight_bits=weight_bits) for most in self.tiles)
 
     def form(self, outputs: int, inputs: int, *, weight_bits: int) -> tuple[torch.dtype, tuple[int, ...]]:
         padded = inputs + -inputs % _PADDING
@@ -144,24 +153,14 @@ class TritonKernel(Kernel):
         return Packed(self.layout, outputs, inputs, weight_bits, data)
 
     def prepare(self, packed: Packed, results: Path | None = None) -> None:
-        """Compile the programs for weights of these bits, and time the tiles for this shape unless it is known. The
-        first time on a machine, compiling takes seconds."""
+        """Time the tiles for this shape unless it is known."""
         device = packed.data.device
-        if device.type != "cuda":  # the interpreter compiles nothing
+        if device.type != "cuda":  # the interpreter's times say nothing
             return
         from triton.testing import do_bench
 
         with torch.cuda.device(device):
             self.choose(packed, results, milliseconds=partial(do_bench, warmup=5, rep=20))
-            for direction, most in itertools.product(DIRECTIONS, self.tiles):
-                tile = self.tile(packed, direction, most)
-                variant = device, tile, direction, packed.weight_bits
-                if variant not in self._compiled:
-                    self._compiled.add(variant)
-                    for ring_bits in _RING_BITS:
-                        # `split` has a program for more than a few rows
-                        operands = _probe(packed, direction, min(most, _FEW.rows + 1))
-                        self._multiply(tile, packed, *operands, direction, ring_bits)
 
     def choose(
         self, packed: Packed, results: Path | None, *, milliseconds: Callable[[Callable[[], None]], float]
@@ -193,10 +192,10 @@ class TritonKernel(Kernel):
         return found or self.candidates(chips.chip_of(packed.data.device), count, weight_bits=packed.weight_bits)[0]
 
     def candidates(self, chip: Chip | None, count: int, *, weight_bits: int) -> list[Tile]:
-        """The tiles for products of `count` rows that fit on a chip."""
-        tiles = self.tiles[self._most(count)]
+        """The tiles for products of `count` rows that fit on a chip, without those that failed there."""
+        tiles = [t for t in self.tiles[self._most(count)] if (chip, weight_bits, t) not in self._left_out]
         if chip is None:
-            return list(tiles)
+            return tiles
         memory = partial(Tile.memory, entry=1 + self.floats, high=_high_bits(weight_bits), spare=chip.asynchronous)
         return [tile for tile in tiles if memory(tile) <= chip.shared and tile.warps * chip.lanes <= _MOST_THREADS]
 

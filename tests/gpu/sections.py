@@ -86,21 +86,29 @@ def machine(options: Options) -> Iterator[Row]:
 
 
 def kernels(options: Options) -> Iterator[Row]:
-    """The self-test of every kernel that supports the device, with its error if it fails."""
+    """The self-test of every kernel that supports the device, with its error if it fails; of every tile."""
     import torch
 
-    from symbiosis_priv.kernels import KERNELS, self_test
+    from symbiosis_priv.kernels import KERNELS, Kernel, self_test
 
     device = torch.device(options.device)
-    for name, kernel in KERNELS.items():
-        if not kernel.supports(device):
+    for kernel, bits in product(KERNELS.values(), (10, 8)):
+        if not kernel.supports(device) or (bits == 8 and not kernel.is_candidate(device)):
             continue
-        begun = time.perf_counter()
-        try:
-            result = "exact" if self_test(kernel, device) else "NOT EXACT"
-        except Exception as error:  # the section must show the error of any kernel
-            result = f"{type(error).__qualname__}: {error}"[:2000]
-        yield {"kernel": name, "result": result, "seconds": time.perf_counter() - begun}
+        found: list[Row] = []
+
+        def passes(program: Kernel, bits: int = bits, found: list[Row] = found) -> bool:
+            begun = time.perf_counter()
+            try:
+                result = "exact" if self_test(program, device, bits) else "NOT EXACT"
+            except Exception as error:  # the section must show the error of any kernel
+                result = f"{type(error).__qualname__}: {error}"[:2000]
+            row = {"kernel": program.name, "weight_bits": bits, "result": result}
+            found.append({**row, "seconds": time.perf_counter() - begun})
+            return result == "exact"
+
+        kernel.admit(passes, device, bits)
+        yield from found
 
 
 def tests(options: Options) -> Iterator[Row]:

@@ -29,7 +29,9 @@ def _slow_self_test_is_run_once() -> Iterator[None]:
     real = choice.self_test
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            choice, "self_test", lambda kernel, device: kernel.name.startswith("triton") or real(kernel, device)
+            choice,
+            "self_test",
+            lambda kernel, device, weight_bits: kernel.name.startswith("triton") or real(kernel, device, weight_bits),
         )
         yield
 

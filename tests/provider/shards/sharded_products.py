@@ -95,7 +95,7 @@ def main(checkpoint: str, experts: str, cache: str, weight_bits: str, kernel: st
     options: dict[str, Any] = {"weight_bits": int(weight_bits), "kernel": kernel}
     served = LayerRange.parse(layers) if layers else None
     if quick := kernel.startswith("triton"):  # in its interpreter, the self-test takes seconds; other tests run it
-        choice.passes_self_test = lambda kernel, device: True  # type: ignore[assignment]
+        choice.passes_self_test = lambda kernel, device, weight_bits: True  # type: ignore[assignment]
     used = list[object]()
     torch.cpu.set_device = used.append  # type: ignore[assignment]
     with torch.no_grad():

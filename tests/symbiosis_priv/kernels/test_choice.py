@@ -10,11 +10,12 @@ from torch import Tensor
 from symbiosis_priv import native
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.kernels import KERNELS, Packed, RingMatrix, choose, self_test
+from symbiosis_priv.kernels import KERNELS, Packed, RingMatrix, bits_per_weight, choose, self_test
 from symbiosis_priv.kernels.choice import candidates
 from symbiosis_priv.kernels.kernel import Int32Kernel
 from symbiosis_priv.limits import RingBits
 from tests.builds import switched
+from tests.gpu.chips import SHEETS
 from tests.gpu.kernels import measure_kernels
 
 CPU = torch.device("cpu")
@@ -85,13 +86,13 @@ def test_an_inexact_kernel_is_left_out(
 ) -> None:
     planted = plant(SPOILERS[fault])
     with caplog.at_level(logging.WARNING, logger="symbiosis_priv.kernels"):
-        assert planted not in candidates(CPU)
+        assert planted not in candidates(CPU, weight_bits=10)
     assert "kernel planted is not exact" in caplog.text
 
 
 def test_an_exact_kernel_is_a_candidate(plant: Callable[..., Planted]) -> None:
     """The control: the planted kernel is left out only because of its fault."""
-    assert plant() in candidates(CPU)
+    assert plant() in candidates(CPU, weight_bits=10)
 
 
 def test_a_kernel_that_cannot_run_is_left_out_with_a_warning(
@@ -104,14 +105,26 @@ def test_a_kernel_that_cannot_run_is_left_out_with_a_warning(
 
     planted = plant(fail)
     with caplog.at_level(logging.WARNING, logger="symbiosis_priv.kernels"):
-        assert planted not in candidates(CPU)
+        assert planted not in candidates(CPU, weight_bits=10)
     assert "FileNotFoundError: no C compiler" in caplog.text
     with pytest.raises(FileNotFoundError):
-        self_test(planted, CPU)
-    assert self_test(KERNELS["int32"], CPU)
+        self_test(planted, CPU, 10)
+    assert self_test(KERNELS["int32"], CPU, 10)
     timed = [row["kernel"] for row in measure_kernels(inputs=8, outputs=8, row_counts=[1], repeat=1)]
     assert timed.count("int32") == 2  # directions
     assert "planted" not in timed
+
+
+def test_slow_products_on_a_gpu_are_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Without Triton, for example. The memory plan then counts 16 bits for a weight of 10."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("symbiosis_priv.kernels.chip.chip_of", lambda device: SHEETS["H100 SXM"].chip)
+    monkeypatch.setattr("symbiosis_priv.kernels.choice.self_test", lambda *_: True)
+    with caplog.at_level(logging.WARNING, logger="symbiosis_priv.kernels"):
+        found = choose(SHAPE, weight_bits=10, device=torch.device("cuda:7"))
+    assert set(found.kernels.values()) == {"fp64"}
+    assert "products on cuda:7 take float64" in caplog.text
+    assert bits_per_weight(10, "cuda:7") == 16
 
 
 def test_a_named_kernel_must_be_exact_too(plant: Callable[..., Planted]) -> None:

@@ -96,7 +96,7 @@ def uniform(shape: tuple[int, int], *, bits: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(("kernel", "bits"), EVERY_DIGIT)
 def test_kernels_are_exact(kernel: str, bits: int, direction: Direction) -> None:
-    counts = (0, 1, 3, 64, 65) if kernel in TRITON_NAMES else (0, 1, 2, 3, 64, 513)  # both sides of a tile or block
+    counts = (0, 3, 65) if kernel in TRITON_NAMES else (0, 1, 2, 3, 64, 513)  # both sides of a tile or block
     for shape in SHAPES + DEEP:
         weight = uniform(shape, bits=bits)
         matrix = RingMatrix(weight, weight_bits=bits, kernel=kernel)

@@ -4,11 +4,10 @@ Their exactness is tested together with all other kernels, in test_matrix.py; `t
 absent GPUs.
 """
 
-import contextlib
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import (
     KERNELS,
+    Kernel,
     Packed,
     RingMatrix,
     bits_per_weight,
@@ -47,7 +47,23 @@ by_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 def use(monkeypatch: pytest.MonkeyPatch, chip: Chip | None) -> None:
     """Let every CUDA device be this chip, on which every kernel is exact."""
     monkeypatch.setattr(chips, "chip_of", lambda device: chip if device.type == "cuda" else None)
-    monkeypatch.setattr(choice, "passes_self_test", lambda kernel, device: True)
+    monkeypatch.setattr(choice, "passes_self_test", lambda kernel, device, weight_bits: True)
+
+
+def test_the_facts_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA's and AMD's, by index. A card that is not there has none: its number is the operator's."""
+    facts = {"multi_processor_count": 132, "total_memory": 1 << 30, "warp_size": 32, "shared_memory_per_block": 1 << 16}
+    nvidia = SimpleNamespace(**facts, name="H100", major=9, minor=0, shared_memory_per_block_optin=227 << 10)
+    amd = SimpleNamespace(**facts | {"warp_size": 64}, name="MI300X", gcnArchName="gfx942:sramecc+:xnack-")
+    cards = {None: nvidia, 0: nvidia, 1: amd}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: cards[device.index])
+    read = chips.chip_of.__wrapped__
+    assert read(CUDA) == read(torch.device("cuda:0")) == Chip("H100", "sm_90", 132, 1 << 30, 227 << 10)
+    assert read(CPU) is read(torch.device("cuda:2")) is None
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert read(torch.device("cuda:1")) == Chip("MI300X", "gfx942", 132, 1 << 30, 1 << 16, lanes=64)
 
 
 @pytest.mark.parametrize("height", [0, 1536, 100])
@@ -95,7 +111,7 @@ def test_chips_without_matrix_units_multiply_in_float64(
 
 def test_without_a_device_there_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, None)
-    monkeypatch.setattr(choice, "passes_self_test", lambda kernel, device: False)
+    monkeypatch.setattr(choice, "passes_self_test", lambda kernel, device, weight_bits: False)
     with pytest.raises(ConfigError, match="device = 'cpu'"):
         choose((64, 64), weight_bits=10, device=CUDA)
 
@@ -173,32 +189,53 @@ def test_a_card_without_memory_for_timing_keeps_the_first_tiles(kernel: TritonKe
     assert not results.exists()
 
 
-@needs_interpreter
+def test_a_tile_that_fails_on_a_chip_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another chip keeps it. If no tile is left for some rows, Triton's other kernel multiplies, or float64."""
+    found, failing = [SHEETS["B200"].chip, SHEETS["B300"].chip], list[Tile]()
+
+    def self_test(program: Kernel, device: torch.device, weight_bits: int) -> bool:
+        if device.index and isinstance(program, TritonKernel) and program.tiles[1 << 62][0] in failing:
+            raise RuntimeError("PTXAS error: internal error of the compiler")
+        return True
+
+    def names(weight_bits: int, card: int) -> set[str]:
+        return set(choose((64, 64), weight_bits=weight_bits, device=torch.device("cuda", card)).kernels.values())
+
+    fresh = {name: TritonKernel(floats=kernel.floats) for name, kernel in TRITON.items()}
+    monkeypatch.setattr(choice, "KERNELS", {**fresh, "fp64": KERNELS["fp64"]})
+    monkeypatch.setattr(chips, "chip_of", lambda device: found[device.index])
+    monkeypatch.setattr(choice, "self_test", self_test)
+    few, many = (TILES[True][most] for most in (16, 1 << 62))
+    failing += few[0], many[0]
+    assert names(10, 0) == names(10, 1) == {"triton-fp16"}
+    for most, tiles in ((1, few), (1000, many)):
+        lists = [fresh["triton-fp16"].candidates(chip, most, weight_bits=10) for chip in found]
+        assert lists == [list(tiles), list(tiles[1:])]
+    failing += few[1:]
+    assert (names(8, 0), names(8, 1)) == ({"triton-fp16"}, {"triton-int8"})
+    failing += TILES[False][16]
+    assert (names(12, 0), names(12, 1)) == ({"triton-fp16"}, {"fp64"})
+
+
 @by_kernel
-def test_every_program_is_compiled_before_a_request(kernel: TritonKernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the tiles are known: both rings, and the rows of one program of `split`."""
-    fresh, compiled = TritonKernel(floats=kernel.floats), set[tuple[object, ...]]()
-    packed = kernel.pack(torch.ones(8, 8, dtype=torch.int16), weight_bits=8)
+def test_the_self_test_starts_every_program(kernel: TritonKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is compiled while a tenant waits: of every tile, in both rings. `split` has one for up to 16 rows."""
+    started = set[tuple[object, ...]]()
 
-    def multiply(tile: Tile, _: Packed, rows: Tensor, out: Tensor, direction: Direction, ring_bits: RingBits) -> None:
-        compiled.add((tile, direction, ring_bits, len(rows) > 16))
+    def pack(self: TritonKernel, weight: Tensor, *, weight_bits: int) -> Packed:
+        return Packed(self.layout, *weight.shape, weight_bits, weight)
 
-    monkeypatch.setattr(fresh, "_multiply", multiply)
-    monkeypatch.setattr(fresh, "choose", lambda *_, **__: None)
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(triton_kernel, "_probe", lambda _, __, count: (torch.empty(count, 8), torch.empty(count, 8)))
-    fresh.prepare(OnCard(packed.layout, 8, 8, 8, packed.data))
-    assert compiled == {
-        (fresh.tile(packed, direction, most), direction, bits, most > 16)
-        for direction, most, bits in itertools.product(DIRECTIONS, kernel.tiles, get_args(RingBits))
-    }
+    def multiply(
+        self: TritonKernel, tile: Tile, packed: Packed, rows: Tensor, out: Tensor, way: Direction, ring: int = 32
+    ) -> None:
+        started.add((tile, way, ring, len(rows) > 16))
+        out.copy_(product(rows, packed.data, way))
 
-
-class OnCard(Packed):
-    """Weights in host memory that say that they are on a GPU."""
-
-    def __getattribute__(self, name: str) -> Any:
-        return SimpleNamespace(device=CUDA) if name == "data" else super().__getattribute__(name)
+    monkeypatch.setattr(TritonKernel, "pack", pack)
+    monkeypatch.setattr(TritonKernel, "_multiply", multiply)
+    assert TritonKernel(floats=kernel.floats).admit(lambda program: SELF_TEST(program, CPU, 10), CPU, 10)
+    tiles = itertools.chain(*kernel.tiles.values())
+    assert started == set(itertools.product(tiles, DIRECTIONS, get_args(RingBits), (False, True)))
 
 
 @needs_interpreter
@@ -227,7 +264,7 @@ def test_every_tile_is_exact(
 @by_kernel
 def test_it_passes_the_self_test(kernel: TritonKernel) -> None:
     """With the real self-test, which other tests of this folder skip for kernels of Triton."""
-    assert SELF_TEST(kernel, CPU)
+    assert SELF_TEST(kernel, CPU, 10)
 
 
 SELF_TEST = choice.self_test

@@ -223,7 +223,7 @@ def test_the_self_test_starts_every_program(kernel: TritonKernel, monkeypatch: p
     started = set[tuple[object, ...]]()
 
     def pack(self: TritonKernel, weight: Tensor, *, weight_bits: int) -> Packed:
-        return Packed(self.layout, *weight.shape, weight_bits, weight)
+        return Packed(self.layout, len(weight), weight.shape[1], weight_bits, weight)
 
     def multiply(
         self: TritonKernel, tile: Tile, packed: Packed, rows: Tensor, out: Tensor, way: Direction, ring: int = 32

@@ -135,7 +135,7 @@ def check(
     splits = {label: load(remote=remote) for label, remote in remotes.items()}
     reference = load()
     if data is not None:
-        limit = getattr(reference.config.get_text_config(), "max_position_embeddings", sequence_length)
+        limit = corpus.context_of(reference.config) or sequence_length
         examples = make_examples(data, tokenizer, length=min(sequence_length, limit))
         measured = [row.input_ids for row in rows_of(examples.found)[:blocks]]
         check_runs_on_text(reference, measured[0])

@@ -73,11 +73,12 @@ def finetune(
         table.add_row(f"examples cut to {options.sequence_length} tokens", f"{result.cut:,}")
     if result.left_out:
         table.add_row(f"left out: nothing to learn in {options.sequence_length} tokens", f"{result.left_out:,}")
-    table.add_row("steps", f"{len(result.losses):,}")
-    table.add_row("tokens", f"{result.tokens:,}")
-    table.add_row("tokens per second", f"{result.tokens / result.seconds:,.1f}")
-    if result.ledger is not None:
-        for row in ledgers.table_rows(result.ledger, tokens=result.tokens):
+    made = result.progress
+    table.add_row("steps", f"{len(made.losses):,}")
+    table.add_row("tokens", f"{made.tokens:,}")
+    table.add_row("tokens per second", f"{made.tokens / made.seconds:,.1f}")
+    if made.ledger is not None:
+        for row in ledgers.table_rows(made.ledger, tokens=made.tokens):
             table.add_row(*row)
     terminal.console().print(table)
 

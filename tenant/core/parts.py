@@ -223,7 +223,7 @@ class Part:
             rows.
         expected: int64 `[r]`, R applied to the true product of the rows.
         pads: pads for these rows; `UNMASKED_BY_CHOICE` without masking.
-        counts: rows of every expert, zeros of the bucket included, if rows belong to experts of a stack.
+        counts: rows of every expert, if rows belong to experts of a stack.
 
     Attributes:
         index, direction, outputs: those of the plan.

@@ -1,5 +1,6 @@
 """The demo's measurements, the claims that are computed from them, and the summary in 80 columns."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,8 +36,8 @@ class Measurements:
         full_bytes: the whole base model in the same precision.
     """
 
-    losses: tuple[float, ...]
-    simulated_losses: tuple[float, ...]
+    losses: Sequence[float]
+    simulated_losses: Sequence[float]
     perplexity_before: float
     perplexity_after: float
     held_out: bool

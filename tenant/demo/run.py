@@ -38,7 +38,7 @@ from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tenant.session.session import Session
 from tenant.session.tally import Ledger
-from tenant.training.corpus import hold_out, read_documents, to_blocks
+from tenant.training.corpus import context_of, hold_out, read_documents, to_blocks
 from tenant.training.finetune import FineTuned, finetune
 from tenant.training.generate import open_model
 from tenant.training.options import FineTuning
@@ -170,10 +170,10 @@ def _figures(
         quality = compare(load_adapter(full, masked.adapter), model, held_out or train)
     adapters = [load_file(a / "adapter_model.safetensors") for a in (masked.adapter, reference.adapter)]
     equal = sum(name in adapters[1] and torch.equal(t, adapters[1][name]) for name, t in adapters[0].items())
-    assert masked.ledger is not None  # a masked run has a session
+    assert masked.progress.ledger is not None  # a masked run has a session
     return Measurements(
-        losses=masked.losses,
-        simulated_losses=reference.losses,
+        losses=masked.progress.losses,
+        simulated_losses=reference.progress.losses,
         perplexity_before=math.exp(masked.loss_before),
         perplexity_after=math.exp(masked.loss_after),
         held_out=masked.held_out,
@@ -186,8 +186,8 @@ def _figures(
         text_before=_decoded(before, tokenizer),
         text_after=_decoded(after, tokenizer),
         quality=quality,
-        ledger=masked.ledger,
-        trained_tokens=masked.tokens,
+        ledger=masked.progress.ledger,
+        trained_tokens=masked.progress.tokens,
         generation=generation,
         killed=killer.victim,
         successor=killer.successor,
@@ -212,9 +212,10 @@ def _continue(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> tu
     """Return a fixed number of greedy tokens, so that end tokens do not shorten the comparison."""
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     started = ledger_of(model) or Ledger()
-    count = min(_NEW_TOKENS, _positions(model.config) - inputs["input_ids"].shape[1])
+    read = inputs["input_ids"].shape[1]
+    count = min(_NEW_TOKENS, (context_of(model.config) or read + _NEW_TOKENS) - read)
     ids = model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
-    new = ids[0, inputs["input_ids"].shape[1] :].tolist()
+    new = ids[0, read:].tolist()
     return tuple(new), since(started, ledger_of(model) or Ledger())
 
 
@@ -225,13 +226,7 @@ def _decoded(tokens: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> str
 
 
 def _sequence_length(path: Path) -> int:
-    return min(_SEQUENCE_LENGTH, _positions(load_config(path)))
-
-
-def _positions(config: Any) -> int:
-    """Return the model's largest number of positions; a default for models without absolute positions."""
-    limit = getattr(config, "max_position_embeddings", None)
-    return _SEQUENCE_LENGTH + _NEW_TOKENS if limit is None else int(limit)
+    return min(_SEQUENCE_LENGTH, context_of(load_config(path)) or _SEQUENCE_LENGTH)
 
 
 def _tensor_bytes(model: nn.Module) -> tuple[int, int]:

@@ -185,7 +185,7 @@ def check_runs_on_text(model: Any, ids: list[int]) -> None:
             model(**{f"{side}input_ids": torch.tensor([ids], dtype=torch.long, device=model.device) for side in sides})
     except Exception as error:  # any error of an architecture that lacks an input
         raise UnsupportedModelError(
-            f"{type(model).__name__} does not run on text alone ({one_line(str(error))[:_SHOWN]}). {_COMPARE_YOURSELF}"
+            f"{type(model).__name__} does not run on text alone ({shortened(error)}). {_COMPARE_YOURSELF}"
         ) from error
 
 

@@ -318,9 +318,10 @@ def send_part(
 def _encode(runtime: Runtime, index: GroupIndex, direction: Direction, rows: Rows) -> Part:
     """Encode all rows in the ring, with zero rows up to the bucket, as one part without pads. Also compute the
     expected check value of the product: R applied to the true product, computed with V."""
-    counts, bucket = rows.counts, runtime.options.row_bucket
+    counts = rows.counts
     plan = runtime.plan(index, direction, by_expert=counts is not None)
-    count = rows.count + -rows.count % bucket
+    # rows for single experts come in multiples of the bucket
+    count = rows.count + (-rows.count % runtime.options.row_bucket if counts is None else 0)
     encoded, expected = runtime.buffers.matrix(count, plan.inputs), vector(count, np.int64)
     began = clock()
     if rows.count == count:
@@ -329,8 +330,6 @@ def _encode(runtime: Runtime, index: GroupIndex, direction: Direction, rows: Row
         rows.encode(encoded[: rows.count], v=plan.v, expected=expected[: rows.count])
         encoded[rows.count :] = 0
         expected[rows.count :] = 0
-        if counts is not None:  # the bucket's zeros follow the last rows, so they belong to the last expert
-            counts = (*counts[:-1], counts[-1] + count - rows.count)
     record("quantise", since=began)
     return Part(plan, rows, 0, encoded, expected, (), counts)
 

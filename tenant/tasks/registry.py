@@ -342,7 +342,7 @@ class Tasks:
                     found = self.model.get_submodule(sibling)
                     self._names[found] = sibling, tuple(siblings)
                     if isinstance(found, RemoteLayer):
-                        found.tasks = self._output
+                        found.tasks = self._output_of
                     before = found.register_forward_pre_hook(self._before, with_kwargs=True)
                     self._hooks[sibling] = [before, found.register_forward_hook(self._after)]
         if trainable and not loaded.trainable:
@@ -398,17 +398,14 @@ class Tasks:
         return (batch.before(name, siblings, args[0]),), kwargs
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        batch, found = self._batch(), self._names.get(module)
-        if batch is None or found is None or not batch.extends(found[1]):
-            return output
-        return batch.after(*found, output, module.forward)
+        return self._output_of(module, output, again=False)
 
-    def _output(self, module: nn.Module, y: Tensor) -> Tensor:
-        """What `_after` will return in this forward pass of a layer if its product is `y`."""
+    def _output_of(self, module: nn.Module, y: Tensor, *, again: bool = True) -> Tensor:
+        """Return the output of a layer whose product is `y`. `again`: its hook will be called for the same pass."""
         batch, found = self._batch(), self._names.get(module)
         if batch is None or found is None or not batch.extends(found[1]):
             return y
-        return batch.after(*found, y, module.forward, again=True)
+        return batch.after(*found, y, module.forward, again=again)
 
     def _batch(self) -> Batch | None:
         return next((batch for tasks, batch in reversed(_active.get()) if tasks is self), None)

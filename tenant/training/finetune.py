@@ -25,7 +25,6 @@ from symbiosis_priv.federation import load_federation
 from symbiosis_priv.system.interrupts import Interrupts
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.loading import load_language_model, load_tokenizer
-from tenant.session.tally import Ledger
 from tenant.training.corpus import context_of, hold_out, read
 from tenant.training.examples import Example, Preference, columns, make_examples, rows_of
 from tenant.training.options import ALL_LINEAR, DEFAULT_BETA, FineTuning
@@ -44,21 +43,17 @@ class FineTuned:
         preferences: True if the losses are of preferences, not of tokens.
         cut: number of examples that were cut to the sequence length.
         left_out: number of examples with nothing to learn within the sequence length.
-        tokens, seconds: training tokens and time, without evaluation.
-        ledger: the session's counters during training; None without a session ("simulate", "paper-pool").
+        progress: losses, tokens, seconds and the session's counters, without evaluation.
     """
 
     adapter: Path
-    losses: tuple[float, ...]
     loss_before: float
     loss_after: float
     preferences: bool
     held_out: bool
     cut: int
     left_out: int
-    tokens: int
-    seconds: float
-    ledger: Ledger | None
+    progress: Progress
 
 
 def finetune(
@@ -172,16 +167,13 @@ def finetune(
             before, after = trainer.run(resume_from=start)
             return FineTuned(
                 adapter=output,
-                losses=tuple(progress.losses),
                 loss_before=before,
                 loss_after=after,
                 preferences=preferences,
                 held_out=bool(held_out),
                 cut=examples.cut,
                 left_out=examples.left_out,
-                tokens=progress.tokens,
-                seconds=progress.seconds,
-                ledger=progress.ledger,
+                progress=progress,
             )
         finally:
             backend.close()

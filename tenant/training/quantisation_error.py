@@ -14,9 +14,8 @@ from torch.nn.functional import cosine_similarity, cross_entropy, kl_div, log_so
 
 from symbiosis_priv.arithmetic.ring import row_blocks
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import ConfigError, SymbiosisError, one_line
-
-_SHOWN = 200  # characters shown of an error of the model's own code
+from symbiosis_priv.errors import ConfigError, SymbiosisError
+from tenant.model.loading import shortened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +165,7 @@ def _vectors(model: Any, inputs: list[int] | Mapping[str, Tensor]) -> Tensor:
         raise
     except Exception as error:  # an architecture's own code
         raise ConfigError(
-            f"{type(model).__name__} does not run on these inputs ({one_line(str(error))[:_SHOWN]}); save all that its "
+            f"{type(model).__name__} does not run on these inputs ({shortened(error)}); save all that its "
             f"processor returns"
         ) from error
     return found.to(device="cpu", dtype=torch.float64)

@@ -26,14 +26,13 @@ from symbiosis_priv.system.files import storing
 from symbiosis_priv.system.interrupts import Interrupts
 from tenant.model.all_logits import compute_all_logits
 from tenant.model.ledger import ledger_of, since
-from tenant.model.loading import load_adapter_tensors
+from tenant.model.loading import load_adapter_tensors, shortened
 from tenant.model.overlap import overlapped
 from tenant.session.tally import Ledger
 from tenant.training.output import Record, is_whole, last_checkpoint, save_adapter, write_record
 
 _STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
 _ANEW = "delete it, or start a new run in another --output"
-_SHOWN = 160  # characters of another library's message that an error message quotes
 
 
 class Progress(TrainerCallback):
@@ -248,4 +247,4 @@ def _reading(checkpoint: str | None) -> Iterator[None]:
     except SymbiosisError:
         raise
     except Exception as error:  # torch and PEFT raise many types for malformed files
-        raise CheckpointError(f"{checkpoint} is damaged ({one_line(str(error))[:_SHOWN]}); {_ANEW}") from error
+        raise CheckpointError(f"{checkpoint} is damaged ({shortened(error)}); {_ANEW}") from error

@@ -16,13 +16,14 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from symbiosis_priv.errors import ConfigError, SymbiosisError, UnsupportedModelError, one_line
+from symbiosis_priv.errors import ConfigError, SymbiosisError, UnsupportedModelError
 from tenant.endpoint.engine.answer import token_logprob
 from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.endpoint.engine.queued import QueuedEngine, Turn
 from tenant.endpoint.engine.requests import Engine, EngineRequest
 from tenant.endpoint.engine.sequence import Drafter, Sequence
+from tenant.model.loading import shortened
 from tenant.session.tally import look, taken_sight
 from tenant.tasks import Tasks
 from tenant.training.corpus import context_of
@@ -196,5 +197,5 @@ def _probed(model: Any, tasks: Tasks | None) -> PackedModel:
         packed.close()
         if isinstance(error, SymbiosisError) or not isinstance(error, Exception):
             raise
-        raise UnsupportedModelError(f"its code fails on single tokens ({one_line(str(error))[:200]})") from error
+        raise UnsupportedModelError(f"its code fails on single tokens ({shortened(error)})") from error
     return packed

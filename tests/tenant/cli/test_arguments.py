@@ -77,7 +77,7 @@ def test_wrong_arguments_do_not_wait_for_torch(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     for (command, word), line in zip(wrong, done.stdout.splitlines(), strict=True):
         status, shown, heavy = json.loads(line)
-        usage = ("--masking pads", "--experts some", "--deadline -1", "--seed", "--epochs inf")
+        usage = ("--masking pads", "--experts counts", "--deadline -1", "--seed", "--epochs inf")
         assert status == (2 if any(words in command for words in usage) else 1), (command, shown)
         assert word in shown, command
         assert not heavy, command

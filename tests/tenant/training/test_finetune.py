@@ -202,7 +202,7 @@ def test_a_resumed_run_uses_the_options_of_its_start(
     other.write_text(text.read_text().upper())
     with pytest.raises(ConfigError, match="other data"):
         finetune(tiny, other, output, remote=SIMULATE, options=replace(OPTIONS, resume=True))
-    assert len(run(output, resume=True, steps=2, gradient_checkpointing=True).losses) == 1
+    assert len(run(output, resume=True, steps=2, gradient_checkpointing=True).progress.losses) == 1
 
 
 def _changed_adapter(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
@@ -278,7 +278,7 @@ def test_pairs_of_unequal_length_are_padded(run: Run, tiny: Path, tmp_path: Path
     )
     options = replace(OPTIONS, steps=1, sequence_length=12, pad_to_multiple_of=13)
     result = finetune(tiny, lines, tmp_path / "adapter", remote=SIMULATE, options=options)
-    assert result.tokens % 13 == 0
+    assert result.progress.tokens % 13 == 0
     assert result.loss_before > 0
     assert not result.held_out
 
@@ -375,8 +375,8 @@ def test_packed_chats_are_learned_as_unpacked_ones(tiny: Path, tmp_path: Path) -
         finetune(tiny, lines, tmp_path / name, remote=SIMULATE, options=replace(options, **changes))
         for name, changes in cases.items()
     )
-    assert packed.losses == pytest.approx(apart.losses, rel=1e-6)
-    assert packed.tokens < apart.tokens / 1.5  # no padding
+    assert packed.progress.losses == pytest.approx(apart.progress.losses, rel=1e-6)
+    assert packed.progress.tokens < apart.progress.tokens / 1.5  # no padding
     for name, tensor in tensors(tmp_path / "apart").items():
         torch.testing.assert_close(tensors(tmp_path / "packed")[name], tensor, rtol=1e-2, atol=1e-3)
     others = tmp_path / "model"

@@ -105,5 +105,5 @@ def test_preferences_are_learned_as_with_the_plain_model(
     )
     trainer.train()
     expected = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert found.losses == pytest.approx(expected, rel=1e-2)
+    assert found.progress.losses == pytest.approx(expected, rel=1e-2)
     assert min(expected) < 0.5  # from 0.69

@@ -28,7 +28,8 @@ from symbiosis_priv.checkpoints.checkpoint import resolve
 from tenant.bench.measured_models import Effort, Llama, MaskingVariant, provide, remote_config
 from tenant.bench.options import Masking, Progress, benchmark
 from tenant.bench.report import Goal, Row, figure, percentile, where
-from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Event, Failed, Token
+from tenant.endpoint.engine.queued import Engine
+from tenant.endpoint.engine.requests import Done, EngineRequest, Event, Failed, Token
 from tenant.endpoint.engine.sequential import SequentialEngine, open_engine
 from tenant.model.hf import backend_of
 from tenant.model.ledger import ledger_of, since

@@ -15,8 +15,7 @@ from tenant.endpoint.api.http_server import Server
 from tenant.endpoint.api.service import Service, Settings
 from tenant.endpoint.engine.classifying import ClassifyingEngine
 from tenant.endpoint.engine.continuous import EngineLimits
-from tenant.endpoint.engine.queued import Turn
-from tenant.endpoint.engine.requests import Engine
+from tenant.endpoint.engine.queued import Engine, Turn
 from tenant.endpoint.engine.sequential import open_engine
 from tenant.endpoint.engine.speculation import open_drafter
 from tenant.endpoint.options import Serving

@@ -19,6 +19,7 @@ from symbiosis_priv.errors import SymbiosisError
 from tenant.endpoint.api.errors import ApiError, failed, refused
 from tenant.endpoint.api.service import EndpointMetrics, endpoint_of
 from tenant.endpoint.engine import requests as engine
+from tenant.endpoint.engine.queued import Engine
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class Running:
 
     def __init__(
         self,
-        computed_by: engine.Engine,
+        computed_by: Engine,
         requests: Sequence[engine.EngineRequest],
         metrics: EndpointMetrics,
         users: Counter[str | None],

@@ -29,7 +29,8 @@ from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.http_server import CONNECTIONS
 from tenant.endpoint.api.vocabulary import Vocabulary
 from tenant.endpoint.engine.answer import TextStream
-from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Pooling, Sampling
+from tenant.endpoint.engine.queued import Engine
+from tenant.endpoint.engine.requests import Done, EngineRequest, Pooling, Sampling
 from tenant.model.loading import is_classifier
 from tenant.session.session import Session
 from tenant.tasks import Tasks

@@ -7,7 +7,7 @@ attention      attention over the keys and values of sequences
 packed_model   one pass of a model over tokens of many sequences
 sequence       a request in progress, and its costs
 speculation    guesses of tokens, for fewer round trips
-queued         what both engines share: a queue with equal turns for clients and adapters, and the costs of requests
+queued         what all engines share: a queue with equal turns for clients and adapters, and the costs of requests
 continuous     the engine that computes all requests together
 gathered       gathers the events of a whole answer
 sequential     the engine for other models: one request at a time, with `generate()`; and the choice between both

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from symbiosis_priv.errors import ConfigError, NonFiniteError
-from tenant.endpoint.engine.queued import QueuedEngine
+from tenant.endpoint.engine.queued import Engine
 from tenant.endpoint.engine.requests import EngineRequest
 from tenant.endpoint.engine.sequence import Sequence
 from tenant.tasks import Tasks
@@ -16,21 +16,19 @@ from tenant.tasks.batch import BASE
 from tenant.training.corpus import context_of
 
 _MOST: Final = 32  # texts of a pass
+_WAITING: Final = 512  # texts that wait
 _TOKENS: Final = 16_384  # ... and their tokens, with padding
 _BLOCK: Final = 8  # rows of a task that are computed together, so that its bits do not depend on other tasks
 TYPES: Final = "token_type_ids"
 
 
-class ClassifyingEngine(QueuedEngine):
+class ClassifyingEngine(Engine):
     """Computes the logits of texts; clients take turns. A text that fails in company is computed again alone, so that
-    no request fails for another one. `max_waiting`: limit of texts that wait. A client may have at most as many of them
-    as stay free."""
+    no request fails for another one."""
 
-    def __init__(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, *, tasks: Tasks | None, max_waiting: int = 512
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, *, tasks: Tasks | None) -> None:
         self._most = min(context_of(model.config) or 1 << 20, int(tokenizer.model_max_length))
-        super().__init__(model, tokenizer, tasks=tasks, max_waiting=max_waiting, context=self._most, turn=None)
+        super().__init__(model, tokenizer, tasks=tasks, max_waiting=_WAITING, context=self._most, turn=None)
         self._pad_token_id: int | None = model.config.pad_token_id
 
     def check(self, request: EngineRequest) -> None:

@@ -19,7 +19,7 @@ from symbiosis_priv.errors import ConfigError
 from tenant.endpoint.engine.attention import ROWS
 from tenant.endpoint.engine.kv import Prefixes
 from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
-from tenant.endpoint.engine.queued import QueuedEngine, Turn, Turns
+from tenant.endpoint.engine.queued import Engine, Turn, Turns
 from tenant.endpoint.engine.requests import EngineRequest, Load
 from tenant.endpoint.engine.sequence import Drafter, Sequence
 from tenant.session.tally import look
@@ -33,6 +33,9 @@ _PROVIDERS = (
     *(errors.QuarantinedError, errors.UncoveredError, errors.CertificateError),
 )
 """Errors of providers, which dividing a step's rows would not avoid."""
+_STEP_WORK = 20_000_000_000
+"""Floating-point operations of a step for the attention of prompts while other requests run. The more tokens of a
+prompt have been read, the fewer rows it gets, so that it does not delay other answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +47,6 @@ class EngineLimits:
         step_rows: rows of a step. With more rows, prompts take fewer round trips, but delay the tokens of other
             answers.
         prompt_rows: minimum number of a step's rows for prompts, and number of rows that a prompt gets in one turn.
-        step_work: floating-point operations of a step for the attention of prompts while other requests run. The more
-            tokens of a prompt have been read, the fewer rows it gets, so that it does not delay other answers.
         running: limit of requests that run at the same time.
         waiting: limit of requests that wait. A client may have at most as many of them as stay free, so no client can
             take all places.
@@ -59,14 +60,13 @@ class EngineLimits:
     memory: int = 1 << 30
     step_rows: int = 256
     prompt_rows: int = 64
-    step_work: int = 20_000_000_000
     running: int = 128
     waiting: int = 512
     pace_s: float | None = None
     clients: int = 1
 
 
-class ContinuousEngine(QueuedEngine):
+class ContinuousEngine(Engine):
     """The engine that computes all requests together; see the module's docstring. `drafter`: guesses tokens to save
     round trips; None for one token per pass."""
 
@@ -87,7 +87,7 @@ class ContinuousEngine(QueuedEngine):
         self._prefixes = Prefixes()
         shape, heads = packed.shape, packed.config.num_attention_heads
         self._due, self._late = time.monotonic(), 0
-        self._pairs = limits.step_work // (2 * shape.layers * heads * (shape.key_width + shape.value_width))
+        self._pairs = _STEP_WORK // (2 * shape.layers * heads * (shape.key_width + shape.value_width))
         if limits.pace_s is not None:
             packed.hides_answers = True
             answers = min(limits.running, limits.step_rows // (1 + self._ahead))
@@ -101,8 +101,8 @@ class ContinuousEngine(QueuedEngine):
             memory = self._reserved() + self._prefixes.bytes
             return replace(super().load(), memory=memory, memory_limit=self._limits.memory)
 
-    def close(self, *, drain_s: float = 0.0, interrupt: Callable[[], None] | None = None) -> None:
-        super().close(drain_s=drain_s, interrupt=interrupt)
+    def close(self, *, interrupt: Callable[[], None] | None = None) -> None:
+        super().close(interrupt=interrupt)
         self._packed.close()
 
     def check(self, request: EngineRequest) -> None:

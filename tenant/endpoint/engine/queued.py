@@ -1,8 +1,8 @@
-"""What both engines share: a queue in which clients take turns, the thread that computes, and the costs of requests."""
+"""What all engines share: a queue in which clients take turns, the thread that computes, and the costs of requests."""
 
 import logging
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Ordered
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from symbiosis_priv.errors import DeadlineExceededError, OverloadedError, SymbiosisError, TaskError
 from tenant.endpoint.engine.answer import GeneratedAnswer
-from tenant.endpoint.engine.requests import Engine, EngineRequest, Load, ShownRow, Sink
+from tenant.endpoint.engine.requests import EngineRequest, Load, ShownRow, Sink
 from tenant.endpoint.engine.sequence import Sequence
 from tenant.model.ledger import ledger_of, since
 from tenant.session.tally import Ledger, taken_sight
@@ -98,8 +98,9 @@ class Turn:
         self.__enter__()
 
 
-class QueuedEngine(Engine):
-    """An engine whose thread computes the requests of a queue. `max_waiting`: limit of requests that wait. A client may
+class Engine(ABC):
+    """Generates answers, in a thread that computes the requests of a queue. Its public methods may be called from any
+    thread. `max_waiting`: limit of requests that wait. A client may
     have at most as many of them as stay free. `context`: largest number of tokens of a request; None without a limit.
     """
 
@@ -137,6 +138,9 @@ class QueuedEngine(Engine):
         """Compute something for the requests, in the engine's thread."""
 
     def submit(self, request: EngineRequest, sink: Sink) -> Sequence:
+        """Accept a request. Its events are sent to `sink`; the last is `Done` or `Failed`. Raises `TaskError`: there is
+        no such adapter; `ConfigError`: the request cannot be served: it is longer than the model's context or than the
+        memory limit; `OverloadedError`: too many requests are waiting; try again later."""
         self.check(request)
         sequence = Sequence(GeneratedAnswer(request, sink, self._tokenizer), withdraw=self._withdraw)
         with self._changed:
@@ -149,6 +153,7 @@ class QueuedEngine(Engine):
         return sequence
 
     def load(self) -> Load:
+        """Return the present load."""
         with self._changed:
             return Load(
                 running=len(self._running),
@@ -158,11 +163,12 @@ class QueuedEngine(Engine):
                 rows=self._turn.counted.rows,
             )
 
-    def close(self, *, drain_s: float = 0.0, interrupt: Callable[[], None] | None = None) -> None:
+    def close(self, *, interrupt: Callable[[], None] | None = None) -> None:
+        """Refuse new requests, cancel the others, and stop. `interrupt`: ends a step that waits for a provider, such as
+        `Session.close`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._waiting and not self._running, timeout=drain_s)
             for sequence in (*self._waiting, *self._running):
                 sequence.stopping = True
                 sequence.cancel()

@@ -1,6 +1,5 @@
-"""Requests to an engine, their events, and the interface `Engine`. Does not import torch."""
+"""Requests to an engine, and their events. Does not import torch."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
@@ -226,22 +225,3 @@ class Load:
     steps: int = 0
     tokens: int = 0
     rows: int = 0
-
-
-class Engine(ABC):
-    """Generates answers. All methods may be called from any thread."""
-
-    @abstractmethod
-    def submit(self, request: EngineRequest, sink: Sink) -> Handle:
-        """Accept a request. Its events are sent to `sink`; the last is `Done` or `Failed`. Raises `TaskError`: there is
-        no such adapter; `ConfigError`: the request cannot be served: it is longer than the model's context or than the
-        memory limit; `OverloadedError`: too many requests are waiting; try again later."""
-
-    @abstractmethod
-    def load(self) -> Load:
-        """Return the present load."""
-
-    @abstractmethod
-    def close(self, *, drain_s: float = 0.0, interrupt: Callable[[], None] | None = None) -> None:
-        """Refuse new requests, wait up to `drain_s` seconds for running ones, cancel the others, and stop. `interrupt`:
-        ends a step that waits for a provider, such as `Session.close`."""

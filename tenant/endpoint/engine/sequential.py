@@ -20,8 +20,8 @@ from symbiosis_priv.errors import ConfigError, SymbiosisError, UnsupportedModelE
 from tenant.endpoint.engine.answer import token_logprob
 from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
-from tenant.endpoint.engine.queued import QueuedEngine, Turn
-from tenant.endpoint.engine.requests import Engine, EngineRequest
+from tenant.endpoint.engine.queued import Engine, Turn
+from tenant.endpoint.engine.requests import EngineRequest
 from tenant.endpoint.engine.sequence import Drafter, Sequence
 from tenant.model.loading import shortened
 from tenant.session.tally import look, taken_sight
@@ -35,7 +35,7 @@ _PROBE = 12  # tokens
 _TOLERANCE = 0.05  # share of the largest logit: rounding stays below, and a wrong position is far above
 
 
-class SequentialEngine(QueuedEngine):
+class SequentialEngine(Engine):
     """Answers one request at a time, with `model.generate()`; clients take turns. After each token, another engine of
     the model has its turn. `max_waiting`: limit of requests that wait. A client may have at most as many of them as
     stay free. `turn`: shared with other engines of the model; None for none."""

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -12,14 +12,14 @@ from symbiosis_priv.errors import CheckpointError, QuarantinedError, SymbiosisEr
 from tenant.endpoint.api.errors import ApiError, failed
 from tenant.endpoint.api.running import Running
 from tenant.endpoint.api.service import EndpointMetrics
-from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Event, Failed, Load, RequestLedger, Sink, Token
+from tenant.endpoint.engine.requests import Done, EngineRequest, Event, Failed, RequestLedger, Sink, Token
 from tests.tenant.endpoint.api.conftest import Served
 
 REQUEST = EngineRequest(id="1", prompt=(1,), adapter="lora")
 
 
-class Scripted(Engine):
-    """Gives events when it is told to."""
+class Scripted:
+    """An engine that gives events when it is told to, and its handle."""
 
     def __init__(self) -> None:
         self.sinks: list[Sink] = []
@@ -35,15 +35,13 @@ class Scripted(Engine):
     def ledger(self) -> RequestLedger:
         return RequestLedger(rows=2)
 
-    def load(self) -> Load:
-        return Load()
 
-    def close(self, *, drain_s: float = 0.0, interrupt: Callable[[], None] | None = None) -> None:
-        pass
+def made(engine: Any, requests: int = 1, users: Counter[str | None] | None = None, **more: bool) -> Running:
+    return Running(engine, [REQUEST] * requests, EndpointMetrics(engine), Counter() if users is None else users, **more)
 
 
 async def running(engine: Scripted, *events: Event) -> Running:
-    found = Running(engine, [REQUEST], EndpointMetrics(engine), Counter())
+    found = made(engine)
     for event in events:
         await asyncio.to_thread(engine.sinks[0], event)
     return found
@@ -92,7 +90,7 @@ def test_costs_are_those_of_running_and_ended_requests() -> None:
     async def run() -> None:
         users: Counter[str | None] = Counter()
         engine = Scripted()
-        both = Running(engine, [REQUEST, REQUEST], EndpointMetrics(engine), users)
+        both = made(engine, 2, users)
         assert both.ledger().rows == 4
         assert users["lora"] == 1
         for sink in engine.sinks:
@@ -144,7 +142,7 @@ def test_costs_that_other_keys_rows_change_are_rounded(cost: int) -> None:
 
     async def run() -> RequestLedger:
         engine = Costly()
-        return Running(engine, [REQUEST], EndpointMetrics(engine), Counter(), shared=True).ledger()
+        return made(engine, shared=True).ledger()
 
     found = asyncio.run(run())
     assert (found.rows, found.answers_verified) == (7, 7)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tenant import RemoteConfig
-from tenant.endpoint.engine.requests import Done, Engine, EngineRequest, Event, Failed, Token, TokenLogprob
+from tenant.endpoint.engine.queued import Engine
+from tenant.endpoint.engine.requests import Done, EngineRequest, Event, Failed, Token, TokenLogprob
 from tenant.model.loading import load_language_model
 from tenant.tasks import Tasks
 from tests.adapters import METHODS, write_adapter

@@ -10,7 +10,7 @@ import torch
 from symbiosis_priv.errors import ConfigError, OverloadedError, TaskError
 from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.packed_model import PackedModel
-from tenant.endpoint.engine.queued import QueuedEngine
+from tenant.endpoint.engine.queued import Engine
 from tenant.endpoint.engine.requests import Done, Embedded, Sampling, Started
 from tenant.endpoint.engine.sequential import SequentialEngine
 from tenant.tasks import Tasks
@@ -20,8 +20,8 @@ PROMPT = tuple(range(5, 25))
 
 
 @pytest.fixture(scope="module", params=["together", "one after another"])
-def engine(request: pytest.FixtureRequest, model: Any, tokenizer: Any, tasks: Tasks) -> Iterator[QueuedEngine]:
-    made: QueuedEngine
+def engine(request: pytest.FixtureRequest, model: Any, tokenizer: Any, tasks: Tasks) -> Iterator[Engine]:
+    made: Engine
     if request.param == "together":
         limits = EngineLimits(running=1, waiting=4)
         made = ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks, limits=limits)
@@ -32,7 +32,7 @@ def engine(request: pytest.FixtureRequest, model: Any, tokenizer: Any, tasks: Ta
 
 
 @pytest.mark.parametrize("bucket", [1, 3, 8])
-def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(engine: QueuedEngine, bucket: int) -> None:
+def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(engine: Engine, bucket: int) -> None:
     """Passes without tokens fill the bucket, also beyond the largest number of tokens. `generate()` could not fill the
     prompt's, and refuses a bucket."""
     if bucket > 1 and isinstance(engine, SequentialEngine):
@@ -48,7 +48,7 @@ def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(engine: QueuedEngine,
     assert engine.load().steps - steps == new + -new % bucket
 
 
-def test_log_probabilities_of_prompt_and_answer_are_the_models_own(engine: QueuedEngine, model: Any) -> None:
+def test_log_probabilities_of_prompt_and_answer_are_the_models_own(engine: Engine, model: Any) -> None:
     sampling = Sampling(logprobs=2, prompt_logprobs=0, temperature=2.0, seed=3, logit_bias={7: 3.0})
     asked = Asked(engine, PROMPT, max_tokens=4, sampling=sampling)
     ids = torch.tensor([PROMPT + tuple(asked.tokens)])
@@ -62,7 +62,7 @@ def test_log_probabilities_of_prompt_and_answer_are_the_models_own(engine: Queue
     assert found == pytest.approx(each.tolist(), abs=1e-4)
 
 
-def test_embeddings_are_hidden_states(engine: QueuedEngine, model: Any) -> None:
+def test_embeddings_are_hidden_states(engine: Engine, model: Any) -> None:
     with torch.no_grad():
         hidden = model.base_model(torch.tensor([PROMPT])).last_hidden_state[0]
     for pooling, expected in (("last", hidden[-1]), ("mean", hidden.mean(0))):
@@ -78,7 +78,7 @@ def test_embeddings_are_hidden_states(engine: QueuedEngine, model: Any) -> None:
     [({"adapter": "none-such"}, TaskError, "none-such"), ({"max_tokens": 1 << 20}, ConfigError, "context")],
 )
 def test_requests_that_cannot_be_served_are_refused(
-    engine: QueuedEngine, said: dict[str, Any], error: type[Exception], named: str
+    engine: Engine, said: dict[str, Any], error: type[Exception], named: str
 ) -> None:
     with pytest.raises(error, match=named):
         Asked(engine, PROMPT, **said)
@@ -86,12 +86,12 @@ def test_requests_that_cannot_be_served_are_refused(
 
 @pytest.mark.parametrize("engine", ["together"], indirect=True)
 @pytest.mark.parametrize("prompt", [(), (10**6,), (-1,)])
-def test_a_prompt_has_tokens_of_the_model(engine: QueuedEngine, prompt: tuple[int, ...]) -> None:
+def test_a_prompt_has_tokens_of_the_model(engine: Engine, prompt: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError):
         Asked(engine, prompt)
 
 
-def test_cancellation_ends_a_request_within_a_step(engine: QueuedEngine) -> None:
+def test_cancellation_ends_a_request_within_a_step(engine: Engine) -> None:
     asked: list[Asked] = []
     asked.append(Asked(engine, PROMPT, max_tokens=100, at={3: lambda: asked[0].handle.cancel()}))
     assert asked[0].done().finish == "cancelled"
@@ -99,7 +99,7 @@ def test_cancellation_ends_a_request_within_a_step(engine: QueuedEngine) -> None
     assert engine.load().running == 0
 
 
-def test_cancelled_requests_end_and_too_many_are_refused(engine: QueuedEngine) -> None:
+def test_cancelled_requests_end_and_too_many_are_refused(engine: Engine) -> None:
     first = threading.Event()
     long = Asked(engine, PROMPT, max_tokens=200, client="a", at={1: first.set})
     assert first.wait(60)

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from symbiosis_priv.errors import DeadlineExceededError
 from tenant.endpoint.engine import queued
-from tenant.endpoint.engine.queued import QueuedEngine, Turn, Turns
+from tenant.endpoint.engine.queued import Engine, Turn, Turns
 from tenant.endpoint.engine.requests import EngineRequest, Event, Failed
 from tenant.session.tally import Ledger
 
@@ -48,7 +48,7 @@ def test_adapters_of_a_client_take_turns() -> None:
     assert order == [("a", "x"), ("b", "x"), ("a", "y"), ("a", "x")]
 
 
-class Waits(QueuedEngine):
+class Waits(Engine):
     """An engine whose turn never comes."""
 
     def step(self) -> None:

@@ -37,6 +37,7 @@ def ask(served: Served, method: str, path: str, body: Any = None, **headers: str
 
 @cases(__file__, "headers")
 def test_only_those_with_the_key_and_no_web_pages(served: Served, name: str, value: str | None, status: int) -> None:
+    value = None if value is None else value.replace("PORT", str(served.port))
     found, body = ask(served, "POST", "/v1/completions", COMPLETION, **{name: value})
     assert found == status
     assert found == 200 or set(body["error"]) == {"message", "type", "param", "code"}
@@ -48,21 +49,9 @@ def test_rows_are_shown_on_this_machine_only(served: Served, host: str, status: 
     assert ask(served, "POST", "/v1/completions", asked, Host=f"{host}:{served.port}")[0] == status
 
 
-def test_the_page_of_the_endpoint_itself_may_ask(served: Served) -> None:
-    origin = f"http://127.0.0.1:{served.port}"
-    assert ask(served, "GET", "/v1/models", Origin=origin)[0] == 200
-
-
 def test_what_needs_no_key(served: Served) -> None:
-    for path, status in (
-        ("/health", 200),
-        ("/ready", 200),
-        ("/openapi.json", 200),
-        ("/metrics", 401),
-        ("/v1/none", 401),
-        ("/x", 401),
-    ):
-        assert ask(served, "GET", path, Authorization=None)[0] == status
+    for paths, expected in ((("/health", "/ready", "/openapi.json"), 200), (("/metrics", "/v1/none", "/x"), 401)):
+        assert {ask(served, "GET", path, Authorization=None)[0] for path in paths} == {expected}
     assert ask(served, "GET", "/v1/none")[0] == 404
     assert ask(served, "PUT", "/v1/models")[0] == 405
     status, text = ask(served, "GET", "/metrics")

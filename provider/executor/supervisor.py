@@ -8,6 +8,7 @@ import contextlib
 import os
 import select
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -27,7 +28,6 @@ from provider.executor.executor import build
 from provider.refusal import Refusal
 from provider.shards.rank_group import FOLDER_VARIABLE
 from symbiosis_priv.errors import ConfigError, DeviceLostError, RankLostError
-from symbiosis_priv.system import processes as start
 from symbiosis_priv.system.files import PrivateFolder
 from symbiosis_priv.system.pacing import Backoff
 
@@ -224,7 +224,7 @@ class ExecutorProcess(ExecutorHandle):
         return self._process.pid
 
     def _spawn(self) -> Popen[bytes]:
-        process = Popen(start.command("provider.processes.executor_process"), stdin=PIPE)
+        process = Popen([sys.executable, "-m", "provider.processes.executor_process"], stdin=PIPE)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process has ended; `_watch` notices that
             process.stdin.write(self.message().encode())
@@ -275,8 +275,8 @@ class ExecutorGroup(ExecutorProcess):
         shutil.rmtree(rendezvous, ignore_errors=True)  # the folder of the previous group
         rendezvous.mkdir(mode=0o700)
         ranks, threads = self.config.executor.ranks, self.config.executor.threads or os.cpu_count() or 1
-        command = start.command("provider.processes.launch", f"--nproc-per-node={ranks}")
-        command += start.command("provider.processes.rank")[1:]
+        command = [sys.executable, "-m", "provider.processes.launch", f"--nproc-per-node={ranks}"]
+        command += ["-m", "provider.processes.rank"]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(max(1, threads // ranks)),

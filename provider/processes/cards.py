@@ -38,7 +38,7 @@ from symbiosis_priv.network.addresses import parse_address, shown
 from symbiosis_priv.system.files import write_atomically
 from symbiosis_priv.system.interrupts import set_on_signals
 from symbiosis_priv.system.pacing import Backoff
-from symbiosis_priv.system.processes import command, end_now, when_stdin_closes
+from symbiosis_priv.system.processes import end_now, when_stdin_closes
 
 log = logs.EventLog(__name__)
 
@@ -190,7 +190,7 @@ class _Process:
     def _live(self, backoff: Backoff) -> int:
         """Start the process, and wait until it has ended. Returns its status."""
         words = str(self._source), msgspec.json.encode(self.card).decode()
-        with Popen(command("provider.processes.cards", *words), stdin=PIPE, stdout=PIPE) as process:
+        with Popen([sys.executable, "-m", "provider.processes.cards", *words], stdin=PIPE, stdout=PIPE) as process:
             self._process = process
             if self._stopping.is_set():  # `stop` has not seen this process
                 process.terminate()

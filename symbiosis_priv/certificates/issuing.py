@@ -27,8 +27,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from symbiosis_priv.certificates import reading
 from symbiosis_priv.certificates.naming import NEXT, PREVIOUS, TENANT_URN, check_name, subject
-from symbiosis_priv.certificates.pem import certificate_pem, create_file, key_pem, make_folder, read_file, replace_file
+from symbiosis_priv.certificates.pem import certificate_pem, create_file, key_pem, read_file
 from symbiosis_priv.errors import CertificateError, ConfigError
+from symbiosis_priv.system.files import write_atomically
 
 DEFAULT_HOSTS: Final = ("localhost", "127.0.0.1")
 MAX_DAYS: Final = 36_500
@@ -154,11 +155,11 @@ def rotate(certificate: Path, *, authority: reading.Identity | None, days: int =
     except CertificateError:  # the key is lost
         has_old_key = False
     if has_old_key:  # if not, an interrupted rotation may have kept it already
-        replace_file(previous.key, read_file(current.key), mode=0o600)
+        write_atomically(previous.key, read_file(current.key), mode=0o600)
     earlier = [c for c in current_certificates(previous.certificate) if c != old]
-    replace_file(previous.certificate, b"".join(map(certificate_pem, [old, *earlier])), mode=0o644)
-    replace_file(current.key, read_file(upcoming.key), mode=0o600)
-    replace_file(current.certificate, certificate_pem(new), mode=0o644)
+    write_atomically(previous.certificate, b"".join(map(certificate_pem, [old, *earlier])))
+    write_atomically(current.key, read_file(upcoming.key), mode=0o600)
+    write_atomically(current.certificate, certificate_pem(new))
     upcoming.key.unlink()
     upcoming.certificate.unlink()
     return current
@@ -229,7 +230,6 @@ def _write_pair(
     directory: Path, *, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
 ) -> reading.Identity:
     identity = reading.pair(directory, name)
-    make_folder(directory)
     create_file(identity.key, key_pem(key), mode=0o600)
     try:
         create_file(identity.certificate, certificate_pem(certificate), mode=0o644)
@@ -257,7 +257,6 @@ def create_request(directory: Path, *, name: str, kind: reading.Kind = reading.K
     Raises `ConfigError`: a bad name; `CertificateError`: a file cannot be written, or the existing key or certificate
     cannot be used."""
     check_name(name)
-    make_folder(directory)
     identity = reading.pair(directory, name)
     if identity.certificate.exists() and _names(reading.load_certificates(identity.certificate)[0])[kind] != name:
         raise CertificateError(f"{identity.certificate} is not the certificate of a {kind} {name}: choose another name")
@@ -270,7 +269,7 @@ def create_request(directory: Path, *, name: str, kind: reading.Kind = reading.K
         create_file(identity.key, key_pem(key), mode=0o600)
     request = x509.CertificateSigningRequestBuilder().subject_name(subject(name, unit=kind))
     path = directory / f"{name}.csr"
-    replace_file(path, certificate_pem(request.sign(key, hashes.SHA256())), mode=0o644)
+    write_atomically(path, certificate_pem(request.sign(key, hashes.SHA256())))
     return path
 
 
@@ -345,8 +344,8 @@ def sign_request(
     path = reading.pair(directory, request.name).certificate
     earlier = path.with_name(f"{request.name}{PREVIOUS}.pem")
     if issued := current_certificates(path, earlier):
-        replace_file(earlier, b"".join(map(certificate_pem, issued)), mode=0o644)
-    replace_file(path, certificate_pem(certificate), mode=0o644)
+        write_atomically(earlier, b"".join(map(certificate_pem, issued)))
+    write_atomically(path, certificate_pem(certificate))
     return path
 
 

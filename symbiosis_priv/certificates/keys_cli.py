@@ -229,20 +229,16 @@ def revoke(*, name: Name, directory: Directory = KEYS) -> None:
 @app.command()
 def show(
     files: Annotated[
-        list[Path] | None, typer.Argument(help="Files or folders to show. Default: the folder --directory.")
+        list[Path] | None, typer.Argument(help="Files or folders to show. Default: the folder keys.")
     ] = None,
-    *,
-    name: Annotated[str | None, typer.Option("--name", "-n", help="Show only this certificate.")] = None,
-    directory: Directory = KEYS,
 ) -> None:
     """Show certificates: kind, hosts, lifetime and fingerprints. Of a folder, a list.
 
     Compare the fingerprint of a certificate by another channel. The key fingerprint stays when a certificate is renewed
     with the same key: logs and quotas name an authority by the first 16 digits of it.
     """
-    named = [] if name is None else [_existing(directory, name).certificate]
-    for path in [*(files or []), *named] or [directory]:
-        if path.is_dir() or (path == directory and not path.exists()):
+    for path in files or [KEYS]:
+        if path.is_dir() or (path == KEYS and not path.exists()):
             _print_folder(path)
         else:
             _print_certificates(path)

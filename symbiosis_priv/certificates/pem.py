@@ -1,14 +1,15 @@
 """Reads and writes PEM files of certificates and keys."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from symbiosis_priv.errors import CertificateError, StorageError
-from symbiosis_priv.system.files import read_limited, write_atomically, write_new
+from symbiosis_priv.errors import CertificateError
+from symbiosis_priv.system.files import read_limited, write_new
 
 MAX_BYTES = 1 << 20  # size limit of a file, far above the size of any bundle of certificates
 
@@ -35,18 +36,12 @@ def read_file(path: Path) -> bytes:
         ) from error
 
 
-def make_folder(directory: Path) -> None:
-    """Creates the folder for keys with mode 0700, unless it exists. Raises `CertificateError`."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise CertificateError(f"cannot create {directory}: {error.strerror}; choose another directory") from error
-
-
 def create_file(path: Path, content: bytes, *, mode: int) -> None:
-    """Writes a new file. O_EXCL also refuses to follow a symbolic link at the path. Raises `CertificateError` if the
-    file exists or cannot be written."""
+    """Writes a new file, in a folder that is made with mode 0700 unless it exists. O_EXCL also refuses to follow a
+    symbolic link at the path. Raises `CertificateError` if the file exists or cannot be written."""
     try:
+        with suppress(FileExistsError):
+            path.parent.mkdir(mode=0o700, parents=True)
         write_new(path, content, mode=mode)
     except FileExistsError:
         raise CertificateError(
@@ -55,11 +50,3 @@ def create_file(path: Path, content: bytes, *, mode: int) -> None:
         ) from None
     except OSError as error:
         raise CertificateError(f"cannot write {path}: {error.strerror}; choose another directory") from error
-
-
-def replace_file(path: Path, content: bytes, *, mode: int) -> None:
-    """Replaces a file atomically. Raises `CertificateError` if the file cannot be written."""
-    try:
-        write_atomically(path, content, mode=mode)
-    except StorageError as error:
-        raise CertificateError(str(error)) from error

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cryptography import x509
 
-from symbiosis_priv.certificates.pem import create_file, make_folder
+from symbiosis_priv.certificates.pem import create_file
 from symbiosis_priv.certificates.reading import load_certificates, provider_name, tenant_name
 from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.system.files import lock, read_limited, write_atomically
@@ -73,7 +73,7 @@ def revoke(path: Path, certificates: list[Path]) -> list[str]:
     """Add every certificate in some files to a list. Creates the list if it does not exist. Returns the marks that were
     added. Raises `CertificateError` for a certificate that is neither a tenant's nor a provider's, and for a file that
     cannot be read or written, or that another process writes for too long."""
-    make_folder(path.parent)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.ExitStack() as alone:  # otherwise a revocation by another process could get lost
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         alone.callback(os.close, folder)
@@ -94,8 +94,5 @@ def revoke(path: Path, certificates: list[Path]) -> list[str]:
                 text = text if not text or text.endswith("\n") else text + "\n"
                 text += f"{mark}  # {name}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC\n"
                 added.append(mark)
-        try:
-            write_atomically(path, text.encode())
-        except OSError as error:
-            raise CertificateError(f"cannot write {path}: {error.strerror}; choose another file with --file") from error
+        write_atomically(path, text.encode())
     return added

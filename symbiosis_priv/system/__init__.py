@@ -9,5 +9,5 @@ cache_key      the key that encrypts a tenant's preparation, from outside
 locked         memory for a secret, and a process that other programs do not read
 machine        what other programs, users, disks and devices may see of a tenant
 amx            asks for AMX, the matrix units of some processors, and keeps torch from them where it would trap
-processes      starts a Python module as a process, and ends a process with its parent
+processes      ends a process with its parent, or fast
 """

@@ -1,4 +1,4 @@
-"""`python -m symbiosis_priv.system.processes MODULE ...` runs a module like `python -m MODULE ...`, and ends faster.
+"""The end of a process: with its parent, or faster than Python ends it.
 
 Python collects garbage once more at exit. Importing torch, transformers and peft makes a million objects, so this last
 collection takes a third of the start and end of such a process, although the system frees the memory anyway. Garbage
@@ -8,7 +8,6 @@ collection is normal until then, because garbage may hold a large tensor.
 import atexit
 import gc
 import os
-import runpy
 import sys
 import threading
 from collections.abc import Callable
@@ -37,18 +36,3 @@ def end_now() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def command(module: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", __name__, module, *arguments]
-
-
-def main() -> None:
-    """Run the module that the command line names, as `__main__`."""
-    end_quickly()
-    del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    main()

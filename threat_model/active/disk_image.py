@@ -18,7 +18,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
@@ -34,6 +33,7 @@ from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from threat_model.active.same_user import FAULT, TRIES, attack_process
 from threat_model.attacks.base import Trial, counted
+from threat_model.attacks.recorded_links import solve
 from threat_model.evidence.public import Public
 from threat_model.evidence.schemes import QUICK_SCHEMES
 from threat_model.evidence.truth import Truth
@@ -100,30 +100,16 @@ def find(image: dict[str, bytes], public: Public, own: Preparation, truth: Truth
     rows = len(weight) + 4  # more equations than unknowns show whether a solution is right
     product = Hints.find(own).matrix(weight.shape[1]).rows(0, rows) @ weight.t()
     delta = Panels.empty(len(weight), bits=DEFAULT_HINT_BITS).put(0, product)
-    column = solve(delta.numpy(), np.frombuffer(hint[-8 * HEIGHT - _MAC : -_MAC], dtype=np.int64)[:rows])
+    values = np.frombuffer(hint[-8 * HEIGHT - _MAC : -_MAC], dtype=np.int64)[:rows, None]
+    column = solve(delta.numpy().astype(object), values.astype(object), PRIME)
     whole = b"".join(image.values())
     found = (
         not keys.isdisjoint((own.keys.secret, own.second().secret, own.blame.secret)),
-        column == own.keys[index, FORWARD][0].values.tolist(),
+        column is not None and column[:, 0].tolist() == own.keys[index, FORWARD][0].values.tolist(),
         any(_bytes_of(call.rows[0]) in whole for call in list(truth.calls.values())[:_SEARCHED]),
         any(_bytes_of(tensor) in whole for tensor in truth.adapters[:_SEARCHED]),
     )
     return tuple(compress(_SECRETS, found))
-
-
-def solve(matrix: NDArray[np.int32], values: NDArray[np.int64]) -> list[int] | None:
-    """The x with `matrix @ x = values` modulo p, `[n, o]` and `[n]`; None if there is none, or more than one."""
-    table = np.concatenate([matrix.astype(object), values.astype(object)[:, None]], axis=1) % PRIME
-    count = matrix.shape[1]
-    for column in range(count):
-        if not len(pivots := np.flatnonzero(table[column:, column])):
-            return None
-        table[[column, column + pivots[0]]] = table[[column + pivots[0], column]]
-        table[column] = table[column] * pow(table[column, column], -1, PRIME) % PRIME
-        others = table[:, column].copy()
-        others[column] = 0
-        table = (table - others[:, None] * table[column]) % PRIME
-    return None if table[count:].any() else table[:count, -1].tolist()
 
 
 def _bytes_of(values: Tensor) -> bytes:

@@ -6,7 +6,9 @@ what can be opened without it, and subtracts the pads that follow: from seeds, o
 give the masks back. With ML-KEM's secret it reads every row.
 """
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,29 +83,33 @@ def _masks_of_effects(view: RecorderView, public: Public, index: int, direction:
     if not answers:
         return torch.empty((0, 1), dtype=torch.int32)
     effects = torch.cat(answers).numpy().view(np.uint32)
-    return torch.from_numpy(solve(weight if direction == FORWARD else weight.T, effects).view(np.int32))
+    masks = solve(weight if direction == FORWARD else weight.T, effects.T, 1 << 32)
+    return torch.from_numpy(np.empty((0, 1), np.int32) if masks is None else masks.T.copy().view(np.int32))
 
 
 def _matrix(request: wire.Effect, payload: bytes) -> Tensor:
     return request.encoding.unpack(bytearray(payload), rows=request.rows)
 
 
-def solve(matrix: NDArray[np.uint32], products: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """The rows n `[r, d]` with `n @ matrix.T = products` modulo 2^32, `[o, d]` and `[r, o]`, by elimination with odd
-    pivots. No rows if the matrix has no left inverse."""
-    left, right = matrix.copy(), products.T.copy()
+def solve(matrix: NDArray[Any], products: NDArray[Any], modulus: int) -> NDArray[Any] | None:
+    """The only x `[d, r]` with `matrix @ x = products`, `[o, d]` and `[o, r]`, by elimination with unit pivots. None
+    if there is none, or elimination does not find it. Arrays hold Python's integers, or uint32, which wraps."""
+
+    def reduced(values: NDArray[Any]) -> NDArray[Any]:
+        return values if values.dtype == np.uint32 else values % modulus
+
+    left, right = reduced(matrix.copy()), reduced(products.copy())
     count = left.shape[1]
     for column in range(count):
-        odd = np.flatnonzero(left[column:, column] & 1)
-        if not len(odd):
-            return np.empty((0, count), dtype=np.uint32)
-        pivot = column + odd[0]
-        inverse = np.uint32(pow(int(left[pivot, column]), -1, 1 << 32))
+        units = (i for i in range(column, len(left)) if math.gcd(int(left[i, column]), modulus) == 1)
+        if (pivot := next(units, None)) is None:
+            return None
+        inverse = left.dtype.type(pow(int(left[pivot, column]), -1, modulus))
         for side in (left, right):
             side[[column, pivot]] = side[[pivot, column]]
-            side[column] *= inverse
-        others = left[:, column].copy()
+            side[column] = reduced(side[column] * inverse)
+        others = left[:, column, None].copy()
         others[column] = 0
-        right -= others[:, None] * right[column]
-        left -= others[:, None] * left[column]
-    return np.ascontiguousarray(right[:count].T)
+        for side in (right, left):
+            side[:] = reduced(side - others * side[column])
+    return None if right[count:].any() else right[:count]

@@ -254,14 +254,13 @@ def test_a_prepared_pair_is_the_one_that_comes_next(tmp_path: Path, authority: I
 def test_rotation_repairs_an_interrupted_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     identity = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p")
     original = pair_bytes(identity)
-    replace = pem.replace_file
 
-    def power_cut(path: Path, content: bytes, *, mode: int) -> None:
+    def power_cut(path: Path, *content: bytes, **options: int) -> None:
         if path == identity.certificate:
             raise OSError("power cut")
-        replace(path, content, mode=mode)
+        write_atomically(path, *content, **options)
 
-    monkeypatch.setattr(issuing, "replace_file", power_cut)
+    monkeypatch.setattr(issuing, "write_atomically", power_cut)
     with pytest.raises(OSError, match="power cut"):
         issuing.rotate(identity.certificate, authority=None)
     monkeypatch.undo()
@@ -410,8 +409,6 @@ def test_keys_commands(tmp_path: Path) -> None:
         assert f"{name}.pem" in keys("rotate", "--name", name)
     assert reading.fingerprint(tmp_path / "keys/gpu.previous.pem") == old
     assert reading.fingerprint(tmp_path / "keys/gpu.pem") == upcoming
-    assert keys("show", "--name", "gpu").count("sha256:") == 2
-    assert keys("show", str(tmp_path / "keys" / "gpu.pem")).endswith(keys("show", "--name", "gpu").partition("\n")[2])
 
 
 def test_a_folder_is_listed_and_an_authority_is_named_as_in_logs_and_quotas(tmp_path: Path) -> None:
@@ -427,7 +424,6 @@ def test_a_folder_is_listed_and_an_authority_is_named_as_in_logs_and_quotas(tmp_
         return str(result.output)
 
     listed = shown(tmp_path)
-    assert listed == shown("--directory", tmp_path)
     rows = {
         cells[0]: cells[1:] for line in listed.splitlines() if len(cells := re.findall(r"[^│┃\s][^│┃]*\b", line)) > 1
     }
@@ -461,7 +457,7 @@ def test_names_in_a_certificate_cannot_control_the_terminal(tmp_path: Path) -> N
     )
     path = tmp_path / "a.pem"
     path.write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    output = CliRunner().invoke(app, ["show", "--name", "a", "--directory", str(tmp_path)]).output
+    output = CliRunner().invoke(app, ["show", str(path)]).output
     assert output.replace("\n", "").isprintable()
     assert re.findall(r"(?m)^  fingerprint +(.*)$", output) == [reading.fingerprint(path)]
 
@@ -507,7 +503,8 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, bytes
 
 @cases(__file__, "errors")
 def test_keys_errors_propagate_to_the_root_command(tmp_path: Path, arguments: list[str]) -> None:
-    result = CliRunner().invoke(app, [*arguments, "--directory", str(tmp_path)])
+    where = [str(tmp_path)] if arguments == ["show"] else ["--directory", str(tmp_path)]
+    result = CliRunner().invoke(app, [*arguments, *where])
     assert isinstance(result.exception, SymbiosisError)
     for word, advice in (("zoe", "has no certificate"), ("nobody.csr", "keys request --name nobody")):
         assert advice in str(result.exception) or word not in arguments

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from symbiosis_priv.arithmetic.modular import PRIME
-from threat_model.active.disk_image import solve
 from threat_model.active.same_user import FAULT, TRIES
+from threat_model.attacks.recorded_links import solve
 
 if TYPE_CHECKING:
     from threat_model.suite import Suite
@@ -45,13 +45,16 @@ def test_a_disk_image_has_no_secret_unless_one_was_left_open(quick: Suite) -> No
     }
 
 
+@pytest.mark.parametrize(("modulus", "dtype"), [(PRIME, object), (1 << 32, np.uint32)], ids=["p", "2^32"])
 @given(st.integers(1, 6), st.integers(0, 2**32))
-def test_equations_of_a_hint_have_one_solution_or_none(width: int, seed: int) -> None:
+def test_equations_have_one_solution_or_none(modulus: int, dtype: Any, width: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    matrix = rng.integers(-(1 << 15), 1 << 15, (width + 2, width), dtype=np.int32)
-    wanted = [int(value) for value in rng.integers(0, PRIME, width)]
-    values = np.array([sum(map(int.__mul__, map(int, row), wanted)) % PRIME for row in matrix], dtype=np.int64)
-    full = np.linalg.matrix_rank(matrix.astype(float)) == width
-    assert solve(matrix, values) == (wanted if full else None)
-    values[-1] ^= 1
-    assert solve(matrix, values) is None
+    matrix, wanted = rng.integers(0, 1 << 15, (width + 2, width)), rng.integers(0, modulus, (width, 2))
+    products = matrix.astype(object) @ wanted.astype(object) % modulus
+    full = np.linalg.matrix_rank(matrix if modulus == PRIME else matrix % 2) == width
+    found = solve(matrix.astype(dtype), products.astype(dtype), modulus)
+    if modulus == PRIME or found is not None:
+        assert full == (found is not None)
+        assert found is None or (found == wanted).all()
+    products[-1] ^= 1
+    assert solve(matrix.astype(dtype), products.astype(dtype), modulus) is None

@@ -156,7 +156,7 @@ def test_folders_are_small_and_documented() -> None:
     assert all(ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) for folder in folders)
 
 
-BUDGETS = {"symbiosis_priv": 12_429, "provider": 8_140, "tenant": 28_305, "threat_model": 6_105, "tests": 44_849}
+BUDGETS = {"symbiosis_priv": 12_392, "provider": 8_140, "tenant": 28_305, "threat_model": 6_097, "tests": 44_810}
 """Lines of each package. Growth is decided: a change that needs more lines frees them elsewhere in its package, or
 raises the budget with the reason in its commit message. A change that frees many lines lowers the budget."""
 
@@ -169,8 +169,8 @@ def test_a_package_stays_within_its_budget(package: str) -> None:
 
 
 CHOICES = {
-    "options of all commands": 269,
-    "different options": 162,
+    "options of all commands": 267,
+    "different options": 161,
     "keys of provider.toml": 41,
     "keys of federation.toml": 22,
     "words, the changelog aside": 23_749,

@@ -263,23 +263,3 @@ def test_threads_share_the_tasks(base: Any, folders: Path) -> None:
     assert answers
     assert all(answers)
     tasks.close()
-
-
-def test_a_task_is_swapped_beside_one_whose_name_begins_with_its_name(tasks: Tasks, folders: Path) -> None:
-    """`a` and `ab`, `lora` and `lora_A`: PEFT's own hot swap finds tensors by parts of names, and clears those of
-    `ab`."""
-    for name, longer in (("a", "ab"), ("lora", "lora_A")):
-        tasks.register(name, folders / "lora")
-        tasks.register(longer, folders / "lora-b")
-        for each in (name, longer):
-            tasks.load(each)
-        before, kept = logits(tasks, name), logits(tasks, longer)
-        tasks.unregister(name)
-        assert torch.equal(logits(tasks, longer), kept)
-        tasks.register(name, folders / "lora-r8")
-        swapped = logits(tasks, name)
-        assert not torch.equal(swapped, before)
-        assert torch.equal(logits(tasks, longer), kept)
-        with torch.no_grad(), tasks.batch([longer, name]):
-            both = tasks.model(input_ids=IDS.expand(2, -1)).logits
-        assert torch.allclose(both, torch.cat([kept, swapped]), atol=1e-5)

@@ -13,8 +13,7 @@ from peft.tuners.hra.layer import HRALinear
 from torch import nn
 
 from symbiosis_priv.errors import CheckpointError, UnsupportedMethodError
-from tenant import RemoteConfig, rounded_model
-from tenant.model.connect import BaseWeights
+from tenant import rounded_model
 from tenant.model.loading import load_adapter
 from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks.methods.lora import weights_at_hand
@@ -198,16 +197,6 @@ def test_glora_is_refused_by_name_and_works_on_a_whole_model(exact_llama: Path, 
     for use in (lambda: peft.get_peft_model(copy.deepcopy(split), config), lambda: load_adapter(split, tmp_path)):
         with pytest.raises(UnsupportedMethodError, match=r"PEFT's GLoRA needs the base weight.*Lora.* work"):
             use()
-
-
-def test_a_start_needs_the_full_checkpoint(exact_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load(exact_llama, split=True)
-    for module in model.modules():
-        if isinstance(module, RemoteLayer):
-            module.group.weights = BaseWeights(RemoteConfig(masking="simulate"), exact_llama)
-    monkeypatch.setattr("symbiosis_priv.checkpoints.weights.WeightStore.is_complete", lambda store: False)
-    with pytest.raises(UnsupportedMethodError, match="checkpoint='FULL_CHECKPOINT'"):
-        peft.get_peft_model(model, peft.LoraConfig(init_lora_weights="pissa", **SMALL))
 
 
 # Half precision, with methods that need no weights, too

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedMethodError
@@ -77,8 +77,8 @@ def test_a_pruned_change_has_the_stated_density_and_trains_further(exact_llama: 
     assert all(bool(parameter.grad.any()) for parameter in parameters)
 
 
-def test_masks_need_a_full_checkpoint(exact_llama: Path, tmp_path: Path) -> None:
-    """A slim checkpoint has no weights to mask out. It is said before the first step."""
+def test_masks_and_starts_from_the_weight_need_a_full_checkpoint(exact_llama: Path, tmp_path: Path) -> None:
+    """It is said before the first step."""
     store = WeightStore(exact_llama)
     write_slim(store, store.manifest(), tmp_path / "slim")
     slim = BaseWeights(RemoteConfig(masking="simulate"), tmp_path / "slim")
@@ -88,8 +88,12 @@ def test_masks_need_a_full_checkpoint(exact_llama: Path, tmp_path: Path) -> None
     for module in model.modules():
         if isinstance(module, RemoteLayer):
             module.group.weights = slim
-    with pytest.raises(UnsupportedMethodError, match="checkpoint='FULL_CHECKPOINT'"):
-        get_peft_model(model, peft_config(**METHODS["maskbert"]))
+    for config in (
+        peft_config(**METHODS["maskbert"]),
+        LoraConfig(init_lora_weights="pissa", target_modules=["q_proj"]),
+    ):
+        with pytest.raises(UnsupportedMethodError, match="checkpoint='FULL_CHECKPOINT'"):
+            get_peft_model(model, config)
 
 
 def test_other_weights_than_the_providers_are_noticed(exact_llama: Path, llama: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import msgspec
+import torch.distributed as dist
 
 from provider import logs
 from provider.announce.announcer import Announcer
@@ -100,7 +101,8 @@ class Provider:
         store = open_store(config)
         manifest, served = store.manifest(progress=self._progress), store.served
         self.model_digest = manifest.digest
-        check_plan(memory_plan(config, manifest, served))
+        alone = config.executor.ranks == 1 and not config.executor.own_process and not dist.is_initialized()
+        check_plan(memory_plan(config, manifest, served), multiplies=alone)
         self.executor: ExecutorHandle
         self._usage = UsageCounters(config.usage.database)
         self.executor = supervisor.make(config, model_digest=manifest.digest)

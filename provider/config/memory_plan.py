@@ -34,6 +34,12 @@ CHUNK: Final = 256
 SLOTS: Final = 2
 """Chunks of rows and products for which there is memory, page-locked and on the GPU (`products.model.Transfers`)."""
 
+LOCKED_SLICES: Final = 8
+"""Slices of keystreams that a helper keeps in page-locked memory; further ones are in ordinary memory."""
+
+LOCKED_ENTRIES: Final = 1 << 21
+"""Entries of such a slice."""
+
 _SLOT_ENTRIES = 1 << 24
 
 
@@ -80,7 +86,7 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
         Need("Python and torch", _CPU, "-", _PROCESS * processes),
     ]
     if ranks > 1:
-        gathered = max(sizes) * here // len(places)
+        gathered = 2 * max(sizes) * here // len(places)  # FSDP gathers in a buffer, and copies
         if here == ranks:  # on one machine
             shared = 8 * slot_entries(widest(groups))
             plan.insert(-1, Need("rows and products that ranks share", _CPU, "int32", shared))
@@ -91,7 +97,8 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
         if ranks > 1:  # all rows and products of a batch
             near = (2 * 4 + _LIMBS) * MAX_BATCH_ROWS * widest(groups)
         else:
-            plan.insert(-1, Need("page-locked rows and products", _CPU, "int32", slots * 4 * entries))
+            locked = slots * 4 * entries + ("helper" in config.roles) * LOCKED_SLICES * 4 * LOCKED_ENTRIES
+            plan.insert(-1, Need("page-locked rows and products", _CPU, "int32", locked))
         plan[1:1] = [Need("rows and products", place, "int32", near) for place in places]
         plan[1:1] = [Need("CUDA", place, "-", _CONTEXT) for place in places]
     if config.executor.float_memory is not None:
@@ -99,15 +106,16 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
     return plan
 
 
-def check_plan(plan: list[Need]) -> None:
-    """Log the plan, and compare it with the available memory. Raises `ConfigError`: a place has too little memory; the
-    message states the sizes."""
+def check_plan(plan: list[Need], *, multiplies: bool) -> None:
+    """Log the plan, and compare it with the available memory. If this process itself `multiplies`, on one GPU, what
+    other programs use there is not available. Raises `ConfigError`: a place has too little memory; the message states
+    the sizes."""
     needed: defaultdict[str, int] = defaultdict(int)
     for need in plan:
         needed[need.place] += need.size
         log.info("memory_plan", what=need.what, place=need.place, kind=need.kind, mib=-(-need.size // MIB))
     for place, size in needed.items():
-        limit = _available(place)
+        limit = _available(place, multiplies)
         if limit is not None and size > limit:
             parts = ", ".join(f"{n.what} {-(-n.size // MIB):,} MiB" for n in plan if n.place == place)
             raise ConfigError(
@@ -117,12 +125,14 @@ def check_plan(plan: list[Need]) -> None:
             )
 
 
-def _available(place: str) -> int | None:
+def _available(place: str, multiplies: bool) -> int | None:
     """Bytes that this process could use at a place; None if the system does not report them."""
     if place != _CPU:
-        # all of it: to ask what is free would take half a GiB on each GPU
-        chip = chips.chip_of(torch.device(place)) if place.startswith("cuda") else None
-        return chip.memory if chip else None
+        device = torch.device(place)
+        if (chip := chips.chip_of(device)) is None:
+            return None
+        # to ask what is free takes half a GiB of each GPU; here this is part of the plan
+        return min(chip.memory, chips.free_memory(device) + _CONTEXT) if multiplies else chip.memory
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _container_limit()]
     return min(limit for limit in limits if limit is not None)
 

@@ -87,6 +87,9 @@ def cards_of(config: ProviderConfig, *, progress: Progress | None = None) -> lis
     devices = _devices(config.executor)
     chips = [chip_of(torch.device(device)) for device in devices]
     store = open_store(config)
+    if config.executor.devices and store.cached_manifest() is None:
+        # each process packs its own layers, in the form for its card
+        store.assemble(store.each_group(lambda _, entry, __: entry, progress=progress))
     manifest, served = store.manifest(progress=progress), store.served
     sizes = {index: manifest.groups[index].inputs * manifest.groups[index].stacked_outputs for index in served}
     layers: dict[int, int] = {}
@@ -108,7 +111,7 @@ def cards_of(config: ProviderConfig, *, progress: Progress | None = None) -> lis
         )
         cards.append(card)
         needs += memory_plan(card.config(config), manifest, groups)
-    check_plan(needs)
+    check_plan(needs, multiplies=False)
     return cards
 
 

@@ -3,7 +3,9 @@
 Ring products use weights of this process (`LocalOperands`) or of a group of ranks (`shards`). On a GPU, rows are copied
 in chunks, through page-locked memory: while one chunk is multiplied, the next one is copied to the GPU and the previous
 result is copied back, each on its own stream. A single chunk cannot overlap with anything, so it uses one stream. A
-repeated product of a few rows is one CUDA graph (`graphs`).
+repeated product of a few rows is one CUDA graph (`graphs`). Payloads are received into ordinary memory: the copy to
+page-locked memory overlaps and takes a fifth of what opening TLS takes, and tenants that send slowly would hold
+page-locked memory.
 Weights are never copied. On a CPU, the same code runs in order and with ordinary memory, for the tests.
 
 The float path has unquantised weights in float32, with or without the bias. Only `masking = "paper-pool"` needs it, and
@@ -14,6 +16,7 @@ groups in memory are limited, and the least recently used group is dropped first
 import ctypes
 import functools
 import os
+import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Sequence
@@ -26,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear
 
-from provider.config.memory_plan import CHUNK, SLOTS, slot_entries, widest
+from provider.config.memory_plan import CHUNK, LOCKED_ENTRIES, LOCKED_SLICES, SLOTS, slot_entries, widest
 from provider.config.schema import MIB, ExecutorConfig, ProviderConfig
 from provider.products.graphs import Graph
 from symbiosis_priv.arithmetic.keystream import Keystream, mask_key, ordinary_memory
@@ -188,6 +191,7 @@ class Transfers:
         self._up, self._down = stream(device), stream(device)
         self._slots = [_Slot(self._entries, device, self._module.Event()) for _ in range(SLOTS)]
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._locked = list[Tensor | None]([None] * LOCKED_SLICES)  # those not in use; None: not made yet
 
     def product(
         self,
@@ -291,11 +295,21 @@ class Transfers:
         ctypes.memmove(answer, returned.data_ptr(), len(returned))
 
     def memory(self, entries: int) -> NDArray[np.int32]:
-        """Page-locked memory for rows, which `product` does not copy on the CPU. For any thread. CUDA's allocator takes
-        powers of two, and uses freed memory again."""
-        use(self._device)
-        pinned = self._device.type == "cuda"
-        return torch.empty(entries, dtype=torch.int32, device="cpu", pin_memory=pinned).numpy()
+        """Page-locked memory for rows, which `product` does not copy on the CPU; ordinary memory for long rows, and
+        while `LOCKED_SLICES` of it are in use. For any thread."""
+        if entries > LOCKED_ENTRIES:
+            return ordinary_memory(entries)
+        try:
+            memory = self._locked.pop()
+        except IndexError:
+            return ordinary_memory(entries)
+        if memory is None:
+            use(self._device)
+            pinned = self._device.type == "cuda"
+            memory = torch.empty(LOCKED_ENTRIES, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        array: NDArray[np.int32] = memory[:entries].numpy()
+        weakref.finalize(array, self._locked.append, memory)  # views of it keep it
+        return array
 
     def _finish(self, slot: _Slot, target: Tensor) -> None:
         slot.done.synchronize()

@@ -12,7 +12,10 @@ plans would otherwise gather different layer groups. There are two ways to multi
 
 `columns` transfers rows and is faster for few rows; `gathered` transfers weights and is faster for many rows. `warm_up`
 measures both, and rank 0 chooses. Weights are sent as bytes, because gloo has no int16. On one machine, `columns`
-transfers nothing: the ranks read rows from shared memory and write their columns there (`shared`), chunk by chunk.
+transfers nothing forward: the ranks read rows from shared memory and write their columns there (`shared`), chunk by
+chunk. Backward they read their columns there, and NCCL adds their summands: in host memory, every card would have to
+write a whole result, and read the others'. Weights that are gathered, and rows for experts, go from card to card too.
+Entries take four bytes between the ranks in a ring of 24 bits as well: only the arithmetic is narrow.
 
 Directions here are those of the packed weights, which may be a transposed stack of experts. A product with rows for
 single experts is computed in a third way, `experts`: every rank has all rows, and multiplies them with the rows of
@@ -81,16 +84,17 @@ class _Plan:
     group: int = 0
     direction: Direction = FORWARD
     rows: int = 0
+    ring_bits: RingBits = DEFAULT_RING_BITS
 
     def encode(self) -> Tensor:
-        """Encode the plan as int64 `[5]`."""
-        numbers = [self.sequence, self.mode, self.group, DIRECTIONS.index(self.direction), self.rows]
+        """Encode the plan as int64 `[6]`."""
+        numbers = [self.sequence, self.mode, self.group, DIRECTIONS.index(self.direction), self.rows, self.ring_bits]
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     @classmethod
     def decode(cls, plan: Tensor) -> Self:
-        sequence, mode, group, direction, rows = plan.tolist()
-        return cls(sequence, Mode(mode), group, DIRECTIONS[direction], rows)
+        sequence, mode, group, direction, rows, ring_bits = plan.tolist()
+        return cls(sequence, Mode(mode), group, DIRECTIONS[direction], rows, ring_bits)
 
 
 class Unit(nn.Module):
@@ -107,9 +111,9 @@ class Unit(nn.Module):
         shape = whole.data.view(torch.int8).shape
         self.weight = nn.Parameter(torch.empty(shape, dtype=torch.int8, device="meta"), requires_grad=False)
 
-    def forward(self, rows: Tensor, direction: Direction, out: Tensor) -> None:
+    def forward(self, rows: Tensor, direction: Direction, out: Tensor, ring_bits: RingBits) -> None:
         """Compute the product with all weights, which FSDP gathers for this call, in `out`."""
-        self._product(replace(self._whole, data=self.weight.view(self._dtype)), rows, direction, out)
+        self._product(replace(self._whole, data=self.weight.view(self._dtype)), rows, direction, out, ring_bits)
 
     def load(self, whole: Tensor, *, rank: int, world: int, device: torch.device) -> None:
         """Copy this rank's shard from the mapped file, without reading other shards. Call this after `fully_shard`."""
@@ -127,7 +131,9 @@ class Unit(nn.Module):
         """The widths of a product with all weights, or with one of `experts` matrices."""
         return replace(self._whole, outputs=self._whole.outputs // experts).columns(direction)
 
-    def multiply_experts(self, columns: slice, counts: Counts, rows: Tensor, direction: Direction, out: Tensor) -> None:
+    def multiply_experts(
+        self, columns: slice, counts: Counts, rows: Tensor, direction: Direction, out: Tensor, ring_bits: RingBits
+    ) -> None:
         """Compute this rank's summand of a product of rows that are sorted by expert, in `out`, which holds zeros. An
         expert's matrix is a range of outputs; `columns` are the outputs in the shard, from `columns_of`."""
         height = self._whole.outputs // len(counts)
@@ -142,18 +148,20 @@ class Unit(nn.Module):
             here = slice(start - first, stop - first)
             if direction == FORWARD:
                 product = rows.new_empty((segment.stop - segment.start, stop - start))
-                self._product(weights, rows[segment], direction, product)
+                self._product(weights, rows[segment], direction, product, ring_bits)
                 out[segment, here] = product
             else:
-                self._product(weights, rows[segment, here].contiguous(), direction, out[segment])
+                self._product(weights, rows[segment, here].contiguous(), direction, out[segment], ring_bits)
 
-    def multiply_shard(self, columns: slice, rows: Tensor, direction: Direction, out: Tensor) -> None:
+    def multiply_shard(
+        self, columns: slice, rows: Tensor, direction: Direction, out: Tensor, ring_bits: RingBits
+    ) -> None:
         """Compute the product with this rank's shard only, in `out`: columns of the result forward; backward, a summand
         of it, from the shard's columns of the rows."""
         outputs = columns.stop - columns.start
         weights = replace(self._whole, outputs=outputs, data=self._local().view(self._dtype))
         if outputs:
-            self._product(weights, rows, direction, out)
+            self._product(weights, rows, direction, out, ring_bits)
         else:
             out.zero_()
 
@@ -161,9 +169,9 @@ class Unit(nn.Module):
         assert isinstance(self.weight, DTensor)  # outside `forward`
         return self.weight.to_local()
 
-    def _product(self, weights: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
+    def _product(self, weights: Packed, rows: Tensor, direction: Direction, out: Tensor, ring_bits: RingBits) -> None:
         if out.numel():
-            self._choice.kernel(len(rows)).product(weights, rows, direction, out)
+            self._choice.kernel(len(rows)).product(weights, rows, direction, out, ring_bits=ring_bits)
 
 
 def _chunk(granules: int, world: int) -> int:
@@ -226,12 +234,18 @@ class ShardedOperands(Operands):
         ring_bits: RingBits = DEFAULT_RING_BITS,
         more: Sequence[Tensor] = (),
     ) -> Tensor:
-        """See `Operands.product`. Ranks multiply modulo 2^32, whatever the ring. Raises `RankLostError`: a rank did
-        not take part. The group cannot be used any more."""
-        return self._product(rows, index, direction, None, counts)
+        """See `Operands.product`. Raises `RankLostError`: a rank did not take part. The group cannot be used any
+        more."""
+        return self._product(rows, index, direction, None, counts, ring_bits)
 
     def _product(
-        self, rows: Tensor, index: int, direction: Direction, mode: Mode | None, counts: Counts | None = None
+        self,
+        rows: Tensor,
+        index: int,
+        direction: Direction,
+        mode: Mode | None,
+        counts: Counts | None = None,
+        ring_bits: RingBits = DEFAULT_RING_BITS,
     ) -> Tensor:
         """Compute a product. `mode`: the way to multiply dense rows; None for the faster one."""
         use(self._device)
@@ -245,7 +259,7 @@ class ShardedOperands(Operands):
         elif mode is None:
             crossover = self._crossover.get((*self._widths(index, direction), direction), _NEVER)
             mode = self._fixed or (Mode.GATHERED if total >= crossover else Mode.COLUMNS)
-        plan = _Plan(self._sequence + 1, mode, index, direction, total)
+        plan = _Plan(self._sequence + 1, mode, index, direction, total, ring_bits)
         with self._ending_on_error(self._name_of(plan)):
             if mode is Mode.COLUMNS and self._shared:
                 # before the other ranks hear of the product
@@ -335,7 +349,9 @@ class ShardedOperands(Operands):
         inputs, outputs = self._widths(plan.group, plan.direction, by_expert=True)
         product, columns = self._matrix(plan.rows, outputs).zero_(), unit.columns_of(self._rank, self._world)
         shared = self._everywhere(rows, plan.rows, inputs)
-        unit.multiply_experts(columns, tuple(numbers.tolist()), shared, plan.direction, product)
+        unit.multiply_experts(
+            columns, tuple(numbers.tolist()), shared, plan.direction, product, ring_bits=plan.ring_bits
+        )
         self._sum(product, out)
 
     def _compute_gathered(self, plan: _Plan, rows: Tensor | None, out: Tensor | None) -> None:
@@ -343,7 +359,7 @@ class ShardedOperands(Operands):
         each = [len(part) for part in torch.empty(plan.rows, dtype=torch.int8, device="cpu").tensor_split(self._world)]
         mine = self._scattered(None if rows is None else rows.split(each), each[self._rank], inputs)
         product = self._matrix(each[self._rank], outputs)
-        self._units[plan.group](mine, plan.direction, product)
+        self._units[plan.group](mine, plan.direction, product, plan.ring_bits)
         self._collect(product, None if out is None else out.split(each))
 
     def _compute_columns(self, plan: _Plan, rows: Tensor | None, out: Tensor | None) -> None:
@@ -353,7 +369,7 @@ class ShardedOperands(Operands):
         width = columns.stop - columns.start
         if plan.direction == FORWARD:
             product = self._matrix(plan.rows, width)
-            unit.multiply_shard(columns, self._everywhere(rows, plan.rows, inputs), FORWARD, product)
+            unit.multiply_shard(columns, self._everywhere(rows, plan.rows, inputs), FORWARD, product, plan.ring_bits)
             if out is None:
                 self._collect(product, None)
                 return
@@ -363,7 +379,7 @@ class ShardedOperands(Operands):
         else:
             parts = None if rows is None else [rows[:, shard].contiguous() for shard in shards]
             product = self._matrix(plan.rows, outputs)
-            unit.multiply_shard(columns, self._scattered(parts, plan.rows, width), BACKWARD, product)
+            unit.multiply_shard(columns, self._scattered(parts, plan.rows, width), BACKWARD, product, plan.ring_bits)
             self._sum(product, out)
 
     def _compute_here(self, shared: SharedRows, plan: _Plan, rows: Tensor | None, out: Tensor | None) -> None:
@@ -377,17 +393,17 @@ class ShardedOperands(Operands):
                     shared.put(rows[start : start + count])
                 dist.barrier()
             part = None if out is None else out[start : start + count]
-            here = shared.rows(count, inputs)
             if plan.direction == FORWARD:
                 product = self._matrix(count, columns.stop - columns.start)
-                unit.multiply_shard(columns, here.to(self._device), FORWARD, product)
+                here = shared.take(count, inputs, slice(0, inputs))
+                unit.multiply_shard(columns, here, FORWARD, product, plan.ring_bits)
                 shared.write(product, columns, width=outputs)
                 dist.barrier()
                 if part is not None:
                     part.copy_(shared.result(count, outputs))
             else:
-                product = self._matrix(count, outputs)
-                unit.multiply_shard(columns, here[:, columns].contiguous().to(self._device), BACKWARD, product)
+                product, here = self._matrix(count, outputs), shared.take(count, inputs, columns)
+                unit.multiply_shard(columns, here, BACKWARD, product, plan.ring_bits)
                 self._sum(product, part)
 
     def _everywhere(self, rows: Tensor | None, count: int, width: int) -> Tensor:

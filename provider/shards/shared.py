@@ -21,7 +21,7 @@ from provider import logs
 log = logs.EventLog(__name__)
 
 _LEAD = 0
-_TO_HOST = 2  # cudaMemcpyDeviceToHost
+_BY_ADDRESS = 4  # cudaMemcpyDefault
 
 
 class SharedRows:
@@ -76,28 +76,42 @@ class SharedRows:
         """The chunk of the result, on the CPU."""
         return self._result[: count * width].view(count, width)
 
+    def take(self, count: int, width: int, columns: slice) -> Tensor:
+        """Columns of the rows, on this rank's device."""
+        source = self.rows(count, width)[:, columns]
+        if self._device.type == "cpu":
+            return source.contiguous()
+        near = torch.empty(source.shape, dtype=torch.int32, device=self._device)
+        _copy(near, source, self._device)
+        return near
+
     def write(self, product: Tensor, columns: slice, *, width: int) -> None:
         """Write a product on this rank's device to columns of the result, and wait until it is there."""
-        target = self.result(len(product), width)[:, columns]
-        if product.is_cpu or not product.numel() or (copy := _copy_2d()) is None:
-            target.copy_(product)
-            return
-        stream, size = torch.cuda.current_stream(self._device), 4 * product.shape[1]
-        status = copy(
-            target.data_ptr(), 4 * width, product.data_ptr(), size, size, len(product), _TO_HOST, stream.cuda_stream
-        )
-        if status:
-            raise RuntimeError(f"cudaMemcpy2DAsync returns {status}")
-        stream.synchronize()
+        _copy(self.result(len(product), width)[:, columns], product, self._device)
+
+
+def _copy(target: Tensor, source: Tensor, device: torch.device) -> None:
+    """Copy a matrix between host and device, where its rows may lie apart, and wait until it is there. (torch would
+    copy such rows on the CPU first.)"""
+    if (target.is_cpu and source.is_cpu) or not source.numel() or (copy := _copy_2d()) is None:
+        target.copy_(source)
+        return
+    stream, pitches = torch.cuda.current_stream(device), (4 * target.stride(0), 4 * source.stride(0))
+    status = copy(
+        *(target.data_ptr(), pitches[0], source.data_ptr(), pitches[1]),
+        *(4 * source.shape[1], len(source), _BY_ADDRESS, stream.cuda_stream),
+    )
+    if status:
+        raise RuntimeError(f"cudaMemcpy2DAsync returns {status}")
+    stream.synchronize()
 
 
 @functools.cache
 def _copy_2d() -> Any:
-    """CUDA's copy of columns; None where torch has loaded no such function. (torch would copy them on the CPU.)"""
-    try:
-        copy = ctypes.CDLL(None).cudaMemcpy2DAsync
-    except (AttributeError, OSError):
-        return None
-    size, pointer = ctypes.c_size_t, ctypes.c_void_p
-    copy.argtypes = pointer, size, pointer, size, size, size, ctypes.c_int, pointer
+    """CUDA's or HIP's copy of columns; None where torch has loaded no such function."""
+    loaded = ctypes.CDLL(None)
+    copy = getattr(loaded, "cudaMemcpy2DAsync", None) or getattr(loaded, "hipMemcpy2DAsync", None)
+    if copy is not None:
+        size, pointer = ctypes.c_size_t, ctypes.c_void_p
+        copy.argtypes = pointer, size, pointer, size, size, size, ctypes.c_int, pointer
     return copy

@@ -75,7 +75,7 @@ def test_cards_have_ranges_of_layers_ports_and_parts_of_the_rates(configure: Con
 
 @pytest.mark.parametrize("devices", ["all", ("cuda:0", "cuda:1")])
 def test_layers_are_divided_by_the_memory_of_the_cards(
-    devices: Any, configure: Configure, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+    devices: Any, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two cards of one machine. Memory that all processes take on the machine is added up."""
     found = {"cuda:0": 1 << 33, "cuda:1": 1 << 34}
@@ -93,9 +93,11 @@ def test_layers_are_divided_by_the_memory_of_the_cards(
         return divided(sizes, memory)
 
     monkeypatch.setattr(cards, "divided", watched)
-    monkeypatch.setattr(cards, "check_plan", seen.append)
+    monkeypatch.setattr(cards, "check_plan", lambda plan, multiplies: seen.append(plan))
     config = configure(roles=("executor",), executor=ExecutorConfig(devices=devices))
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, cache=tmp_path))
     assert [(card.device, card.layers) for card in cards_of(config)] == [("cuda:0", "0"), ("cuda:1", "1")]
+    assert not list(tmp_path.rglob("*.safetensors"))  # each process packs its layers in the form for its card
     memory, plan = seen
     assert memory == [1 << 33, 1 << 34]
     assert {need.place for need in plan} == {"cpu", "cuda:0", "cuda:1"}

@@ -42,7 +42,8 @@ def test_the_plan_counts_every_process(configure: Configure, store: WeightStore)
     assert ranks[ring] == apart[ring] == alone[ring]
     assert (apart[python], ranks[python]) == (2 * alone[python], 5 * alone[python])
     largest = max(group.inputs * group.stacked_outputs for group in store.manifest().groups)
-    assert ranks["a layer group, gathered by each rank"] == 4 * largest * bits_per_weight(10, "cpu") // 8
+    gathered = ranks["a layer group, gathered by each rank"]
+    assert gathered == 4 * 2 * largest * bits_per_weight(10, "cpu") // 8  # FSDP's buffer, and the copy of it
 
 
 def test_a_plan_that_does_not_fit_is_refused_with_the_numbers(
@@ -80,7 +81,7 @@ def test_a_plan_for_gpus(configure: Configure, store: WeightStore, monkeypatch: 
     moved = Transfers(torch.device("cpu"), widest=widest(store.manifest().groups))
     host = sum(m.nbytes for slot in moved._slots for m in (slot.host_rows, slot.host_product))
     near = sum(m.nbytes for slot in moved._slots for m in (slot.rows, slot.product))
-    assert alone["cpu", "page-locked rows and products"] == host
+    assert alone["cpu", "page-locked rows and products"] == host + 64 * MIB  # of a helper's keystreams
     assert near < alone["cuda:1", "rows and products"] < 2 * near
     ranks = {(n.place, n.what): n.size for n in plan(ExecutorConfig(device="cuda", ranks=2))}
     for place in ("cuda:0", "cuda:1"):
@@ -97,4 +98,20 @@ def test_a_model_that_does_not_fit_on_a_gpu_is_refused(
     )
     for executor in (ExecutorConfig(device="cuda:1"), ExecutorConfig(device="cuda", ranks=2)):
         with pytest.raises(ConfigError, match=r"on cuda:[01], of 600 MiB available .*CUDA 768 MiB"):
-            check_plan(memory_plan(configure(executor=executor), store.manifest(), store.served))
+            check_plan(memory_plan(configure(executor=executor), store.manifest(), store.served), multiplies=False)
+
+
+def test_what_other_programs_use_of_a_gpu_is_not_available(
+    configure: Configure, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the process that multiplies asks: its context is in the plan."""
+    monkeypatch.setattr(chips, "chip_of", chip_of)
+    monkeypatch.setattr(chips, "free_memory", lambda device: 0 if device.index == 1 else 80 << 30)
+    used, free = (
+        memory_plan(configure(executor=ExecutorConfig(device=device)), store.manifest(), store.served)
+        for device in ("cuda:1", "cuda:2")
+    )
+    with pytest.raises(ConfigError, match=r"on cuda:1, of 768 MiB available"):
+        check_plan(used, multiplies=True)
+    check_plan(used, multiplies=False)
+    check_plan(free, multiplies=True)

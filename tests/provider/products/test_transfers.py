@@ -17,6 +17,7 @@ from hypothesis.strategies import DataObject
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from provider.config.memory_plan import LOCKED_ENTRIES, LOCKED_SLICES
 from provider.products.graphs import Graph
 from provider.products.model import Transfers, _chunks
 from symbiosis_priv.arithmetic.ring import FORWARD, Widths
@@ -214,6 +215,24 @@ def test_page_locked_rows_go_to_the_device_without_a_copy(monkeypatch: pytest.Mo
     assert all((slot.host_rows == 77).all() for slot in transfers._slots)
     with Deferred(device):
         assert torch.equal(transfers.product(matrix, rows.clone(), FORWARD), expected(rows, 5))
+
+
+def test_page_locked_memory_is_a_fixed_number_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice is used again when nothing refers to it. Meanwhile, further rows get ordinary memory, as do long ones."""
+    transfers = transfers_on(Device(lambda choices: choices[0]), monkeypatch, chunk=2)
+    held = [transfers.memory(100 + place) for place in range(LOCKED_SLICES)]
+    assert [len(part) for part in held] == list(range(100, 100 + LOCKED_SLICES))
+    slices = {part.ctypes.data for part in held}
+    assert len(slices) == LOCKED_SLICES
+    others = transfers.memory(100), transfers.memory(LOCKED_ENTRIES + 1)
+    assert slices.isdisjoint(part.ctypes.data for part in others)
+    view = wire.RING32.unpack(wire.RING32.pack(torch.from_numpy(held[0][4:16].reshape(3, 4))), rows=3)
+    address = held.pop(0).ctypes.data
+    addresses = [transfers.memory(100).ctypes.data]  # a view is left
+    del view
+    addresses += [transfers.memory(100).ctypes.data for _ in range(2)]
+    assert addresses[0] not in slices
+    assert addresses[1:] == [address] * 2
 
 
 @given(data=st.data(), shapes=st.lists(st.tuples(st.integers(1, 3), st.sampled_from([24, 32])), min_size=1, max_size=8))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from provider.products.model import LocalOperands
 from provider.shards import rank_group
 from provider.shards.sharded import ShardedOperands
-from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -47,6 +47,10 @@ def products(store: WeightStore, *, quick: bool) -> None:
                     got = operands.product(rows, index=group, direction=direction)
                     assert torch.equal(got, want), (sharding, entry.name, direction, count)
                     assert got.is_contiguous()
+                    if not quick or (group == 0 and direction == FORWARD):
+                        narrow = operands.product(rows, index=group, direction=direction, ring_bits=24)
+                        assert not ((narrow ^ want) << 8).any()
+                        assert not (quick and torch.equal(narrow, want)), "all four limbs are multiplied"
                     if entry.experts > 1:
                         by_expert(local, operands, group, direction, entry, count)
         operands.close()
@@ -62,6 +66,9 @@ def by_expert(
     want = local.product(rows, index=group, direction=direction, counts=counts)
     got = operands.product(rows, index=group, direction=direction, counts=counts)
     assert torch.equal(got, want), (entry.name, direction, counts)
+    if count == 7:
+        narrow = operands.product(rows, index=group, direction=direction, counts=counts, ring_bits=24)
+        assert not ((narrow ^ want) << 8).any()
 
 
 def limited(store: WeightStore, *, whole: int) -> None:

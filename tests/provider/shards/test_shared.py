@@ -23,7 +23,7 @@ def copy_2d(
     target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, kind: int, stream: int
 ) -> int:
     """What `cudaMemcpy2DAsync` does."""
-    assert (kind, stream) == (2, 7)
+    assert (kind, stream) == (4, 7)
     for row in range(height):
         ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
     return 0
@@ -57,6 +57,24 @@ def test_ranks_write_their_columns(rows: int, widths: list[int], copies: object)
             first += width
     assert torch.equal(memory.result(rows, total), whole)
     assert len(waits) == (sum(1 for width in widths[1:] if width) if copies and rows else 0)
+
+
+@given(rows=st.integers(1, 5), widths=st.lists(st.integers(0, 4), min_size=1, max_size=4), pitch=st.integers(0, 3))
+def test_ranks_take_their_columns(rows: int, widths: list[int], pitch: int) -> None:
+    """A card reads its columns where they lie, with one copy."""
+    memory, total, first = rows_of(100), sum(widths), 0
+    memory.put(whole := torch.arange(rows * total, dtype=torch.int32).view(rows, total))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "_copy_2d", lambda: copy_2d)
+        stream = SimpleNamespace(cuda_stream=7, synchronize=lambda: None)
+        patch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        for width in widths:
+            columns = slice(first, first + width)
+            near = torch.zeros((rows, width), dtype=torch.int32)
+            shared._copy(near.as_subclass(OnGPU), memory.rows(rows, total)[:, columns], torch.device("cuda:1"))
+            assert torch.equal(near, whole[:, columns])
+            assert torch.equal(memory.take(rows, total, columns), whole[:, columns])
+            first += width
 
 
 def test_a_copy_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,8 +95,8 @@ def check_output(
 
 
 @contextlib.contextmanager
-def claimed(output: Path) -> Iterator[None]:
-    """Context manager: make the output folder, and lock it against other runs. A new folder that stays empty is
+def claimed(output: Path, *, option: str = "--output") -> Iterator[None]:
+    """Context manager: make the folder of an option, and lock it against other runs. A new folder that stays empty is
     removed. Raises `ConfigError` if another run uses the folder, `StorageError` if the folder cannot be made."""
     new = not output.exists()
     with storing(output):
@@ -108,7 +108,7 @@ def claimed(output: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):  # a network file system may not support locks of folders
             if not lock(descriptor):
                 new = False
-                raise ConfigError(f"another run uses --output {output}; wait for it, or choose another folder")
+                raise ConfigError(f"another run uses {option} {output}; wait for it, or choose another folder")
         yield
     finally:
         os.close(descriptor)

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from tinker import types
 
 from symbiosis_priv.errors import ConfigError, StorageError, SymbiosisError
-from symbiosis_priv.system.files import lock, read_limited, storing
+from symbiosis_priv.system.files import read_limited, storing
 from tenant.endpoint.api.errors import ApiError, public, refused
 from tenant.endpoint.api.service import OWNED
 from tenant.tasks import Tasks
@@ -71,24 +71,14 @@ class Place(NamedTuple):
 class Checkpoints:
     """The checkpoints below one folder, which one process uses at a time. Together they take at most half of what the
     disk has free at the start, with them, and those of one of `owners` keys an equal part of it. `one`: the key is made
-    anew at every start, and its checkpoints have one owner nevertheless. Raises `ConfigError`: another process uses the
-    folder; `StorageError`: the folder cannot be written."""
+    anew at every start, and its checkpoints have one owner nevertheless."""
 
     def __init__(self, folder: Path, tasks: Tasks, *, owners: int, one: bool = False) -> None:
         self._folder, self._tasks, self._one = folder, tasks, one
-        with storing(folder):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        if not lock(self._descriptor):
-            os.close(self._descriptor)
-            raise ConfigError(f"--tinker {folder}: another process uses this folder; choose another one")
         for left in (*folder.glob(f"*/{_RUNS}/*/{_NEW}*"), *folder.glob(f"*/{_RUNS}/{SNAPSHOTS}")):
             shutil.rmtree(left, ignore_errors=True)
         used = sum(self.size(place) for place, _ in self.all("*"))
         self.limit = (shutil.disk_usage(folder).free + used) // 2 // owners
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
     def owner(self, client: str) -> str:
         return "own" if self._one else client
@@ -144,13 +134,10 @@ class Checkpoints:
         try:
             with storing(folder):
                 folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                new = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder.parent))
-                try:
-                    write(new)
-                    (new / _RECORD).write_text(record.model_dump_json())
-                    new.rename(folder)
-                finally:
-                    shutil.rmtree(new, ignore_errors=True)
+                with tempfile.TemporaryDirectory(prefix=_NEW, dir=folder.parent, ignore_cleanup_errors=True) as new:
+                    write(Path(new))
+                    Path(new, _RECORD).write_text(record.model_dump_json())
+                    Path(new).rename(folder)
         except StorageError as error:
             text = f"{public(str(error))}; this training client and other checkpoints are as before"
             raise ApiError(507, text) from error
@@ -164,9 +151,8 @@ class Checkpoints:
         except SymbiosisError as error:
             raise ApiError(400, f"{place.uri} is in use; delete it later") from error
         with suppress(OSError):  # it is gone, or there are other checkpoints
-            gone = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder.parent))
-            folder.rename(gone)
-            shutil.rmtree(gone)
+            with tempfile.TemporaryDirectory(prefix=_NEW, dir=folder.parent) as gone:
+                folder.rename(Path(gone) / folder.name)
             folder.parent.rmdir()
             folder.parent.parent.rmdir()
 

@@ -32,6 +32,7 @@ from tenant.endpoint.tinker.training import Job, Run, Training
 from tenant.endpoint.tinker.wire import examples_of, read_request
 from tenant.masking.backend import Backend
 from tenant.tasks import Tasks
+from tenant.training.output import claimed
 
 T = TypeVar("T", bound=BaseModel)
 Answer = dict[str, Any]
@@ -374,8 +375,8 @@ def opened(
     """Context manager: the routes. Raises `ConfigError` and `StorageError`: the folder cannot be used."""
     assert options.tinker is not None
     with ExitStack() as running:
+        running.enter_context(claimed(options.tinker, option="--tinker"))
         checkpoints = Checkpoints(options.tinker, tasks, owners=clients, one=options.api_key_file is None)
-        running.callback(checkpoints.close)
         together = Together(service.model, backend, turn)
         training = Training(service.model, tasks, checkpoints, together, name=service.name, clients=clients)
         running.callback(training.close)

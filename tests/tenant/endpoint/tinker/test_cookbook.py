@@ -35,37 +35,29 @@ def address(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     collect()
 
 
-def saved(log: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (log / "checkpoints.jsonl").read_text().splitlines()]
+def written(log: Path, file: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (log / file).read_text().splitlines()]
 
 
-def figures(log: Path, name: str) -> list[float]:
-    found = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
-    return [one[name] for one in found if name in one]
+def common(checkpoint: Path, log: Path) -> dict[str, Any]:
+    name = str(checkpoint)
+    return {"log_path": str(log), "model_name": name, "recipe_name": "test", "renderer_name": RENDERER, "lora_rank": 4}
 
 
 @pytest.mark.usefixtures("address")
 def test_supervised(checkpoint: Path, tmp_path: Path) -> None:
-    texts, name = tmp_path / "texts.jsonl", str(checkpoint)
+    texts, log = tmp_path / "texts.jsonl", tmp_path / "log"
     chat = [{"role": "user", "content": "capital?"}, {"role": "assistant", "content": "Paris"}]
     texts.write_text(f"{json.dumps({'messages': chat})}\n" * 16)
-    common = ChatDatasetBuilderCommonConfig(
-        model_name_for_tokenizer=name, renderer_name=RENDERER, max_length=64, batch_size=4
+    reading = ChatDatasetBuilderCommonConfig(
+        model_name_for_tokenizer=str(checkpoint), renderer_name=RENDERER, max_length=64, batch_size=4
     )
-    config = supervised.Config(
-        log_path=str(tmp_path / "log"),
-        model_name=name,
-        recipe_name="test",
-        renderer_name=RENDERER,
-        dataset_builder=chats.FromConversationFileBuilder(common_config=common, file_path=str(texts)),
-        learning_rate=1e-2,
-        lora_rank=4,
-        save_every=2,
-    )
-    asyncio.run(supervised.main(config))
-    losses = figures(tmp_path / "log", "train_mean_nll")
+    builder = chats.FromConversationFileBuilder(common_config=reading, file_path=str(texts))
+    given = common(checkpoint, log) | {"dataset_builder": builder}
+    asyncio.run(supervised.main(supervised.Config(learning_rate=1e-2, save_every=2, **given)))
+    losses = [one["train_mean_nll"] for one in written(log, "metrics.jsonl") if "train_mean_nll" in one]
     assert losses[-1] < losses[0]
-    assert saved(tmp_path / "log")[-1]["name"] == "final"
+    assert written(log, "checkpoints.jsonl")[-1]["name"] == "final"
 
 
 class Question(problem_env.ProblemEnv):  # type: ignore[misc]
@@ -104,18 +96,8 @@ class QuestionsBuilder(environments.RLDatasetBuilder):  # type: ignore[misc]
 @pytest.mark.usefixtures("address")
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
 def test_rl(checkpoint: Path, tmp_path: Path, loss: Any) -> None:
-    config = rl.Config(
-        learning_rate=1e-3,
-        dataset_builder=QuestionsBuilder(name=str(checkpoint)),
-        model_name=str(checkpoint),
-        recipe_name="test",
-        renderer_name=RENDERER,
-        max_tokens=4,
-        log_path=str(tmp_path / "log"),
-        lora_rank=4,
-        loss_fn=loss,
-        save_every=1,
-    )
-    asyncio.run(rl.main(config))
-    assert len(figures(tmp_path / "log", "env/all/reward/total")) == 2
-    assert saved(tmp_path / "log")[-1]["name"] == "final"
+    log = tmp_path / "log"
+    given = common(checkpoint, log) | {"dataset_builder": QuestionsBuilder(name=str(checkpoint)), "loss_fn": loss}
+    asyncio.run(rl.main(rl.Config(learning_rate=1e-3, max_tokens=4, save_every=1, **given)))
+    assert sum("env/all/reward/total" in one for one in written(log, "metrics.jsonl")) == 2
+    assert written(log, "checkpoints.jsonl")[-1]["name"] == "final"

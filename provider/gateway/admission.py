@@ -17,9 +17,8 @@ from typing import NamedTuple, NoReturn
 from provider.config.schema import MIB, Limits, ProviderConfig
 from provider.executor.queues import row_load
 from provider.refusal import Refusal
-from symbiosis_priv.arithmetic.ring import Widths
 from symbiosis_priv.arithmetic.segments import check_counts
-from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
+from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
@@ -34,52 +33,43 @@ class Sizes(NamedTuple):
 
     encoding: wire.Encoding
     received: int  # the request's payload
+    sent: int  # the answer's payload
     memory: int  # all matrices of the request in memory
     cost: int  # multiply-adds that the tenant is billed
 
 
-def sizes_of(request: wire.Execute | wire.Effect, widths: Widths) -> Sizes:
-    """The sizes of a request, by the widths that `check_shape` has returned."""
-    encoding, rows, (inputs, outputs) = request.encoding, request.rows, widths
-    received = 0 if isinstance(request, wire.Effect) else encoding.size(rows, inputs)
-    product = wire.RING32.size(rows, outputs)
-    # a packed answer is a copy, made after the rows' memory is free
-    packed = encoding.size(rows, outputs) if encoding is wire.RING24 else 0
-    memory = product + max(wire.RING32.size(rows, inputs), packed)
-    _, cost = row_load(type(request), widths)
-    return Sizes(encoding, received, memory, cost * rows)
-
-
-def check_shape(binding: wire.Binding, config: ProviderConfig, manifest: Manifest, served: range) -> Widths:
-    """The columns of the request's and the reply's matrix, of the layer group or of one expert's matrix. Raises
-    `Refusal`: the group is not served, or rows, counts or bytes exceed their limits."""
-    if binding.group >= len(manifest.groups):
-        refuse_bad(f"group {binding.group} is not one of {len(manifest.groups)}")
-    stack = manifest.groups[binding.group]
-    if binding.group not in served:
+def admitted(request: wire.Execute | wire.Effect, config: ProviderConfig, manifest: Manifest, served: range) -> Sizes:
+    """The sizes of a request for the layer groups `served`. Raises `Refusal`: the group is not served, the arithmetic
+    is off, or rows, counts or bytes exceed their limits."""
+    rows, counts, encoding, in_ring = request.rows, request.counts, request.encoding, request.arithmetic == "ring"
+    if request.group >= len(manifest.groups):
+        refuse_bad(f"group {request.group} is not one of {len(manifest.groups)}")
+    stack, effect = manifest.groups[request.group], isinstance(request, wire.Effect)
+    if not in_ring and (effect or counts is not None or request.ring_bits != wire.RING32.item_bits):
+        refuse_bad("effects, and requests with counts or ring_bits, need ring arithmetic")
+    if not in_ring and config.executor.float_memory_mib is None:
+        raise Refusal(wire.ErrorCode.NOT_SERVED, "float products are off here (float_memory_mib under [executor])")
+    if request.group not in served:
         raise Refusal(wire.ErrorCode.NOT_SERVED, f"{stack.name} is not in layers {config.model.layers}")
-    if binding.rows > MAX_REQUEST_ROWS:
-        raise Refusal(wire.ErrorCode.TOO_LARGE, f"{binding.rows} rows; at most {MAX_REQUEST_ROWS}")
-    if binding.counts is not None:
+    if rows > MAX_REQUEST_ROWS:
+        raise Refusal(wire.ErrorCode.TOO_LARGE, f"{rows} rows; at most {MAX_REQUEST_ROWS}")
+    if counts is not None:
         if stack.experts == 1:
             refuse_bad(f"{stack.name} is not a stack of experts; send no counts")
-        if binding.arithmetic != "ring":
-            refuse_bad("requests with counts need ring arithmetic")
         try:
-            check_counts(binding.counts, experts=stack.experts, rows=binding.rows)
+            check_counts(counts, experts=stack.experts, rows=rows)
         except RangeError as error:
             refuse_bad(str(error))
-    columns = entry_of(binding, manifest).columns(binding.direction)
-    largest = max(wire.RING32.size(binding.rows, width) for width in columns)
-    most = config.limits.max_payload_mib * MIB
-    if largest > most:
-        raise Refusal(wire.ErrorCode.TOO_LARGE, f"a matrix of {largest} bytes; at most {most}")
-    return columns
-
-
-def entry_of(binding: wire.Binding, manifest: Manifest) -> GroupEntry:
-    """The entry with the widths of a request: of its layer group, or of one expert's matrix."""
-    return manifest.entry(binding.group, by_expert=binding.counts is not None)
+    widths = manifest.entry(request.group, by_expert=counts is not None).columns(request.direction)
+    taken, made = (wire.RING32.size(rows, width) for width in widths)
+    if max(taken, made) > config.limits.max_payload_mib * MIB:
+        most = config.limits.max_payload_mib * MIB
+        raise Refusal(wire.ErrorCode.TOO_LARGE, f"a matrix of {max(taken, made)} bytes; at most {most}")
+    sent = encoding.size(rows, widths.result)
+    # a packed answer is a copy, made after the rows' memory is free
+    memory = made + max(taken, sent if encoding is wire.RING24 else 0)
+    _, cost = row_load(type(request), widths)
+    return Sizes(encoding, 0 if effect else encoding.size(rows, widths.rows), sent, memory, cost * rows)
 
 
 def refuse_bad(detail: str) -> NoReturn:

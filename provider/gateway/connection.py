@@ -24,12 +24,11 @@ from provider import logs
 from provider.executor.client import ExecutorRequester
 from provider.executor.queues import ProductRequest
 from provider.gateway import admission
-from provider.gateway.admission import Sizes, Slot, check_shape, entry_of, refuse_bad, sizes_of
+from provider.gateway.admission import Sizes, Slot, admitted, refuse_bad
 from provider.gateway.frames import NOTHING, Frames, GatewayState
 from provider.gateway.repeated import Repeated, parts_of
 from provider.gateway.usage import UsageCounts
 from provider.refusal import Refusal
-from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.errors import ConnectionLostError, FrameTooLargeError, ProtocolError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.hybrid import Sealing, answer_offer
@@ -44,11 +43,8 @@ REQUEST_TIMEOUT_S = 120.0
 """Time for the executor to answer, and to wait for a share of the bytes."""
 _SCRAP_BYTES = 1 << 16  # a record with almost no bytes takes as much time as this many bytes
 _FREE_SCRAPS = 8  # such records of one frame that cost nothing
-_KINDS = 256  # kinds of requests whose sizes a connection keeps
+_KINDS = 256  # kinds of repeated requests that a connection keeps
 _MOST_SPACE = 1 << 17  # memory of a connection for answers of repeated requests
-
-_Kind = tuple[int, Direction, wire.Arithmetic, wire.RingBits, int]
-"""The fields of a request without counts that decide its sizes. A connection has one role, so one class of requests."""
 
 
 class Connection:
@@ -72,7 +68,6 @@ class Connection:
         self._slot, self._refusal = slot, refusal
         self._role: wire.Role | None = None
         self._sealing: Sealing | None = None  # of a helper's connection
-        self._sizes: dict[_Kind, Sizes] = {}  # of accepted kinds: model, layers and limits do not change
         self._repeated: dict[bytes, Repeated] = {}  # of answered requests, by their headers
         self._quotas = state.quotas.of  # in force when these were learned
         self._space = NOTHING  # memory for the answers of repeated requests
@@ -251,20 +246,18 @@ class Connection:
         request = work.request
         if log.detailed or not isinstance(request, wire.Execute) or request.counts is not None:
             return
-        _, outputs = entry_of(request, self._state.manifest).columns(request.direction)
-        sent = request.encoding.size(request.rows, outputs)
-        if sizes.memory > self._limits.small_request or sent > _MOST_SPACE:
+        if sizes.memory > self._limits.small_request or sizes.sent > _MOST_SPACE:
             return
         if (product := self._executor.repeat(work)) is None:
             return
-        counts = UsageCounts(1, request.rows, sizes.cost, sizes.received, sent)
+        counts = UsageCounts(1, request.rows, sizes.cost, sizes.received, sizes.sent)
         if (learned := Repeated.of(request, counts, product)) is None:
             return
         if len(self._repeated) == _KINDS:
             self._repeated.clear()
         self._repeated.update([learned])
-        if sent > len(self._space):
-            space = np.empty(sent, dtype=np.uint8)
+        if sizes.sent > len(self._space):
+            space = np.empty(sizes.sent, dtype=np.uint8)
             self._space, self._space_begin = space.data, space.ctypes.data
 
     def _multiply(
@@ -332,22 +325,7 @@ class Connection:
             refuse_bad("say hello first")
         if self._role != wanted:
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this connection is served in the role {self._role!r}")
-        arithmetic, ring_bits = request.arithmetic, request.ring_bits
-        kind = request.group, request.direction, arithmetic, ring_bits, request.rows
-        sizes = self._sizes.get(kind) if request.counts is None else None
-        if sizes is None:
-            state, in_ring = self._state, arithmetic == "ring"
-            if isinstance(request, wire.Effect) and not in_ring:
-                refuse_bad("requests for effects need ring arithmetic")
-            if not in_ring and ring_bits != wire.RING32.item_bits:
-                refuse_bad("requests with ring_bits need ring arithmetic")
-            if not in_ring and state.config.executor.float_memory_mib is None:
-                raise Refusal(wire.ErrorCode.NOT_SERVED, "float products are off here ([executor] float = false)")
-            sizes = sizes_of(request, check_shape(request, state.config, state.manifest, state.served))
-            if request.counts is None:
-                if len(self._sizes) == _KINDS:
-                    self._sizes.clear()
-                self._sizes[kind] = sizes
+        sizes = admitted(request, self._state.config, self._state.manifest, self._state.served)
         self._frames.expect_payload(sizes.received)
         self._executor.require_present()
         return sizes

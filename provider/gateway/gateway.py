@@ -48,7 +48,6 @@ class Gateway:
         executor: ExecutorHandle,
         usage: UsageCounters,
     ) -> None:
-        self._limits = config.limits
         self._credentials = credentials
         self._executor = executor
         self.state = GatewayState(config, manifest, served, usage)
@@ -73,7 +72,6 @@ class Gateway:
         """Apply new quotas, certificates and revocations. Closes the connections of clients that are not accepted any
         more."""
         self.state.quotas.renew(config.quota_of)
-        self._limits = config.limits
         self.accept(credentials)
 
     def accept(self, credentials: Credentials) -> None:

@@ -57,7 +57,7 @@ WRONG: dict[str, tuple[Callable[[wire.Execute], wire.Execute], str]] = {
     "none": (lambda request: by_expert(request, ()), "4 experts"),
     "floats": (
         lambda request: msgspec.structs.replace(by_expert(request, (3, 0, 0, 0)), arithmetic="float"),
-        "off here",
+        "need ring arithmetic",
     ),
 }
 

@@ -221,7 +221,7 @@ def serve(
     of JSON to stdout; logs go to stderr. SIGHUP and changed files make the provider read certificates, revocations and
     quotas again. With `stop_with_stdin`, the provider ends with its parent."""
     logs.setup(config.log_level)
-    _allow_descriptors(config)
+    allow_descriptors(config)
     _share_arenas()
     stop, started = threading.Event(), threading.Event()
     provider = Provider(config, source=source, progress=progress, adapt=adapt, burst_s=burst_s)
@@ -267,7 +267,7 @@ def _share_arenas() -> None:
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
 
 
-def _allow_descriptors(config: ProviderConfig) -> None:
+def allow_descriptors(config: ProviderConfig) -> None:
     """Raise the limit of file descriptors, so that it covers every permitted connection and its pipe to the
     executor."""
     limits = config.limits

@@ -23,15 +23,6 @@ def test_a_client_with_many_items_does_not_delay_others(clients: list[str]) -> N
         assert all(before.count(other) <= before.count(client) + 1 for other in set(before))
 
 
-def test_a_bucket_holds_one_burst_at_most() -> None:
-    bucket = TokenBucket(per_s=0.25, burst=0.25, now=0.0)
-    bucket.take(0.251)
-    assert bucket.delay(0.0) == pytest.approx(0.004)
-    assert bucket.delay(0.002) == pytest.approx(0.002)
-    assert bucket.tokens(1000.0) == 0.25
-    assert bucket.delay(1000.0) == 0
-
-
 def test_a_new_rate_counts_from_now_on() -> None:
     bucket = TokenBucket(per_s=1.0, burst=1.0, now=0.0)
     bucket.take(1.1)

@@ -88,22 +88,6 @@ def test_a_pipe_in_place_of_a_file_does_not_block(tls: TlsConfig, name: str) -> 
         Credentials.load(tls)
 
 
-def test_a_provider_can_stop_while_a_file_system_does_not_answer() -> None:
-    begun, over = threading.Event(), threading.Event()
-
-    def reload() -> None:
-        begun.set()
-        over.wait(20)
-
-    reloader = Reloader(list, reload)
-    reloader.periodic.start()
-    reloader.request()
-    assert begun.wait(20)
-    reloader.periodic.close(0.01)
-    assert not over.is_set()
-    over.set()
-
-
 def test_a_revoked_tenant_stays_revoked_until_a_restart(configure: Configure, connect: Connect, tls: TlsConfig) -> None:
     """A list that is being rewritten is shorter for a moment. A file that is not a list is reported."""
     config = configure(tls=tls, metrics=MetricsConfig(listen="127.0.0.1:0"))

@@ -34,13 +34,6 @@ def works(client: Client) -> bool:
     return client.product(execute(0, 2), torch.ones(2, WIDTH, dtype=torch.int32)).shape[0] == 2
 
 
-def healthy(client: Client) -> bool:
-    try:
-        return isinstance(client.ask(wire.FetchHealth()), wire.HealthReport)
-    except SymbiosisError:  # refused before the first request
-        return False
-
-
 # Certificates
 
 
@@ -321,31 +314,6 @@ def test_a_client_that_does_not_read_is_dropped(
             until(alone)
     row = next(row for row in read(bills) if row["role"] == "executor")
     assert (row["requests"], row["bytes_received"], row["slow"]) == (1, rows * WIDTH * 4, 1)
-
-
-def test_a_flood_from_one_address_does_not_block_another_address(
-    configure: Configure, keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("provider.gateway.gateway.MAX_HANDSHAKES", 4)
-    with Provider(configure()) as provider, contextlib.ExitStack() as stack:
-        early = stack.enter_context(open_tcp(provider))
-        flood = [stack.enter_context(open_tcp(provider, source="127.0.0.2")) for _ in range(20)]
-        for dropped in flood[:-3]:
-            assert dropped.recv(1) == b""
-        assert not refused(early, keys.context("alice"))
-
-
-@pytest.mark.parametrize("limit", ["max_connections", "max_connections_per_tenant"])
-def test_too_many_connections(configure: Configure, connect: Connect, limit: str) -> None:
-    with Provider(configure(**{limit: 2})) as provider:
-        first, _second = connect(to=provider), connect(to=provider)
-        third = connect(role=None, to=provider)
-        assert failure(third.receive()[0]) == wire.ErrorCode.BUSY
-        assert third.at_end()
-        if limit == "max_connections_per_tenant":
-            assert works(connect("bob", to=provider))
-        first.close()
-        until(lambda: healthy(connect(role=None, to=provider)))  # the end of `first` is noticed after a moment
 
 
 def tenants(*names: str) -> list[TenantIdentity]:

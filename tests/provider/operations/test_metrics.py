@@ -115,14 +115,6 @@ def test_the_operators_address(configure: Configure, connect: Connect) -> None:
         top.ask(address)
 
 
-@pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:0"])
-def test_metrics_listen_at_the_configured_address(configure: Configure, listen: str) -> None:
-    with Provider(configure(metrics=MetricsConfig(listen=listen))) as provider:
-        assert provider.metrics_address is not None
-        assert provider.metrics_address.startswith(listen.removesuffix("0"))
-        assert get(provider.metrics_address, "/healthz") == (200, "alive\n")
-
-
 def test_a_public_metrics_address_is_warned_about() -> None:
     assert all(map(is_public, ["0.0.0.0", "::", "8.8.8.8", "2001:4860::1"]))
     assert not any(map(is_public, ["127.0.0.1", "10.1.2.3", "192.168.0.1", "::1", "fd00::1", "metrics.internal"]))

@@ -29,7 +29,6 @@ from provider.config.schema import ExecutorConfig, ModelConfig, ProviderConfig
 from provider.executor.executor import Executor
 from provider.gateway import connection
 from provider.gateway.frames import Frames
-from provider.products import model
 from provider.products.model import FloatGroup, FloatGroups, ServedModel
 from provider.refusal import Refusal
 from provider.serve import Provider
@@ -38,6 +37,7 @@ from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.checkpoints.layers import LayerRange
+from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConnectionLostError
 from symbiosis_priv.federation import Peer
@@ -180,19 +180,30 @@ def broken(outcomes: dict[str, PropertyResult]) -> set[str]:
 
 
 Product = Callable[..., Tensor]
+Plant = Callable[[object, str, Callable[..., Any]], None]
 
 
 @pytest.fixture
-def tamper(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Tensor]], None]:
+def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
+    """`plant(owner, name, fault)`: what is called as `owner.name(...)` becomes `fault(honest, ...)`."""
+
+    def plant(owner: object, name: str, fault: Callable[..., Any]) -> None:
+        honest = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, **named: fault(honest, *given, **named))
+
+    return plant
+
+
+@pytest.fixture
+def tamper(plant: Plant) -> Callable[[Callable[..., Tensor]], None]:
     """`tamper(fault)`: products become `fault(honest, served, rows, index=..., direction=..., arithmetic=...)`."""
-    honest = ServedModel.product
 
     def tamper(fault: Callable[..., Tensor]) -> None:
-        def product(self: ServedModel, rows: Tensor, **which: Any) -> Tensor:
-            return fault(lambda rows, **other: honest(self, rows, **(which | other)), rows, **which).contiguous()
+        def product(honest: Product, served: ServedModel, rows: Tensor, **which: Any) -> Tensor:
+            return fault(lambda rows, **other: honest(served, rows, **(which | other)), rows, **which).contiguous()
 
-        monkeypatch.setattr(ServedModel, "product", product)
-        monkeypatch.setattr(ServedModel, "few", lambda *_: None)  # no product is computed elsewhere
+        plant(ServedModel, "product", product)
+        plant(ServedModel, "few", lambda *_: None)  # no product is computed elsewhere
 
     return tamper
 
@@ -314,13 +325,12 @@ def test_rows_multiplied_by_another_expert_are_found(
     assert any("rows of every expert" in line for line in violation_of(outcomes["experts"]).lines())
 
 
-def test_a_reply_with_other_counts_is_found(judge_experts: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    answering = wire.Result.answering
-
-    def forgetful(request: wire.Binding, **more: Any) -> wire.Result:
-        return answering(msgspec.structs.replace(request, counts=None), **more)
-
-    monkeypatch.setattr(wire.Result, "answering", forgetful)
+def test_a_reply_with_other_counts_is_found(judge_experts: Judge, plant: Plant) -> None:
+    plant(
+        wire.Result,
+        "answering",
+        lambda honest, request, **more: honest(msgspec.structs.replace(request, counts=None), **more),
+    )
     outcomes = judge_experts("binding")
     assert broken(outcomes) == {"binding"}
     assert "counts" in str(outcomes["binding"].violation)
@@ -329,28 +339,16 @@ def test_a_reply_with_other_counts_is_found(judge_experts: Judge, monkeypatch: p
 # Planted faults
 
 
-@pytest.fixture
-def alter(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, int], None]:
-    """`alter(group, output, column)`: the provider's weight there is larger by one unit."""
-
-    def alter(group: int, output: int, column: int) -> None:
-        def altered(self: WeightStore, index: int) -> RingMatrix:
-            weight = self.group(index).weight.clone()
-            if index == group:
-                weight[output, column] += 1
-            return RingMatrix(weight, weight_bits=self.weight_bits)
-
-        monkeypatch.setattr(WeightStore, "matrix", altered)
-
-    return alter
-
-
 @pytest.mark.parametrize("group", [0, 2])
-def test_one_weight_altered_by_one_unit_is_found_and_located(
-    judge: Judge, alter: Callable[..., None], group: int
-) -> None:
+def test_one_weight_altered_by_one_unit_is_found_and_located(judge: Judge, plant: Plant, group: int) -> None:
     output, column = 17, 29
-    alter(group, output, column)
+
+    def altered(honest: object, store: WeightStore, index: int) -> RingMatrix:
+        weight = store.group(index).weight.clone()
+        weight[output, column] += index == group
+        return RingMatrix(weight, weight_bits=store.weight_bits)
+
+    plant(WeightStore, "matrix", altered)
     outcome = judge("every-layer")["every-layer"]
     assert outcome.verdict == "broken"
     case, difference = case_of(outcome), violation_of(outcome).difference
@@ -364,19 +362,15 @@ def test_one_weight_altered_by_one_unit_is_found_and_located(
 
 
 @pytest.mark.parametrize("steps", [1, -1])
-def test_one_float_weight_altered_by_one_step_is_found(
-    judge: Judge, monkeypatch: pytest.MonkeyPatch, steps: int
-) -> None:
-    honest = FloatGroups.group
-
-    def altered(self: FloatGroups, index: int) -> FloatGroup:
-        loaded = index in self.loaded
-        operand = honest(self, index)
+def test_one_float_weight_altered_by_one_step_is_found(judge: Judge, plant: Plant, steps: int) -> None:
+    def altered(honest: Callable[..., FloatGroup], groups: FloatGroups, index: int) -> FloatGroup:
+        loaded = index in groups.loaded
+        operand = honest(groups, index)
         if index == 1 and not loaded:
             operand.weight[5, 33] += steps * operand.weight[5].abs().max() / 511
         return operand
 
-    monkeypatch.setattr(FloatGroups, "group", altered)
+    plant(FloatGroups, "group", altered)
     case = case_of(judge("every-layer")["every-layer"])
     assert (case.index, case.arithmetic) == (1, "float")
     assert case.rows.nonzero().tolist() == [[0, 33]]
@@ -410,19 +404,16 @@ WRONG_PRODUCTS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
 
 
 @pytest.mark.parametrize(("answer", "said"), [("hello", "for an unknown model"), ("health", "its health report names")])
-def test_a_digest_that_a_provider_only_repeats_is_found(
-    judge: Judge, monkeypatch: pytest.MonkeyPatch, answer: str, said: str
-) -> None:
+def test_a_digest_that_a_provider_only_repeats_is_found(judge: Judge, plant: Plant, answer: str, said: str) -> None:
     """One provider welcomes tenants of any model, and one names another model in its health report."""
-    honest = getattr(connection.Connection, f"_answer_{answer}")
 
-    def lying(self: connection.Connection, *request: Any) -> None:
-        asked, own = (request[0].model_digest if request else "sha256:0"), self._state.digest
-        self._state.digest = asked
-        honest(self, *request)
-        self._state.digest = own
+    def lying(honest: Callable[..., None], served: Any, *request: Any) -> None:
+        asked, own = (request[0].model_digest if request else "sha256:0"), served._state.digest
+        served._state.digest = asked
+        honest(served, *request)
+        served._state.digest = own
 
-    monkeypatch.setattr(connection.Connection, f"_answer_{answer}", lying)
+    plant(connection.Connection, f"_answer_{answer}", lying)
     outcome = judge("digest")["digest"]
     assert said in violation_of(outcome).what
 
@@ -460,114 +451,103 @@ def test_rows_that_affect_each_other(judge: Judge, tamper: Callable[..., None]) 
     assert len(case_of(outcomes["ring-exact"]).rows) == 2
 
 
-def test_wrong_batching_only(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_batching_only(judge: Judge, plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Single requests are answered correctly; in a batch, the slices go to the wrong requests."""
     monkeypatch.setattr(trials, "_SHRINKING_S", 0.0)  # each try makes connections, and no size is compared
     batches = []
-    honest = Executor._hand_out
 
-    def hand_out(self: Executor, batch: list[Any], product: Tensor, encoding: wire.Encoding) -> None:
+    def hand_out(honest: Callable[..., None], executor: Executor, batch: list[Any], product: Tensor, how: Any) -> None:
         batches.append(len(batch))
-        honest(self, batch, product.roll(1, 0) if len(batch) > 1 else product, encoding)
+        honest(executor, batch, product.roll(1, 0) if len(batch) > 1 else product, how)
 
-    monkeypatch.setattr(Executor, "_hand_out", hand_out)
+    plant(Executor, "_hand_out", hand_out)
     outcomes = judge()
     assert max(batches) > 1  # the suite did cause a batch
     assert broken(outcomes) == {"batching"}
 
 
-def test_wrong_narrow_payloads_only(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_narrow_payloads_only(judge: Judge, plant: Plant) -> None:
     """Planted: the provider drops the signs of narrow answers."""
-    pack = wire.Encoding.pack
 
-    def unsigned(encoding: wire.Encoding, matrix: Any) -> memoryview:
-        return pack(encoding, matrix & 0x7FFFFF if isinstance(matrix, np.ndarray) else matrix)
+    def unsigned(honest: Callable[..., memoryview], encoding: wire.Encoding, matrix: Any) -> memoryview:
+        return honest(encoding, matrix & 0x7FFFFF if isinstance(matrix, np.ndarray) else matrix)
 
-    monkeypatch.setattr(wire.Encoding, "pack", unsigned)
+    plant(wire.Encoding, "pack", unsigned)
     assert "narrow-ring" in broken(judge("ring-exact", "narrow-ring"))
 
 
-def test_replies_bound_to_another_request(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = connection.Connection._multiply
+def test_replies_bound_to_another_request(judge: Judge, plant: Plant) -> None:
+    def unbound(honest: Callable[..., None], served: Any, request: wire.Execute, *given: Any, **named: Any) -> None:
+        honest(served, msgspec.structs.replace(request, nonce=bytes(wire.NONCE_BYTES)), *given, **named)
 
-    def unbound(self: connection.Connection, request: wire.Execute, *arguments: Any, **named: Any) -> None:
-        honest(self, msgspec.structs.replace(request, nonce=bytes(wire.NONCE_BYTES)), *arguments, **named)
-
-    monkeypatch.setattr(connection.Connection, "_multiply", unbound)
+    plant(connection.Connection, "_multiply", unbound)
     outcomes = judge()
     assert broken(outcomes) == {"binding"}
     assert "nonce" in violation_of(outcomes["binding"]).what
 
 
-def test_a_connection_that_ends_at_a_bad_request(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang_up(self: Frames, refusal: Any) -> None:
+def test_a_connection_that_ends_at_a_bad_request(judge: Judge, plant: Plant) -> None:
+    def hang_up(*_: object) -> None:
         raise ConnectionResetError
 
-    monkeypatch.setattr(Frames, "refuse", hang_up)
+    plant(Frames, "refuse", hang_up)
     found = broken(judge("ring-exact", "refusals", "binding"))
     assert found == {"refusals"}
 
 
-def test_bad_requests_that_are_answered(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_requests_that_are_answered(judge: Judge, plant: Plant) -> None:
     """A provider that maps a group that does not exist to one that does."""
-    honest = connection.Connection._check
 
-    def lenient(self: connection.Connection, request: Any) -> Any:
-        groups = len(self._state.manifest.groups)
-        return honest(self, msgspec.structs.replace(request, group=request.group % groups))
+    def existing(request: Any, manifest: Manifest) -> Any:
+        return msgspec.structs.replace(request, group=request.group % len(manifest.groups))
 
-    monkeypatch.setattr(connection.Connection, "_check", lenient)
-    job_of = Executor._job_of
+    def lenient(honest: Callable[..., Any], served: Any, request: Any) -> Any:
+        return honest(served, existing(request, served._state.manifest))
 
-    def wrap(self: Executor, sender: Any, work: Any, payload: Any) -> Any:
+    def wrap(honest: Callable[..., Any], executor: Executor, sender: Any, work: Any, payload: Any) -> Any:
         if isinstance(work.request, wire.Execute):
-            group = work.request.group % len(self._model.manifest.groups)
-            work = msgspec.structs.replace(work, request=msgspec.structs.replace(work.request, group=group))
-        return job_of(self, sender, work, payload)
+            work = msgspec.structs.replace(work, request=existing(work.request, executor._model.manifest))
+        return honest(executor, sender, work, payload)
 
-    monkeypatch.setattr(Executor, "_job_of", wrap)
+    plant(connection.Connection, "_check", lenient)
+    plant(Executor, "_job_of", wrap)
     outcomes = judge("refusals", "ring-exact")
     assert broken(outcomes) == {"refusals"}
     assert "a group that does not exist" in violation_of(outcomes["refusals"]).what
 
 
-def test_a_second_hello_that_is_answered(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = connection.Connection._answer_hello
+def test_a_second_hello_that_is_answered(judge: Judge, plant: Plant) -> None:
+    def forgetful(honest: Callable[..., None], served: Any, hello: wire.Hello) -> None:
+        if served._role is not None:
+            served._state.register.drop_role(served._tenant, served._role)
+        served._role = None
+        honest(served, hello)
 
-    def forgetful(self: connection.Connection, hello: wire.Hello) -> None:
-        if self._role is not None:
-            self._state.register.drop_role(self._tenant, self._role)
-        self._role = None
-        honest(self, hello)
-
-    monkeypatch.setattr(connection.Connection, "_answer_hello", forgetful)
+    plant(connection.Connection, "_answer_hello", forgetful)
     outcomes = judge("refusals", "ring-exact")
     assert broken(outcomes) == {"refusals"}
     assert "answers a second hello with welcome" in violation_of(outcomes["refusals"]).what
 
 
-def test_a_malformed_frame_that_is_answered(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_malformed_frame_that_is_answered(judge: Judge, plant: Plant) -> None:
     """A provider that ignores fields that it does not know."""
-    decode = wire.decode_request
 
-    def lenient(header: wire.Buffer) -> wire.Request:
-        fields = msgspec.msgpack.decode(header)
-        return wire.FetchHealth() if "scale" in fields else decode(header)
+    def lenient(honest: Callable[..., wire.Request], header: wire.Buffer) -> wire.Request:
+        return wire.FetchHealth() if "scale" in msgspec.msgpack.decode(header) else honest(header)
 
-    monkeypatch.setattr(wire, "decode_request", lenient)
+    plant(wire, "decode_request", lenient)
     outcomes = judge("refusals", "ring-exact")
     assert broken(outcomes) == {"refusals"}
     assert "a malformed frame (execute: {'scale': 0.5})" in violation_of(outcomes["refusals"]).what
 
 
-def test_effects_of_other_masks(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_effects_of_other_masks(judge: Judge, plant: Plant) -> None:
     """A helper that restarts its keystream for every request."""
-    honest = model.ServedModel.mask_rows
 
-    def restarted(self: ServedModel, request: wire.Effect) -> Tensor:
-        return honest(self, msgspec.structs.replace(request, first_row=0))
+    def restarted(honest: Product, served: ServedModel, request: wire.Effect) -> Tensor:
+        return honest(served, msgspec.structs.replace(request, first_row=0))
 
-    monkeypatch.setattr(ServedModel, "mask_rows", restarted)
+    plant(ServedModel, "mask_rows", restarted)
     outcomes = judge("effect-exact", "every-layer", role="helper")
     assert broken(outcomes) == {"effect-exact"}
     assert case_of(outcomes["effect-exact"]).first_row == 1
@@ -597,15 +577,13 @@ def test_answers_that_are_wrong_only_for_many_rows(judge: Judge, tamper: Callabl
     assert len(case_of(outcomes["row-counts"]).rows) == 501  # the smallest row count
 
 
-def test_a_provider_that_refuses_empty_requests(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = connection.Connection._answer_product
-
-    def refuse(self: connection.Connection, request: Any, sizes: Any, **how: Any) -> None:
+def test_a_provider_that_refuses_empty_requests(judge: Judge, plant: Plant) -> None:
+    def refuse(honest: Callable[..., None], served: Any, request: Any, sizes: Any, **how: Any) -> None:
         if not request.rows:
             raise Refusal(wire.ErrorCode.INTERNAL, "no rows")
-        answer(self, request, sizes, **how)
+        honest(served, request, sizes, **how)
 
-    monkeypatch.setattr(connection.Connection, "_answer_product", refuse)
+    plant(connection.Connection, "_answer_product", refuse)
     outcome = judge("row-counts")["row-counts"]
     assert "refuses a valid request: internal" in violation_of(outcome).what
     assert not len(case_of(outcome).rows)
@@ -637,26 +615,23 @@ def test_a_slow_provider_does_not_exceed_its_time_limit(judge: Judge, tamper: Ca
 
 
 @pytest.mark.parametrize("code", [wire.ErrorCode.ROLE_REFUSED, wire.ErrorCode.REFUSED])
-def test_a_provider_that_avoids_all_products_does_not_pass(
-    code: wire.ErrorCode, judge: Judge, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_provider_that_avoids_all_products_does_not_pass(code: wire.ErrorCode, judge: Judge, plant: Plant) -> None:
     """The provider shows the right digest, hangs up when a product is requested, and then refuses the tenant."""
-    asked: list[wire.Execute | wire.Effect] = []
-    greet, answer = connection.Connection._answer_hello, connection.Connection._answer_product
+    asked: list[object] = []
 
-    def refuse(self: connection.Connection, hello: wire.Hello) -> None:
+    def refuse(honest: Callable[..., None], served: Any, hello: wire.Hello) -> None:
         if asked:
             raise Refusal(code, "not now")
-        greet(self, hello)
+        honest(served, hello)
 
-    def leave(self: connection.Connection, request: wire.Execute | wire.Effect, sizes: Any, **how: Any) -> None:
+    def leave(honest: Callable[..., None], served: Any, request: Any, sizes: Any, **how: Any) -> None:
         if request.rows:
             asked.append(request)
             raise ConnectionLostError("left")
-        answer(self, request, sizes, **how)
+        honest(served, request, sizes, **how)
 
-    monkeypatch.setattr(connection.Connection, "_answer_hello", refuse)
-    monkeypatch.setattr(connection.Connection, "_answer_product", leave)
+    plant(connection.Connection, "_answer_hello", refuse)
+    plant(connection.Connection, "_answer_product", leave)
     outcomes = list(judge(examples=1).values())
     assert outcomes[0].verdict == "holds"
     assert not passed(outcomes)

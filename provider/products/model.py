@@ -5,7 +5,8 @@ in chunks, through page-locked memory: while one chunk is multiplied, the next o
 result is copied back, each on its own stream. A single chunk cannot overlap with anything, so it uses one stream. A
 repeated product of a few rows is one CUDA graph (`graphs`). Payloads are received into ordinary memory: the copy to
 page-locked memory overlaps and takes a fifth of what opening TLS takes, and tenants that send slowly would hold
-page-locked memory.
+page-locked memory. A helper's rows and products take four bytes per entry in a ring of 24 bits, too: its AES and TLS
+take longer than these copies.
 Weights are never copied. On a CPU, the same code runs in order and with ordinary memory, for the tests.
 
 The float path has unquantised weights in float32, with or without the bias. Only `masking = "paper-pool"` needs it, and

@@ -107,6 +107,8 @@ def builds(chip: Chip) -> list[tuple[Tile, bool, int, int]]:
     tiles = list(dict.fromkeys(candidates))
     if chip.architecture in ("sm_89", "sm_100", "sm_120"):  # instructions and tiles of sm_80 or sm_103
         tiles = tiles[-1:]  # the largest: it needs the most registers and shared memory
+    if chip.architecture == "sm_80":
+        tiles = [tile for tile in tiles if tile.rows >= 64]  # smaller ones have the same instructions on sm_90
     found = [(tile, forward, BITS, 4) for tile in tiles for forward in (True, False)]
     if chip.architecture in ("sm_90", "sm_103"):  # other weights, and the ring of 24 bits
         found += [(tiles[-1], False, 8, 3), (tiles[-1], True, 12, 4)]

@@ -128,21 +128,21 @@ async def pooled(
     classifiers the type of each. `most`: texts in the engine at a time; its other places are for other requests."""
     endpoint = endpoint_of(http)
     service, adapter = endpoint.service, endpoint.service.adapter(model)
-    given = [
-        engine.EngineRequest(
-            id=new_id("text"),
-            prompt=tuple(tokens),
-            types=None if types is None else tuple(types),
-            adapter=adapter,
-            client=endpoint.client(http),
-            bucket=service.answer_bucket,
-            pooling=pooling,
-        )
-        for tokens, types in texts
-    ]
 
     async def compute(begin: int) -> None:
-        running = Running(service.engine, given[begin : begin + most], endpoint.metrics, service.users)
+        requests = [
+            engine.EngineRequest(
+                id=new_id("text"),
+                prompt=tuple(tokens),
+                types=None if types is None else tuple(types),
+                adapter=adapter,
+                client=endpoint.client(http),
+                bucket=service.answer_bucket,
+                pooling=pooling,
+            )
+            for tokens, types in texts[begin : begin + most]
+        ]
+        running = Running(service.engine, requests, endpoint.metrics, service.users)
         try:
             async for index, event in running:
                 if isinstance(event, engine.Embedded):
@@ -150,7 +150,7 @@ async def pooled(
         finally:
             running.cancel()
 
-    for begin in range(0, len(given), most):
+    for begin in range(0, len(texts), most):
         await while_connected(http, compute(begin))
 
 

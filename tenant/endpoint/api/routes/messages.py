@@ -94,51 +94,48 @@ class _Prepared:
             "stop_sequence": None,
             "usage": _usage(len(chat.requests[0].prompt), 0),
         }
+        self._message = self._begun
 
     async def whole(self, running: Running) -> Json:
-        message, content = self._begun, list[Json]()
-        async for event in self.chunks(running):
-            delta = event.get("delta", {})
-            if "content_block" in event:
-                content.append(event["content_block"])
-            elif event["type"] == "message_delta":
-                message = {**message, **delta, "usage": event["usage"]}
-            elif "text" in delta:
-                content[-1] = {"type": "text", "text": content[-1]["text"] + delta["text"]}
-            elif delta:
-                content[-1] = {**content[-1], "input": json.loads(delta["partial_json"])}
-        return {**message, "content": content}
+        async for _ in self.chunks(running):
+            pass
+        return self._message
 
     async def chunks(self, running: Running) -> AsyncIterator[Json]:
         def event(kind: str, **fields: Any) -> Json:
             return {"type": kind, **fields}
 
         yield event("message_start", message=self._begun)
-        reason, stopped, used, count = None, None, None, 0
-        calls = list[Json]()
+        reason, stopped, used = None, None, None
+        texts, calls, content = list[str](), list[Json](), list[Json]()
         async for chunk in self._chat.chunks(running):
             used = chunk.get("usage") or used
             for choice in chunk["choices"]:
                 reason, stopped = choice["finish_reason"] or reason, choice.get("stop_reason") or stopped
                 calls += choice["delta"].get("tool_calls", ())
                 if text := choice["delta"].get("content"):
-                    if not count:
-                        count = 1
+                    if not texts:
                         yield event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+                    texts.append(text)
                     yield event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
-        if count:
+        if texts:
+            content.append({"type": "text", "text": "".join(texts)})
             yield event("content_block_stop", index=0)
-        for index, call in enumerate(calls, start=count):
+        for call in calls:
+            index, arguments = len(content), call["function"]["arguments"]
             block = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
+            content.append({**block, "input": json.loads(arguments)})
             yield event("content_block_start", index=index, content_block=block)
-            delta = {"type": "input_json_delta", "partial_json": call["function"]["arguments"]}
-            yield event("content_block_delta", index=index, delta=delta)
+            yield event(
+                "content_block_delta", index=index, delta={"type": "input_json_delta", "partial_json": arguments}
+            )
             yield event("content_block_stop", index=index)
         assert used is not None  # the last chunk has the usage
         assert reason is not None
         cached = used["prompt_tokens_details"]["cached_tokens"]
         usage = _usage(used["prompt_tokens"] - cached, used["completion_tokens"], cached) | {"ledger": used["ledger"]}
         ended = {"stop_reason": "stop_sequence" if stopped else _REASONS[reason], "stop_sequence": stopped}
+        self._message = {**self._begun, **ended, "content": content, "usage": usage}
         yield event("message_delta", delta=ended, usage=usage)
         yield event("message_stop")
 

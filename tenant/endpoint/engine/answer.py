@@ -1,4 +1,4 @@
-"""The answer to one request: chooses and decodes its tokens, and sends the events to the request's sink."""
+"""How the tokens of an answer are chosen, and decoded to text."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -8,107 +8,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from symbiosis_priv.errors import NonFiniteError, SymbiosisError
-from tenant.endpoint.engine.requests import (
-    Done,
-    Embedded,
-    EngineRequest,
-    Failed,
-    Finish,
-    RequestLedger,
-    Sampling,
-    ShownRow,
-    Sink,
-    Started,
-    Token,
-    TokenLogprob,
-)
+from symbiosis_priv.errors import NonFiniteError
+from tenant.endpoint.engine.requests import Sampling, TokenLogprob
 
 _LIKELY = 1024  # a top_p below 1 rarely needs more tokens; sorting a whole vocabulary takes 10 ms
 _CONTEXT = 8  # tokens of the prompt that decide whether the first word begins with a space
 _PENDING = 16  # limit of tokens without a complete character; a character has at most 4 bytes, so more are not text
 _UNKNOWN = "\ufffd"  # replaces bytes that are not a character, or not yet a complete one
-
-
-class GeneratedAnswer:
-    """One answer. The engine calls `start`; then `add` for every token until `ended`, and `passed` after each pass,
-    until `finish` is set; then `done` or `fail`."""
-
-    def __init__(self, request: EngineRequest, sink: Sink, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.request = request
-        self.finish: Finish | None = None
-        self.new_tokens = 0
-        self.row: ShownRow | None = None
-        self._end: Finish | None = None
-        self._stop: Token | None = None
-        self._passes, self._bucket = 0, request.bucket
-        self._sink = sink
-        self._sampler = Sampler(request.sampling, prompt=request.prompt, ends=request.stop_tokens)
-        self._text = TextStream(tokenizer, prompt=request.prompt, stop=request.stop)
-
-    def start(self, prompt_logprobs: Sequence[TokenLogprob | None] = ()) -> None:
-        """Report that the prompt has been read."""
-        self._sink(Started(prompt_logprobs=tuple(prompt_logprobs)))
-        if self.request.max_tokens == 0:
-            self.finish = "length"
-
-    def add(self, logits: Tensor) -> int:
-        """Choose and report the next token, and decide whether the answer ends with it. `logits`: `[vocabulary]`, the
-        model's own logits."""
-        token, logprob = self._sampler(logits)
-        self.new_tokens += 1
-        if token in self.request.stop_tokens:
-            self._end, self._stop = "stop", Token(id=token, text="", logprob=logprob)
-            return token
-        place = self._text.place
-        self._sink(Token(id=token, text=self._text.add(token), logprob=logprob, place=place))
-        if self._text.stopped is not None or self._sampler.finished:
-            self._end = "stop"
-        elif self.new_tokens >= self.request.max_tokens:
-            self._end = "length"
-        return token
-
-    @property
-    def ended(self) -> bool:
-        """True after the last token. Passes may follow, until the bucket is full."""
-        return self._end is not None
-
-    def passed(self) -> None:
-        """Count a pass that has computed a token, or would have."""
-        self._passes += 1
-        if self._passes % self._bucket == 0:
-            self.finish = self._end
-
-    def cut(self, *, now: bool = False) -> bool:
-        """Cancel the rest. Returns True if the bucket is full, or `now`. Otherwise passes without tokens follow,
-        because the moment may depend on the text."""
-        self._end = self._end or "cancelled"
-        return now or self._passes % self._bucket == 0
-
-    def embedded(self, vector: Tensor) -> None:
-        """Report the requested embedding, float `[width]`."""
-        self._sink(Embedded(vector=tuple(vector.float().tolist())))
-        self.finish = "stop"
-
-    def done(self, ledger: RequestLedger) -> None:
-        """Report the end. An answer that has not ended was cancelled."""
-        self.finish = self.finish or self._end or "cancelled"
-        self._sink(
-            Done(
-                finish=self.finish,
-                stop_text=self._text.stopped,
-                text=self._text.end(),
-                prompt_tokens=len(self.request.prompt),
-                new_tokens=self.new_tokens,
-                ledger=ledger,
-                row=self.row,
-                stop=self._stop,
-            )
-        )
-
-    def fail(self, error: SymbiosisError) -> None:
-        """Report a failure."""
-        self._sink(Failed(error=error))
 
 
 class Sampler:

@@ -73,7 +73,7 @@ class ClassifyingEngine(Engine):
             if not bool(row.isfinite().all()):
                 self.end(one, NonFiniteError())
                 continue
-            one.answer.embedded(row)
+            one.embedded(row)
             self.end(one)
 
     @torch.no_grad()

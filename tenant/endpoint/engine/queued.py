@@ -11,7 +11,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from symbiosis_priv.errors import DeadlineExceededError, OverloadedError, SymbiosisError, TaskError
-from tenant.endpoint.engine.answer import GeneratedAnswer
 from tenant.endpoint.engine.requests import EngineRequest, Load, ShownRow, Sink
 from tenant.endpoint.engine.sequence import Sequence
 from tenant.model.ledger import ledger_of, since
@@ -142,7 +141,7 @@ class Engine(ABC):
         no such adapter; `ConfigError`: the request cannot be served: it is longer than the model's context or than the
         memory limit; `OverloadedError`: too many requests are waiting; try again later."""
         self.check(request)
-        sequence = Sequence(GeneratedAnswer(request, sink, self._tokenizer), withdraw=self._withdraw)
+        sequence = Sequence(request, sink, self._tokenizer, withdraw=self._withdraw)
         with self._changed:
             if self._closed:
                 raise OverloadedError("the endpoint is stopping")
@@ -200,7 +199,7 @@ class Engine(ABC):
         """Keep the row of the last pass, which had no rows of other requests, for the client that asked for it."""
         if (seen := taken_sight()) is not None:
             hidden, saw = map(tuple, seen)
-            sequence.answer.row = ShownRow(hidden=hidden, saw=saw)
+            sequence.row = ShownRow(hidden=hidden, saw=saw)
 
     def end(self, sequence: Sequence, error: Exception | None = None) -> None:
         """Free the resources of a request, and report its last event. Messages of other libraries may quote the prompt,
@@ -214,12 +213,12 @@ class Engine(ABC):
         if not found:
             return  # it was cancelled while it waited, and its end was reported
         if error is None:
-            sequence.answer.done(sequence.ledger())
+            sequence.done()
         elif isinstance(error, SymbiosisError):
-            sequence.answer.fail(error)
+            sequence.fail(error)
         else:
             log.error("request %s failed: %s", sequence.request.id, type(error).__name__)
-            sequence.answer.fail(SymbiosisError(f"the model failed on this request ({type(error).__name__})"))
+            sequence.fail(SymbiosisError(f"the model failed on this request ({type(error).__name__})"))
 
     def _run(self) -> None:
         while True:
@@ -248,7 +247,7 @@ class Engine(ABC):
             if sequence not in self._waiting:
                 return
             self._waiting.remove(sequence)
-        sequence.answer.done(sequence.ledger())
+        sequence.done()
 
     def _counters(self) -> Ledger:
         """Return the counters of the model's session; zeros without one."""

@@ -1,4 +1,4 @@
-"""One request in progress: its tokens, keys and values, answer and costs."""
+"""One request in progress: its tokens, keys and values, events and costs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
@@ -6,11 +6,25 @@ from collections.abc import Sequence as Tokens
 from contextlib import ExitStack
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from tenant.endpoint.engine.answer import GeneratedAnswer, token_logprob
+from symbiosis_priv.errors import SymbiosisError
+from tenant.endpoint.engine.answer import Sampler, TextStream, token_logprob
 from tenant.endpoint.engine.kv import KeyValues
 from tenant.endpoint.engine.packed_model import NextTokens, Output
-from tenant.endpoint.engine.requests import EngineRequest, RequestLedger, TokenLogprob
+from tenant.endpoint.engine.requests import (
+    Done,
+    Embedded,
+    EngineRequest,
+    Failed,
+    Finish,
+    RequestLedger,
+    ShownRow,
+    Sink,
+    Started,
+    Token,
+    TokenLogprob,
+)
 
 
 class Drafter(ABC):
@@ -30,33 +44,47 @@ class Drafter(ABC):
 
 
 class Sequence:
-    """A request in progress, and its `Handle`.
+    """A request in progress, and its `Handle`. The engine calls `start`; then `add` for every token until `ended`, and
+    `passed` after each pass, until `is_over`; then `done` or `fail`.
 
     Args:
-        answer: chooses and reports the tokens.
+        sink: gets the events.
         withdraw: called with this object when the request is cancelled.
 
     Attributes:
+        tokens: those of the prompt and of the answer, a stop token included.
         kv: keys and values of the tokens computed so far; None until the request is admitted.
         generation: number of the adapter's load; None if the adapter may change.
+        finish: why the answer has ended; None until its last pass.
+        row: a row of the last token, if requested.
         stopping: True if a cancelled request ends with the pass in progress, whatever its bucket.
     """
 
-    def __init__(self, answer: GeneratedAnswer, *, withdraw: Callable[["Sequence"], None]) -> None:
-        self.answer = answer
-        self.tokens = list(answer.request.prompt)
+    def __init__(
+        self,
+        request: EngineRequest,
+        sink: Sink,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        withdraw: Callable[["Sequence"], None],
+    ) -> None:
+        self.request = request
+        self.tokens = list(request.prompt)
         self.kv: KeyValues | None = None
         self.held = ExitStack()
         self.generation: int | None = 0
+        self.finish: Finish | None = None
+        self.row: ShownRow | None = None
         self.cancelled = self.stopping = False
-        self._withdraw = withdraw
+        self._end: Finish | None = None
+        self._stop: Token | None = None
+        self._passes = 0
+        self._sink, self._withdraw = sink, withdraw
+        self._sampler = Sampler(request.sampling, prompt=request.prompt, ends=request.stop_tokens)
+        self._text = TextStream(tokenizer, prompt=request.prompt, stop=request.stop)
         self._spent = RequestLedger()
         self._prompt_logprobs: list[TokenLogprob | None] = [None]
         self._sum: Tensor | None = None
-
-    @property
-    def request(self) -> EngineRequest:
-        return self.answer.request
 
     @property
     def decoding(self) -> bool:
@@ -69,8 +97,12 @@ class Sequence:
         return self.request.pooling == "mean" or self.request.sampling.prompt_logprobs is not None
 
     def is_over(self) -> bool:
-        """End a cancelled request. Returns True if no pass follows."""
-        return self.answer.finish is not None or (self.cancelled and self.answer.cut(now=self.stopping))
+        """End a cancelled request. Returns True if no pass follows. Passes without tokens fill its bucket, because the
+        moment of the end may depend on the text."""
+        if self.finish is None and self.cancelled:
+            self._end = self._end or "cancelled"
+            return self.stopping or self._passes % self.request.bucket == 0
+        return self.finish is not None
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -78,6 +110,71 @@ class Sequence:
 
     def ledger(self) -> RequestLedger:
         return self._spent
+
+    def charge(self, **amounts: int) -> None:
+        """Add costs to the ledger of this request, by the names of `RequestLedger`."""
+        self._spent += RequestLedger(**amounts)
+
+    def start(self, prompt_logprobs: Tokens[TokenLogprob | None] = ()) -> None:
+        """Report that the prompt has been read."""
+        self._sink(Started(prompt_logprobs=tuple(prompt_logprobs)))
+        if self.request.max_tokens == 0:
+            self.finish = "length"
+
+    def add(self, logits: Tensor) -> int:
+        """Choose and report the next token, and decide whether the answer ends with it. `logits`: `[vocabulary]`, the
+        model's own logits."""
+        token, logprob = self._sampler(logits)
+        self.tokens.append(token)
+        if token in self.request.stop_tokens:
+            self._end, self._stop = "stop", Token(id=token, text="", logprob=logprob)
+            return token
+        place = self._text.place
+        self._sink(Token(id=token, text=self._text.add(token), logprob=logprob, place=place))
+        if self._text.stopped is not None or self._sampler.finished:
+            self._end = "stop"
+        elif self._new_tokens >= self.request.max_tokens:
+            self._end = "length"
+        return token
+
+    @property
+    def ended(self) -> bool:
+        """True after the last token. Passes may follow, until the bucket is full."""
+        return self._end is not None
+
+    def passed(self) -> None:
+        """Count a pass that has computed a token, or would have."""
+        self._passes += 1
+        if self._passes % self.request.bucket == 0:
+            self.finish = self._end
+
+    def embedded(self, vector: Tensor) -> None:
+        """Report the requested embedding, float `[width]`."""
+        self._sink(Embedded(vector=tuple(vector.float().tolist())))
+        self.finish = "stop"
+
+    def done(self) -> None:
+        """Report the end. An answer that has not ended was cancelled."""
+        self._sink(
+            Done(
+                finish=self.finish or self._end or "cancelled",
+                stop_text=self._text.stopped,
+                text=self._text.end(),
+                prompt_tokens=len(self.request.prompt),
+                new_tokens=self._new_tokens,
+                ledger=self._spent,
+                row=self.row,
+                stop=self._stop,
+            )
+        )
+
+    def fail(self, error: SymbiosisError) -> None:
+        """Report a failure."""
+        self._sink(Failed(error=error))
+
+    @property
+    def _new_tokens(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
 
     def rows(self, most: int, guess: Tokens[int] = ()) -> NextTokens:
         """Return the tokens to compute next: up to `most` of the prompt, or the last token and the guess after it."""
@@ -98,12 +195,9 @@ class Sequence:
         done, known = self.kv.length, len(self.tokens)
         if known > len(self.request.prompt):  # as long as the guess is right, take the token of the next row
             for row, guess in zip(output.logits, [*rows.tokens[1:], None], strict=True):
-                if self.answer.ended:
+                if self.ended or self.add(row) != guess:
                     break
-                self.tokens.append(self.answer.add(row))
-                if self.tokens[-1] != guess:
-                    break
-            self.answer.passed()
+            self.passed()
             self.kv.truncate(len(self.tokens) - 1)  # after the end, the last token is computed again and again
             return len(self.tokens) - known
         top = self.request.sampling.prompt_logprobs
@@ -118,15 +212,11 @@ class Sequence:
         if done < known:
             return 0
         if self.request.pooling is not None:
-            self.answer.embedded(output.hidden[-1] if self._sum is None else (self._sum / done))
+            self.embedded(output.hidden[-1] if self._sum is None else (self._sum / done))
             return 0
-        self.answer.start(self._prompt_logprobs if top is not None else ())
-        if self.answer.finish is not None:
+        self.start(self._prompt_logprobs if top is not None else ())
+        if self.finish is not None:
             return 0
-        self.tokens.append(self.answer.add(output.logits[-1]))
-        self.answer.passed()
+        self.add(output.logits[-1])
+        self.passed()
         return 1
-
-    def charge(self, **amounts: int) -> None:
-        """Add costs to the ledger of this request, by the names of `RequestLedger`."""
-        self._spent += RequestLedger(**amounts)

@@ -87,7 +87,7 @@ class SequentialEngine(Engine):
             taken_sight()
 
     def _answer(self, sequence: Sequence) -> None:
-        request, answer = sequence.request, sequence.answer
+        request = sequence.request
         if sequence.is_over():
             return
         batch = (
@@ -98,14 +98,14 @@ class SequentialEngine(Engine):
         with batch, torch.no_grad():
             if request.pooling is not None:
                 hidden = self._model.base_model(**given).last_hidden_state[0]
-                answer.embedded(hidden[-1] if request.pooling == "last" else hidden.float().mean(dim=0))
+                sequence.embedded(hidden[-1] if request.pooling == "last" else hidden.float().mean(dim=0))
                 return
             logprobs = []
             if (top := request.sampling.prompt_logprobs) is not None:
                 pairs = zip(self._model(**given).logits[0], request.prompt[1:], strict=False)
                 logprobs = [None, *(token_logprob(row, token, top=top) for row, token in pairs)]
-            answer.start(logprobs)
-            if answer.finish is None:
+            sequence.start(logprobs)
+            if sequence.finish is None:
                 self._model.generate(
                     **given,
                     generation_config=GenerationConfig(max_new_tokens=request.max_tokens, do_sample=False),
@@ -121,8 +121,8 @@ class SequentialEngine(Engine):
         if sequence.request.shows_row:
             look()  # the next pass is of one token
         self._tokens += 1
-        token = sequence.answer.add(logits)
-        sequence.answer.passed()
+        token = sequence.add(logits)
+        sequence.passed()
         self._turn.pass_on()
         return token
 

@@ -27,6 +27,7 @@ class Future:
     def __init__(self, id: str, size: int) -> None:
         self.id, self.size = id, size
         self.cancel: Callable[[], None] = lambda: None
+        self.task: asyncio.Task[None] | None = None  # otherwise nobody refers to it
         self.result: concurrent.futures.Future[Response] = concurrent.futures.Future()
 
     def set(self, result: bytes | dict[str, Any]) -> None:

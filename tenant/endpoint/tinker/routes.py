@@ -227,13 +227,13 @@ class Tinker:
         place = self._sampler(client, sampler)
         return {"sampler_id": sampler, "base_model": self.service.name, "model_path": place and place.uri}
 
-    async def asample(self, body: Offered[types.SampleRequest], client: Client) -> Answer:
+    async def asample(self, body: Offered[types.SampleRequest], http: Request, client: Client) -> Answer:
         place = self._sampler(client, body.sampling_session_id or "")
         if self.futures.find(client, id := f"{body.sampling_session_id}:{body.seq_id}") is None:
             task = None if place is None else self.checkpoints.task(place)
             requests = await sampling.requests_of(body, self.service, client=client, task=task)
             future = self.futures.new(client, id, sampling.size_of(body, requests))
-            sampling.start(body, requests, self.service, future)
+            sampling.start(body, requests, endpoint_of(http), future)
             self.futures.keep(client, future)
         return {"request_id": id, "sample_sequence_ids": [f"{id}:{n}" for n in range(body.num_samples)]}
 

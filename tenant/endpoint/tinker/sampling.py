@@ -1,5 +1,6 @@
 """Samples from the endpoint's engine, together with the answers of its other routes."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,13 +10,12 @@ from pydantic import ValidationError
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from symbiosis_priv.errors import SymbiosisError
 from tenant.endpoint.api.bodies import CompletionRequest
-from tenant.endpoint.api.errors import ApiError, refused
-from tenant.endpoint.api.running import several
-from tenant.endpoint.api.service import Service
+from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.api.running import Running, several
+from tenant.endpoint.api.service import Endpoint, Service
 from tenant.endpoint.engine.gathered import Gathered
-from tenant.endpoint.engine.requests import Done, EngineRequest, Handle, TokenLogprob
+from tenant.endpoint.engine.requests import EngineRequest, TokenLogprob
 from tenant.endpoint.tinker.futures import Future
 
 _NO_LOGPROB = -99999.0  # what the client takes for an empty place in a table of most probable tokens
@@ -56,37 +56,31 @@ def size_of(body: types.SampleRequest, requests: Sequence[EngineRequest]) -> int
     return int(8 * (prompt * (2 + body.topk_prompt_logprobs) + new * (1 + body.topk_sample_logprobs)))
 
 
-def start(body: types.SampleRequest, requests: Sequence[EngineRequest], service: Service, future: Future) -> None:
+def start(body: types.SampleRequest, requests: Sequence[EngineRequest], endpoint: Endpoint, future: Future) -> None:
     """Send all samples of a request to the engine; `future` gets their message. Raises `ApiError` if one is refused."""
-    found, handles = [Gathered() for _ in requests], list[Handle]()
+    running = Running(endpoint.service.engine, requests, endpoint.metrics, endpoint.service.users)
+    found = [Gathered() for _ in requests]
 
     def cancel() -> None:
-        for handle in handles:
-            handle.cancel()
+        running.cancel()
         future.fail(ApiError(499, "the request was cancelled"))
 
-    def ended(done: Any) -> None:
+    async def gather() -> None:
         try:
-            if done.exception() is not None or all(one.done.done() for one in found):
-                done.result()
-                future.set(_message(body, found, [one.done.result() for one in found]))
-        except Exception as error:  # the engine's thread must not see it
+            async for index, event in running:
+                found[index](event)
+            future.set(_message(body, found))
+        except Exception as error:
             future.fail(error)
+        finally:
+            running.cancel()
+            future.cancel = lambda: None
 
-    future.cancel = cancel
-    for one in found:
-        one.done.add_done_callback(ended)
-    try:
-        for request, sink in zip(requests, found, strict=True):
-            handles.append(service.engine.submit(request, sink))
-    except SymbiosisError as error:
-        cancel()
-        raise refused(error) from error
+    future.cancel, future.task = cancel, asyncio.get_running_loop().create_task(gather())
 
 
-def _message(body: types.SampleRequest, samples: Sequence[Gathered], ends: Sequence[Done]) -> bytes:
-    if any(one.finish == "cancelled" for one in ends):
-        raise ApiError(503, "the sample was cancelled")
+def _message(body: types.SampleRequest, samples: Sequence[Gathered]) -> bytes:
+    ends = [one.done.result() for one in samples]
     message = pb.SampleResponse(prompt_cache_hit_tokens=ends[0].ledger.cached_tokens)
     for one, end in zip(samples, ends, strict=True):
         sequence = message.sequences.add(

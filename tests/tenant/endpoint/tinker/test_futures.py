@@ -15,7 +15,7 @@ pytest.importorskip("tinker")
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.engine.gathered import Gathered
+from tenant.endpoint.api.running import Running
 from tenant.endpoint.tinker import futures, routes, training as endpoint
 from tenant.endpoint.tinker.futures import Futures
 from tenant.endpoint.tinker.routes import Tinker
@@ -63,10 +63,10 @@ def test_a_future_that_times_out_is_computed_once_and_fetched_later(
 def test_a_sample_that_is_cancelled_or_times_out_ends(
     tinker: Any, connect: Any, address: str, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    sampler, gate = connect().create_sampling_client(base_model="tiny").result(), Gate(Gathered.__call__)
+    sampler, gate = connect().create_sampling_client(base_model="tiny").result(), Gate(Running._receive)
     id = f"{sampler._sampling_session_id}:0"
     monkeypatch.setattr(futures, "_POLL_S", 0.2)
-    monkeypatch.setattr(Gathered, "__call__", lambda *args: gate.pass_(*args))
+    monkeypatch.setattr(Running, "_receive", lambda *args: gate.pass_(*args))
     sample = sampler.sample(tinker.ModelInput.from_ints([1, 2]), 2, tinker.SamplingParams(stop=[]))
     assert gate.reached.wait(60)
     assert fetch(address, id)[0] == 408
@@ -134,8 +134,8 @@ def test_a_client_that_was_killed_in_a_request_goes_on_from_its_checkpoint(
     output = deserialize_forward_backward_output(fetch(address, f"{old}:4")[1])
     assert equal(expected[:1], [outputs(output)])
     ended, other = connect().create_sampling_client(base_model="tiny").result(), connect(1)
-    sampling = Gate(Gathered.__call__)
-    monkeypatch.setattr(Gathered, "__call__", lambda *args: sampling.pass_(*args))
+    sampling = Gate(Running._receive)
+    monkeypatch.setattr(Running, "_receive", lambda *args: sampling.pass_(*args))
     sample = ended.sample(tinker.ModelInput.from_ints([1]), 1, tinker.SamplingParams(stop=[]))
     assert sampling.reached.wait(60)
     monkeypatch.setattr(routes, "_SESSION_S", 0.0)

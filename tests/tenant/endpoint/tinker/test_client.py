@@ -23,6 +23,7 @@ from tests.tenant.endpoint.tinker.conftest import KEYS, QUIET, TEXTS, data_of, e
 from tests.waiting import beside
 
 pytest.importorskip("tinker")
+import tinker
 from tinker.types import LoraConfig as LoraOptions
 
 from tenant.endpoint.api.errors import ApiError
@@ -32,18 +33,14 @@ from tenant.endpoint.tinker.training import Training
 pytestmark = QUIET
 
 
-def fetched(tinker: Any, address: str, training: Any, name: str) -> dict[str, bytes]:
+def fetched(address: str, training: Any, name: str) -> dict[str, bytes]:
     path = training.save_weights_external(name).result().path
     urls = tinker.RestClient(base_url=address, api_key=KEYS[0]).get_external_weights_urls(path).result().urls
-    found = {}
-    for file, url in urls.items():
-        with urllib.request.urlopen(url, timeout=60) as answer:
-            found[file] = answer.read()
-    return found
+    return {file: urllib.request.urlopen(url, timeout=60).read() for file, url in urls.items()}
 
 
-def test_a_loop_trains_samples_and_saves(tinker: Any, connect: Any, train: Any) -> None:
-    training, data, losses = train(rank=4), data_of(tinker, TEXTS[:2]), []
+def test_a_loop_trains_samples_and_saves(connect: Any, train: Any) -> None:
+    training, data, losses = train(rank=4), data_of(TEXTS[:2]), []
     for _ in range(30):
         forward = training.forward_backward(data, "cross_entropy")
         step = training.optim_step(tinker.AdamParams(learning_rate=3e-3))
@@ -92,13 +89,13 @@ def loop(model: Any, parameters: list[Any], batch: Callable[[], Any]) -> list[li
 
 
 def test_losses_are_those_of_the_same_loop_over_tasks_and_over_peft(
-    tinker: Any, train: Any, address: str, checkpoint: Path, tmp_path: Path
+    train: Any, address: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     """The same bits as over `Tasks`, one example at a time. PEFT multiplies LoRA's matrices as matrices and `Tasks` as
     batches of matrices, so BLAS sums their terms in another order: each of a few hundred sums of at most 320 terms errs
     by 320 * 2^-24 of its terms, and Adam's steps of 0.01 pass the relative error on."""
-    found = steps(tinker, training := train(rank=4))
-    for name, content in fetched(tinker, address, training, "final").items():
+    found = steps(training := train(rank=4))
+    for name, content in fetched(address, training, "final").items():
         (tmp_path / name).write_bytes(content)
     targets = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=32, target_modules=targets)
@@ -124,30 +121,30 @@ def test_losses_are_those_of_the_same_loop_over_tasks_and_over_peft(
             torch.testing.assert_close(a, b, rtol=320 * 2.0**-20, atol=0)
 
 
-def test_other_clients_and_keys_change_no_bit(tinker: Any, train: Any) -> None:
-    alone = steps(tinker, train(rank=4, seed=5))
+def test_other_clients_and_keys_change_no_bit(train: Any) -> None:
+    alone = steps(train(rank=4, seed=5))
     training = train(rank=4, seed=5)
     others = [train(key, rank=rank, seed=rank, train_attn=rank == 2) for key, rank in ((0, 2), (1, 3))]
     texts = [[9 + n, 8, n, 3, 2 * n] for n in range(9)]
-    with beside(*(lambda other=other: steps(tinker, other, 4, texts) for other in others)):
-        together = steps(tinker, training)
+    with beside(*(lambda other=other: steps(other, 4, texts) for other in others)):
+        together = steps(training)
     assert equal(alone, together)
 
 
-def test_a_request_in_chunks_is_computed_in_order(tinker: Any, train: Any) -> None:
+def test_a_request_in_chunks_is_computed_in_order(train: Any) -> None:
     training = train(rank=1, train_mlp=False)
-    data = data_of(tinker, [[n % 300, 1, n // 2] for n in range(260)])  # two chunks; the client sends one first
+    data = data_of([[n % 300, 1, n // 2] for n in range(260)])  # two chunks; the client sends one first
     forward = outputs(training.forward(data, "cross_entropy").result())
     assert len(forward) == 260
     assert torch.equal(forward[259], outputs(training.forward(data[259:], "cross_entropy").result())[0])
 
 
-def test_a_custom_loss_has_the_gradients_of_the_same_built_in_loss(tinker: Any, train: Any, address: str) -> None:
+def test_a_custom_loss_has_the_gradients_of_the_same_built_in_loss(train: Any, address: str) -> None:
     def loss(data: Any, logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
         weights = [one.loss_fn_inputs["weights"].to_torch() for one in data]
         return -sum((p * w).sum() for p, w in zip(logprobs, weights, strict=True)), {"custom:sum": 7.0}
 
-    found, data = [], data_of(tinker)
+    found, data = [], data_of()
     for custom in (False, True):
         training = train()
         if custom:
@@ -155,15 +152,15 @@ def test_a_custom_loss_has_the_gradients_of_the_same_built_in_loss(tinker: Any, 
         else:
             training.forward_backward(data, "cross_entropy").result()
         training.optim_step(tinker.AdamParams(learning_rate=1e-3)).result()
-        found.append(fetched(tinker, address, training, "one")["adapter_model.safetensors"])
+        found.append(fetched(address, training, "one")["adapter_model.safetensors"])
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo"])
-def test_losses_of_reinforcement_learning_are_those_of_tinkers_documents(tinker: Any, train: Any, name: str) -> None:
+def test_losses_of_reinforcement_learning_are_those_of_tinkers_documents(train: Any, name: str) -> None:
     training, size = train(train_unembed=False), len(TEXTS[2]) - 1
     old, advantages = torch.full((size,), -5.0), torch.linspace(-1, 1, size)
-    data = data_of(tinker, TEXTS[2:], logprobs=old, advantages=advantages)
+    data = data_of(TEXTS[2:], logprobs=old, advantages=advantages)
     found = training.forward_backward(data, name, {"clip_low_threshold": 0.7} if name == "ppo" else None).result()
     ratio = (outputs(found)[0] - old).exp()
     expected = ratio * advantages
@@ -173,15 +170,15 @@ def test_losses_of_reinforcement_learning_are_those_of_tinkers_documents(tinker:
     assert training.optim_step(tinker.AdamParams(learning_rate=1e-3)).result().metrics["grad_norm"] > 0
 
 
-def test_checkpoints_continue_are_found_again_and_deleted(tinker: Any, checkpoint: Path, tmp_path: Path) -> None:
+def test_checkpoints_continue_are_found_again_and_deleted(checkpoint: Path, tmp_path: Path) -> None:
     with served(checkpoint, tmp_path) as address, tinker.ServiceClient(base_url=address, api_key=KEYS[0]) as service:
         training = service.create_lora_training_client("tiny", rank=4, seed=1).result()
-        steps(tinker, training)
+        steps(training)
         path = training.save_state("first").result().path
         second = training.save_state("second").result().path
         with pytest.raises(tinker.RequestFailedError, match="already"):
             training.save_state("first").result()
-        expected = steps(tinker, training)
+        expected = steps(training)
         training.save_weights_for_sampler("s").result()
         training.save_weights_and_get_sampling_client().result()
         rest, other = (tinker.RestClient(base_url=address, api_key=key) for key in KEYS)
@@ -200,21 +197,21 @@ def test_checkpoints_continue_are_found_again_and_deleted(tinker: Any, checkpoin
             stranger.create_training_client_from_state(path).result()
         anew = service.create_training_client_from_state(path).result()
         assert anew.get_info().lora_rank == 4
-        assert not equal(expected, steps(tinker, anew))
+        assert not equal(expected, steps(anew))
         tinker.RestClient(base_url=address, api_key=KEYS[0]).delete_checkpoint_from_tinker_path(path).result()
         with pytest.raises(tinker.NotFoundError):
             service.create_training_client_from_state(path).result()
         again = service.create_training_client_from_state_with_optimizer(second).result()
-        assert equal(expected, steps(tinker, again))
+        assert equal(expected, steps(again))
         again.load_state_with_optimizer(second).result()
-        assert equal(expected, steps(tinker, again))
+        assert equal(expected, steps(again))
         sampler = service.create_sampling_client(path.replace("weights/first", "sampler_weights/s")).result()
         assert sampler.compute_logprobs(tinker.ModelInput.from_ints([1, 2])).result()[1] < 0
 
 
-def test_a_full_disk_loses_nothing_and_names_itself(tinker: Any, connect: Any, train: Any) -> None:
+def test_a_full_disk_loses_nothing_and_names_itself(connect: Any, train: Any) -> None:
     training = train(rank=16)
-    steps(tinker, training)
+    steps(training)
     path = training.save_state("before").result().path
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
@@ -223,12 +220,12 @@ def test_a_full_disk_loses_nothing_and_names_itself(tinker: Any, connect: Any, t
             training.save_state("full").result()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    expected = steps(tinker, training)
-    assert equal(expected, steps(tinker, connect().create_training_client_from_state_with_optimizer(path).result()))
+    expected = steps(training)
+    assert equal(expected, steps(connect().create_training_client_from_state_with_optimizer(path).result()))
     assert training.save_state("full").result()
 
 
-def test_one_key_cannot_exhaust_memory(tinker: Any, train: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_key_cannot_exhaust_memory(train: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither with large ranks, whose memory is not taken, nor with many training clients or examples."""
     training = train(rank=1, train_mlp=False)
     with monkeypatch.context() as patched:
@@ -239,7 +236,7 @@ def test_one_key_cannot_exhaust_memory(tinker: Any, train: Any, address: str, mo
     with pytest.raises(tinker.RequestFailedError, match="rank 513"):
         train(rank=513)
     monkeypatch.setattr("tenant.endpoint.tinker.wire._MOST_EXAMPLES", 2)
-    data = data_of(tinker)
+    data = data_of()
     with pytest.raises(tinker.BadRequestError, match="3 examples"):
         training.forward(data, "cross_entropy").result()
     assert training.forward(data[:2], "cross_entropy").result().loss_fn_outputs
@@ -290,15 +287,15 @@ def test_names_and_paths_cannot_leave_the_folder(kept: Checkpoints) -> None:
             kept.parse("a" * 16, f"tinker://{uri}")
 
 
-def test_what_is_not_offered_is_refused_by_name(tinker: Any, connect: Any, train: Any, address: str) -> None:
+def test_what_is_not_offered_is_refused_by_name(connect: Any, train: Any, address: str) -> None:
     """A refused request has a number of its own, and no later one waits for it."""
     service, training = connect(), train(rank=1, train_mlp=False)
-    data, rest = data_of(tinker), tinker.RestClient(base_url=address, api_key=KEYS[0])
+    data, rest = data_of(), tinker.RestClient(base_url=address, api_key=KEYS[0])
     sampler = service.create_sampling_client(base_model="tiny").result()
     image = tinker.ModelInput(chunks=[tinker.types.ImageChunk(data=b"x", format="png")])
     hot, params = tinker.SamplingParams(temperature=-1), tinker.SamplingParams(max_tokens=1)
     path = "tinker://a/weights/b"
-    wrong = data_of(tinker, TEXTS[:1], advantages=torch.ones(4)), data_of(tinker, [[1, 9999]])
+    wrong = data_of(TEXTS[:1], advantages=torch.ones(4)), data_of([[1, 9999]])
     refused: dict[str, Callable[[], Any]] = {
         "cispo": lambda: training.forward_backward(data, "cispo"),
         "beta": lambda: training.forward_backward(data, "cross_entropy", {"beta": 1.0}),
@@ -324,7 +321,7 @@ def test_what_is_not_offered_is_refused_by_name(tinker: Any, connect: Any, train
             call().result()
     large = tinker.TensorData.from_torch(torch.ones(1, (8 << 20) // 4 + 1))
     with pytest.raises(tinker.APIStatusError, match="exceeds") as status:
-        training.forward(data_of(tinker, [[1, 2]], weights=large), "cross_entropy").result(timeout=60)
+        training.forward(data_of([[1, 2]], weights=large), "cross_entropy").result(timeout=60)
     assert status.value.status_code == 413
     assert training.forward(data, "cross_entropy").result(timeout=60).loss_fn_outputs
     assert [one.model_name for one in service.get_server_capabilities().supported_models] == ["tiny"]

@@ -12,6 +12,7 @@ from tests.tenant.endpoint.tinker.conftest import KEYS, QUIET, TEXTS, Gate, adam
 from tests.waiting import until
 
 pytest.importorskip("tinker")
+import tinker
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from tenant.endpoint.api.errors import ApiError
@@ -37,21 +38,19 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return found
 
 
-def test_a_future_that_times_out_is_computed_once_and_fetched_later(
-    tinker: Any, train: Any, address: str, gate: Gate
-) -> None:
+def test_a_future_that_times_out_is_computed_once_and_fetched_later(train: Any, address: str, gate: Gate) -> None:
     """As often as its key likes, and by no other key."""
     training = train()
-    forward = training.forward_backward(data_of(tinker), "cross_entropy")
-    step = training.optim_step(adam(tinker))
-    assert gate.reached.wait(60)
+    forward = training.forward_backward(data_of(), "cross_entropy")
+    step = training.optim_step(adam())
+    gate.wait()
     for future in (forward, step):
         with pytest.raises(TimeoutError):
             future.result(timeout=0.05)
     gate.opened.set()
     assert step.result().metrics["grad_norm"] > 0
-    found = [outputs(forward.result()), *steps(tinker, training, 2)]
-    assert equal(steps(tinker, train()), found)
+    found = [outputs(forward.result()), *steps(training, 2)]
+    assert equal(steps(train()), found)
     assert fetch(address, f"{training.model_id}:1") == fetch(address, f"{training.model_id}:1")
     assert fetch(address, f"{training.model_id}:1")[0] == 200
     assert fetch(address, f"{training.model_id}:1", KEYS[1])[0] == fetch(address, "x")[0] == 410
@@ -61,14 +60,14 @@ def test_a_future_that_times_out_is_computed_once_and_fetched_later(
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_sample_that_is_cancelled_or_times_out_ends(
-    tinker: Any, connect: Any, address: str, monkeypatch: pytest.MonkeyPatch, late: bool
+    connect: Any, address: str, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     sampler, gate = connect().create_sampling_client(base_model="tiny").result(), Gate(Running._receive)
     id = f"{sampler._sampling_session_id}:0"
     monkeypatch.setattr(futures, "_POLL_S", 0.2)
     monkeypatch.setattr(Running, "_receive", lambda *args: gate.pass_(*args))
     sample = sampler.sample(tinker.ModelInput.from_ints([1, 2]), 2, tinker.SamplingParams(stop=[]))
-    assert gate.reached.wait(60)
+    gate.wait()
     assert fetch(address, id)[0] == 408
     if late:
         with pytest.raises(TimeoutError):
@@ -80,9 +79,9 @@ def test_a_sample_that_is_cancelled_or_times_out_ends(
     assert sampler.sample(tinker.ModelInput.from_ints([1]), 1, tinker.SamplingParams(max_tokens=1)).result().sequences
 
 
-def test_a_request_that_is_sent_again_trains_once(tinker: Any, train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_is_sent_again_trains_once(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers to the first `forward_backward` and `optim_step` are lost, so the client sends both again."""
-    expected, training = steps(tinker, train()), train()
+    expected, training = steps(train()), train()
     submit, lost = Tinker._submit, set[str]()
 
     def lose(*args: Any, **options: Any) -> Any:
@@ -93,7 +92,7 @@ def test_a_request_that_is_sent_again_trains_once(tinker: Any, train: Any, monke
         return answer
 
     monkeypatch.setattr(Tinker, "_submit", lose)
-    assert equal(expected, steps(tinker, training))
+    assert equal(expected, steps(training))
     assert len(lost) == 2
 
 
@@ -101,20 +100,20 @@ _KILLED = """
 import tinker
 from tests.tenant.endpoint.tinker.conftest import data_of, steps
 training = tinker.ServiceClient().create_lora_training_client("tiny", rank=2, seed=1).result()
-steps(tinker, training, 1)
+steps(training, 1)
 training.save_state("before").result()
-training.forward_backward(data_of(tinker), "cross_entropy").result()
+training.forward_backward(data_of(), "cross_entropy").result()
 """
 
 
 def test_a_client_that_was_killed_in_a_request_goes_on_from_its_checkpoint(
-    tinker: Any, connect: Any, train: Any, address: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    connect: Any, train: Any, address: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its old request is computed once, delays nobody, and can be fetched with the same key. Its training client and
     its samples end when its heartbeats have stopped for long enough."""
     gate.opened.set()
-    steps(tinker, whole := train(1), 1)
-    expected = steps(tinker, whole)
+    steps(whole := train(1), 1)
+    expected = steps(whole)
     gate.opened.clear()
     gate.reached.clear()
     gate.after = len(gate.passed) + 1
@@ -123,13 +122,13 @@ def test_a_client_that_was_killed_in_a_request_goes_on_from_its_checkpoint(
         patched.setenv("TINKER_API_KEY", KEYS[0])
         with warm.Popen([sys.executable, "-W", "ignore", "-c", _KILLED]) as client:
             try:
-                assert gate.reached.wait(60)
+                gate.wait()
             finally:
                 client.kill()
     [kept] = tinker.RestClient(base_url=address, api_key=KEYS[0]).list_user_checkpoints().result().checkpoints
     restarted = connect().create_training_client_from_state_with_optimizer(kept.tinker_path)
     gate.opened.set()
-    assert equal(expected, steps(tinker, restarted.result()))
+    assert equal(expected, steps(restarted.result()))
     old = kept.tinker_path.split("/")[2]
     output = deserialize_forward_backward_output(fetch(address, f"{old}:4")[1])
     assert equal(expected[:1], [outputs(output)])
@@ -137,7 +136,7 @@ def test_a_client_that_was_killed_in_a_request_goes_on_from_its_checkpoint(
     sampling = Gate(Running._receive)
     monkeypatch.setattr(Running, "_receive", lambda *args: sampling.pass_(*args))
     sample = ended.sample(tinker.ModelInput.from_ints([1]), 1, tinker.SamplingParams(stop=[]))
-    assert sampling.reached.wait(60)
+    sampling.wait()
     monkeypatch.setattr(routes, "_SESSION_S", 0.0)
     assert other.create_lora_training_client("tiny", rank=2, seed=1).result()
     assert post(address, "get_info", {"model_id": old})[0] == 404
@@ -147,14 +146,14 @@ def test_a_client_that_was_killed_in_a_request_goes_on_from_its_checkpoint(
 
 
 def test_a_key_waits_for_its_share_of_the_rounds_only(
-    tinker: Any, train: Any, address: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    train: Any, address: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one example in each round, one of the second key is computed before nine of the first."""
     first, second = (train(key, rank=1, train_mlp=False) for key in range(2))
     monkeypatch.setattr(endpoint, "LOGITS", 1)
-    data = data_of(tinker)
+    data = data_of()
     waiting = [first.forward(data[:1], "cross_entropy")]
-    assert gate.reached.wait(60)
+    gate.wait()
     waiting += [first.forward(data * 3, "cross_entropy"), second.forward(data[:1], "cross_entropy")]
     until(lambda: fetch(address, f"{first.model_id}:2")[0] == 408)
     until(lambda: fetch(address, f"{second.model_id}:1", KEYS[1])[0] == 408)
@@ -164,15 +163,13 @@ def test_a_key_waits_for_its_share_of_the_rounds_only(
 
 
 @pytest.mark.parametrize("logits", [1, endpoint.LOGITS])  # rounds of one example, and of all
-def test_a_request_that_fails_changes_nothing(
-    tinker: Any, train: Any, monkeypatch: pytest.MonkeyPatch, logits: int
-) -> None:
+def test_a_request_that_fails_changes_nothing(train: Any, monkeypatch: pytest.MonkeyPatch, logits: int) -> None:
     def broken(*_: Any) -> bytes:
         raise OSError
 
     monkeypatch.setattr(endpoint, "LOGITS", logits)
-    data, found = data_of(tinker), []
-    lost = data_of(tinker, TEXTS[:1], weights=torch.full((len(TEXTS[0]) - 1,), 3e38))
+    data, found = data_of(), []
+    lost = data_of(TEXTS[:1], weights=torch.full((len(TEXTS[0]) - 1,), 3e38))
     for failing in (False, True):
         training = train()
         training.forward_backward(data, "cross_entropy").result()
@@ -183,7 +180,7 @@ def test_a_request_that_fails_changes_nothing(
                 patched.setattr(endpoint, "outputs_message", broken)
                 with pytest.raises(tinker.RequestFailedError, match=r"500: .*OSError"):
                     training.forward_backward(data, "cross_entropy").result()
-        found.append(steps(tinker, training, 2))
+        found.append(steps(training, 2))
     assert equal(*found)
 
 

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
@@ -27,7 +28,7 @@ import typer
 from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench import measured_models as models
 from tenant.bench.options import Progress, benchmark, numbers
-from tenant.bench.processes import Child, check_supported, memory_mib, peak_mib
+from tenant.bench.processes import Child, ask_all, check_supported, memory_mib, peak_mib
 from tenant.bench.real_size import write_checkpoint
 from tenant.bench.report import Goal, Row, figure, where
 from tenant.model.hf import RemoteConfig
@@ -188,9 +189,8 @@ def _per_job(done: Sequence[_Measured]) -> float:
 
 
 def _train(children: Sequence[Job], steps: int) -> list[float]:
-    for child in children:
-        child.send(models.Step(batch=_STEP.batch, tokens=_STEP.tokens, steps=steps))
-    return [cost.seconds for child in children for cost in child.receive(timeout_s=_WAIT_S)]
+    costs = ask_all(children, replace(_STEP, steps=steps), timeout_s=_WAIT_S)
+    return [cost.seconds for each in costs for cost in each]
 
 
 def _with_memory(work: Callable[[], list[float]]) -> tuple[list[float], float]:

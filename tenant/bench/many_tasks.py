@@ -11,8 +11,7 @@ import copy
 import gc
 import os
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from transformers import AutoModel
 
 from tenant.bench.measured_models import Bert, Effort, MaskingVariant, provide, remote_config
 from tenant.bench.options import Progress, benchmark
-from tenant.bench.processes import check_supported, resources
+from tenant.bench.processes import check_supported, resources, seconds_of
 from tenant.bench.report import Goal, Row, Value, figure, where
 from tenant.model.hf import backend_of
 from tenant.model.ledger import ledger_of, since
@@ -150,14 +149,11 @@ def _memory(tasks: Tasks, names: Sequence[str]) -> Iterator[Row]:
     copies = sum(parameter.nbytes for parameter in tasks.model.parameters())
     gc.collect()
     before = resources([os.getpid()]).bytes
-    start = time.perf_counter()
-    for name in names:
-        tasks.load(name)
-    seconds = time.perf_counter() - start
+    seconds = sum(seconds_of(partial(tasks.load, name)) for name in names)
     gc.collect()
     grown = max(tasks.bytes, resources([os.getpid()]).bytes - before)
     unloading, loading = (
-        [_seconds(partial(change, name)) for name in names[: len(_METHODS)]] for change in (tasks.unload, tasks.load)
+        [seconds_of(partial(change, name)) for name in names[: len(_METHODS)]] for change in (tasks.unload, tasks.load)
     )
     row, whole, shared = partial(_row, "memory", tasks=len(names)), len(names) * copies, copies + grown
     yield row("a full copy per task", memory_mib=whole / _MIB, gain=1.0)
@@ -187,7 +183,7 @@ def _batch(tasks: Tasks, names: Sequence[str], repeat: int, *, measurement: str)
         for variant, batches in variants.items():
             parts = len(batches) if variant == "batch of one task" else 1
             before = (ledger_of(tasks.model) if split else None) or Ledger()
-            seconds[variant].append(_seconds(partial(_serve, tasks, batches)) / parts)
+            seconds[variant].append(seconds_of(partial(_serve, tasks, batches)) / parts)
             after = (ledger_of(tasks.model) if split else None) or before
             trips[variant] = since(before, after).executor_round_trips // parts
     wall = {variant: statistics.median(turns[1:]) for variant, turns in seconds.items()}
@@ -211,12 +207,6 @@ def _serve(tasks: Tasks, batches: Sequence[Sequence[str]]) -> None:
     for names in batches:
         with tasks.batch(names):
             _forward(tasks, _ids(len(names), _TOKENS))
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def _coordinated(tasks: Tasks, names: Sequence[str], count: int, progress: Progress) -> Iterator[Row]:
@@ -247,10 +237,7 @@ def _coordinated(tasks: Tasks, names: Sequence[str], count: int, progress: Progr
     for done, name, n in turns:
         progress(f"coordinated batching, {done:.0%}")
         requested = plans[name][n]
-        start = time.perf_counter()
-        with tasks.batch([request.task for request in requested]):
-            _forward(tasks, *batching.padded(requested))
-        seconds[name] += time.perf_counter() - start
+        seconds[name] += seconds_of(partial(_serve_queued, tasks, requested))
     for name, batches in plans.items():
         yield _row(
             "coordinated batching",
@@ -263,6 +250,11 @@ def _coordinated(tasks: Tasks, names: Sequence[str], count: int, progress: Progr
             gain=seconds["fixed size"] / seconds[name],
             over_best=seconds[name] / min(seconds[other] for other in plans if other != name),
         )
+
+
+def _serve_queued(tasks: Tasks, requested: Sequence[batching.Request]) -> None:
+    with tasks.batch([request.task for request in requested]):
+        _forward(tasks, *batching.padded(requested))
 
 
 @torch.inference_mode()

@@ -25,7 +25,7 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.local import METRICS
 from tenant.bench.measured_models import HALF_THE_CORES, provide, small_llama
 from tenant.bench.options import Progress, Seconds, Threads, benchmark
-from tenant.bench.processes import Child, cpu_seconds
+from tenant.bench.processes import Child, ask_all, cpu_seconds
 from tenant.bench.report import Goal, Row, by, figure, percentile, ratio, where
 from tenant.bench.request_load import DEADLINE_S, Kind, LoadResult, Phase, RequestLoad, serve_load
 
@@ -132,13 +132,13 @@ class _Bench:
             ]
             for tenant in tenants:
                 tenant.ask("alone", timeout_s=DEADLINE_S)
-            _ask_together(tenants, "checked", seconds=loads[0].checked_s)
+            ask_all(tenants, "checked", timeout_s=loads[0].checked_s + DEADLINE_S)
             pid = self.local.pid("executor")
             assert pid is not None, "it runs"
             before, cpu = self.local.status("executor")["executor"], cpu_seconds([pid])
             slow = [tenant.pid for load, tenant in zip(loads, tenants, strict=True) if load.name.startswith(_SLOW)]
             with _slowed(slow):
-                results: list[LoadResult] = _ask_together(tenants, "measured", seconds=seconds)
+                results: list[LoadResult] = ask_all(tenants, "measured", timeout_s=seconds + DEADLINE_S)
             after, cpu = self.local.status("executor")["executor"], cpu_seconds([pid]) - cpu
         found = [(load, its) for load, its in zip(loads, results, strict=True) if not load.name.startswith(_SLOW)]
         return {
@@ -218,9 +218,3 @@ def _slowed(pids: Sequence[int]) -> Iterator[None]:
         finally:
             ended.set()
         done.result()
-
-
-def _ask_together(tenants: Sequence[Child[Phase, Any]], phase: Phase, *, seconds: float) -> list[Any]:
-    for tenant in tenants:
-        tenant.send(phase)
-    return [tenant.receive(timeout_s=seconds + DEADLINE_S) for tenant in tenants]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -59,13 +59,14 @@ class Llama:
     heads: int | None = None
     key_heads: int | None = None
     vocabulary: int = 4096  # small, because the head stays with the tenant
+    tied: bool = True  # the head is the embedding
 
     def __post_init__(self) -> None:
         if self.heads is None:
             check_width(self.width)
 
     def config(self) -> LlamaConfig:
-        """Return the configuration, with tied embeddings."""
+        """Return the configuration."""
         heads = self.heads or max(1, self.width // HEAD)
         divisors = (number for number in range(1, heads + 1) if not heads % number)
         return LlamaConfig(
@@ -75,7 +76,7 @@ class Llama:
             num_attention_heads=heads,
             num_key_value_heads=self.key_heads or min(divisors, key=lambda number: abs(number - heads / 4)),
             vocab_size=self.vocabulary,
-            tie_word_embeddings=True,
+            tie_word_embeddings=self.tied,
         )
 
     def save(self, folder: Path) -> Path:
@@ -84,6 +85,13 @@ class Llama:
         model: Any = AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32)
         model.save_pretrained(folder)
         return folder
+
+
+LLAMAS: Final = {
+    "llama-2-7b": Llama(width=4096, layers=32, inner=11008, heads=32, key_heads=32, vocabulary=32000, tied=False),
+    "llama-3-8b": Llama(width=4096, layers=32, inner=14336, heads=32, key_heads=8, vocabulary=128256, tied=False),
+}
+"""The shapes of models of real size."""
 
 
 def small_llama(width: int, *, inner: int, layers: int = 1) -> Llama:

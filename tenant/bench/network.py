@@ -38,7 +38,7 @@ from tenant.bench import measured_models as models
 from tenant.bench.link import Condition, Link, open_link
 from tenant.bench.many_requests import NoText, answer
 from tenant.bench.options import Maskings, Progress, benchmark
-from tenant.bench.processes import Child, check_supported
+from tenant.bench.processes import Child, ask_all, check_supported, seconds_of
 from tenant.bench.real_size import write_checkpoint
 from tenant.bench.report import Goal, Row, figure, number, where
 from tenant.cli.options import quiet
@@ -56,11 +56,6 @@ _PAD, _FEWER = models.MaskingVariant.parse("pad"), models.MaskingVariant.parse("
 _ALONE, _EIGHT = "split", "split, one of all tenants"
 _GUESSED, _OFFLOADED = "split, two round trips and --draft prompt", "offloaded to disk"
 _SHAPE = models.Llama(width=2048, layers=4, inner=5632)
-MODELS: Final = {
-    "Llama-2-7B": models.Llama(width=4096, layers=32, inner=11008, heads=32, key_heads=32),
-    "Llama-3-8B": models.Llama(width=4096, layers=32, inner=14336, heads=32, key_heads=8),
-}
-"""The models of `bench bytes`, without their LM heads."""
 _STEP_ROWS: Final = 512
 _WORK: Final[dict[str, tuple[int, tuple[Direction, ...]]]] = {
     "token": (1, (FORWARD,)),
@@ -150,7 +145,7 @@ def network(
         for tenant in ways.values():
             for length in _LENGTHS:
                 tenant.ask(Answer(length, _WARM_UP), timeout_s=_TURN_S)
-        _together(tenants[1:], Answer(_LENGTHS[0], _WARM_UP))
+        ask_all(tenants[1:], Answer(_LENGTHS[0], _WARM_UP), timeout_s=_TURN_S)
         shared: Row = {"width": shape.width, "layers": shape.layers}
         for state in conditions:
             links[0].apply(state)
@@ -160,9 +155,9 @@ def network(
         for link in links:
             link.apply(conditions[-1])
         progress(f"{conditions[-1]}: {_TENANTS} tenants")
-        mean = fmean(rate.per_s for rate in _together(tenants, Answer(_LENGTHS[0], tokens)))
+        rates = ask_all(tenants, Answer(_LENGTHS[0], tokens), timeout_s=_TURN_S)
         row = shared | {"way": _EIGHT, "condition": str(conditions[-1])}
-        yield row | dict.fromkeys(_FIGURES) | {_FIGURES[0]: mean}
+        yield row | dict.fromkeys(_FIGURES) | {_FIGURES[0]: fmean(rate.per_s for rate in rates)}
     progress(_OFFLOADED)
     with Child("offloading", serve_offloaded, model, folder / "offloaded") as offloading:
         yield shared | {"way": _OFFLOADED, "condition": None} | _measured(offloading, _WARM_UP, batches=True)
@@ -174,12 +169,6 @@ def _measured(tenant: Tenant, tokens: int, batches: bool) -> Row:
     passes = [tenant.ask(Forward(batch), timeout_s=_TURN_S).per_s if batches else None for batch in _BATCHES]
     figures = [*(rate.per_s for rate in answers), fmean(rate.per_pass for rate in answers), *passes]
     return dict(zip(_FIGURES, figures, strict=True))
-
-
-def _together(tenants: Sequence[Tenant], work: Work) -> list[Rate]:
-    for tenant in tenants:
-        tenant.send(work)
-    return [tenant.receive(timeout_s=_TURN_S) for tenant in tenants]
 
 
 @contextmanager
@@ -238,10 +227,8 @@ def _forward(model: Any, text: Sequence[int], batch: int, *, before: Callable[[]
     size = _FORWARD_TOKENS * batch
     ids: Tensor = torch.tensor(text[:size], dtype=torch.long, device="cpu").view(batch, _FORWARD_TOKENS)
     before()
-    began = time.perf_counter()
     with torch.no_grad():
-        model(input_ids=ids, use_cache=False)
-    return Rate(1 / (time.perf_counter() - began))
+        return Rate(1 / seconds_of(partial(model, input_ids=ids, use_cache=False)))
 
 
 def _forget(model: Path) -> None:
@@ -286,7 +273,7 @@ def bytes_(folder: Path, progress: Progress, *, masking: Maskings = "pad,pad/24,
     Example: symbiosis-priv bench bytes --masking pad,pad/24
     """
     maskings = models.parse_maskings(masking)
-    for model, shape in MODELS.items():
+    for model, shape in models.LLAMAS.items():
         config = replace(shape, layers=2).config()
         config.architectures = ["LlamaForCausalLM"]
         found = traced(config, Scope(round_trips=2)).groups

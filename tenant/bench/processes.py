@@ -17,8 +17,9 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -100,6 +101,20 @@ class Child(Generic[Q, A]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def ask_all(children: Sequence[Child[Q, A]], question: Q, *, timeout_s: float) -> list[A]:
+    """Ask several children at the same time, and return their answers. Raises what `Child.receive` raises."""
+    for child in children:
+        child.send(question)
+    return [child.receive(timeout_s=timeout_s) for child in children]
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Do some work, and return how long it took."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 class _Answer(NamedTuple):

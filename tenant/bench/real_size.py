@@ -11,9 +11,10 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -33,16 +34,6 @@ from tenant.cli.options import quiet
 from tenant.preparation.keys import prepare
 from tenant.session.traffic import of_step
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-2-7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000},
-    "llama-3-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-}
 _PROCESSES = ("preparation", "tenant", "executor", "helper")
 _LAYERS, _WEIGHT_BITS, _PROMPT = 32, 8, 16
 _PREPARE_S = 7200.0
@@ -136,9 +127,9 @@ def size(
     Takes 20 GB of disk (TMPDIR) and as much memory as the packed weights need. Example: symbiosis-priv bench size
     """
     check_supported()
-    if shape not in SHAPES:
-        raise ConfigError(f"--shape {shape!r} is not one of {', '.join(SHAPES)}")
-    config = LlamaConfig(num_hidden_layers=layers, tie_word_embeddings=False, **SHAPES[shape])
+    if shape not in models.LLAMAS:
+        raise ConfigError(f"--shape {shape!r} is not one of {', '.join(models.LLAMAS)}")
+    config = replace(models.LLAMAS[shape], layers=layers).config()
     model, cache = folder / "model", folder / "cache"
     embedding = 2 * config.vocab_size * config.hidden_size / _MIB
     shared: Row = {"shape": shape, "layers": layers, "weights_mib": None, "embedding_mib": embedding}

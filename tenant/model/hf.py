@@ -198,10 +198,6 @@ class RemoteQuantizer(WidenedQuantizer):
         del model.config.quantization_config  # config.save_pretrained and loggers must not write it
         return model
 
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
     def is_serializable(self) -> bool:
         log.warning(
             "the base weights are at the providers, so the base model cannot be saved here; "

@@ -50,6 +50,10 @@ class WidenedQuantizer(HfQuantizer):
     _parts: frozenset[str] = frozenset()
     _left_out: RemovableHandle
 
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
     def prepare(self, model: PreTrainedModel, folder: Path) -> None:
         """Hide these weights and their parts from transformers, which then neither misses nor reads them."""
         self._folder = folder
@@ -121,10 +125,6 @@ class WidenedConfig(QuantizationConfigMixin):
 
 @register_quantizer(_METHOD)
 class _WholeModel(WidenedQuantizer):
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
     def is_serializable(self) -> bool:
         return True
 

@@ -152,8 +152,8 @@ def _starts(sorted_numbers: Tensor, count: int) -> Tensor:
 
 
 class _Sparse:
-    """What both modules share: a change of the entries of a weight at places, integer `[n]` or `[2, n]`, in any
-    order."""
+    """What both modules around an offloaded layer share: a change of the entries of a weight at places, integer `[n]`
+    or `[2, n]`, in any order. They add a sparse product."""
 
     in_features: int
     out_features: int
@@ -180,6 +180,18 @@ class _Sparse:
         pattern, order = self.patterns.of(adapter, places, sorted_pattern)
         return pattern, entries[order]
 
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = self.base_layer(x, *args, **kwargs)
+        if not (self.disable_adapters or self.merged):
+            for adapter in self.active_adapters:
+                if (found := self.pattern(adapter)) is not None:
+                    result = self.added(adapter, x, result + found[0].product(x, found[1]).to(result.dtype))
+        return result
+
+    def added(self, adapter: str, x: Tensor, result: Tensor) -> Tensor:
+        """Return `result` with what else an adapter adds to it."""
+        return result
+
 
 def _flat(places: Tensor, shape: tuple[int, int]) -> Tensor:
     """Return positions in the row-major matrix, given positions or rows and columns."""
@@ -193,8 +205,6 @@ def _flat(places: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 class RemoteShiraLinear(_Sparse, ShiraLinear):
-    """PEFT's module around an offloaded layer: it adds a sparse product."""
-
     def sparse(self, adapter: str) -> tuple[Tensor, Tensor] | None:
         if adapter not in self.shira_weight:
             return None
@@ -202,15 +212,6 @@ class RemoteShiraLinear(_Sparse, ShiraLinear):
         # not a buffer, so `to(device)` does not move it
         places = self.shira_indices[adapter] = self.shira_indices[adapter].to(entries.device)
         return places, entries
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = self.base_layer(x, *args, **kwargs)
-        if self.disable_adapters or self.merged:
-            return result
-        for adapter in self.active_adapters:
-            if (found := self.pattern(adapter)) is not None:
-                result = result + found[0].product(x, found[1]).to(result.dtype)
-        return result
 
 
 class RemoteShira(OnOffloadedLayers, ShiraModel):
@@ -223,27 +224,20 @@ class RemoteShira(OnOffloadedLayers, ShiraModel):
 
 
 class RemoteSupertuningLinear(_Sparse, SupertuningLinear):  # type: ignore[misc]
-    """PEFT's module around an offloaded layer: it adds a sparse product, and LoRA's."""
-
     def sparse(self, adapter: str) -> tuple[Tensor, Tensor] | None:
         if adapter not in self.supertuning_values:
             return None
         return self.supertuning_indices[adapter], self.supertuning_values[adapter]
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = self.base_layer(x, *args, **kwargs)
-        if self.disable_adapters or self.merged:
+    def added(self, adapter: str, x: Tensor, result: Tensor) -> Tensor:
+        """LoRA's product, with a rank."""
+        if not (rank := self.supertuning_rank[adapter]):
             return result
-        for adapter in self.active_adapters:
-            if (found := self.pattern(adapter)) is None:
-                continue
-            result = result + found[0].product(x, found[1]).to(result.dtype)
-            if rank := self.supertuning_rank[adapter]:
-                lora_a, lora_b = self.supertuning_lora_A[adapter], self.supertuning_lora_B[adapter]
-                dropped = self.supertuning_lora_dropout[adapter](x).to(lora_a.weight.dtype)
-                scaling = self.supertuning_lora_alpha[adapter] / rank
-                result = result + (scaling * lora_b(lora_a(dropped))).to(result.dtype)
-        return result
+        lora_a, lora_b = self.supertuning_lora_A[adapter], self.supertuning_lora_B[adapter]
+        dropped = self.supertuning_lora_dropout[adapter](x).to(lora_a.weight.dtype)
+        scaling = self.supertuning_lora_alpha[adapter] / rank
+        more: Tensor = result + (scaling * lora_b(lora_a(dropped))).to(result.dtype)
+        return more
 
 
 class RemoteSupertuning(OnOffloadedLayers, SupertuningModel):

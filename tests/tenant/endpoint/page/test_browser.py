@@ -253,9 +253,7 @@ def test_an_answer_that_failed_half_way_is_not_kept_and_its_question_is_sent_onc
         assert question(asked) == [{"role": "user", "content": "The weather"}]
         answer_of(page)
         assert page.locator("#chat article").count() == 2
-    answers_with(page, "It is", error="lost")
-    page.get_by_role("button", name="Regenerate").click()
-    page.get_by_role("alert").filter(has_text="lost").wait_for()
+    loses(page, "Regenerate")
     with page.expect_request(COMPLETIONS) as asked:
         ask(page, "The sea")
     assert question(asked) == [{"role": "user", "content": "The sea"}]

@@ -3,12 +3,14 @@
 import os
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.gpu import sections
-from tests.gpu.__main__ import BUDGETS_S, run
+from tests.gpu.__main__ import BUDGETS_S, Outcome, main, run
 from tests.gpu.chips import ROWS, measured, table
 from tests.gpu.sections import SECTIONS, Options, Row
 
@@ -51,6 +53,29 @@ def test_the_table_of_chips_has_a_column_for_what_was_measured() -> None:
     assert measured({"sections": [{"rows": [{"what": "forward"}]}]}) == {}
     assert "Nothing was measured" in table({})[-1]
     assert "measured" not in table()[0]
+
+
+def test_building_the_library_takes_no_time_of_a_section(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    now, budgets = [0.0], list[float]()
+
+    def build(*_: object, **__: object) -> None:
+        now[0] += 50
+
+    def noted(section: str, *_: object, budget_s: float, **__: object) -> Outcome:
+        budgets.append(budget_s)
+        return Outcome(section, "ok", 0, "", [{"here": False}])
+
+    for name, value in {
+        "ROOT": tmp_path,
+        "_environment": lambda *_, **__: {},
+        "time": SimpleNamespace(monotonic=lambda: now[0]),
+        "subprocess": SimpleNamespace(run=build),
+        "run": noted,
+    }.items():
+        monkeypatch.setattr(f"tests.gpu.__main__.{name}", value)
+    main(["--json", str(tmp_path / "gpu.json")])
+    assert now == [50]
+    assert budgets == [BUDGETS_S["machine"]]
 
 
 def outcome(script: str, *, budget_s: float = 20.0) -> tuple[str, list[Row], str]:

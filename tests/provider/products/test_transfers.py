@@ -233,6 +233,8 @@ def test_page_locked_memory_is_a_fixed_number_of_slices(monkeypatch: pytest.Monk
     addresses += [transfers.memory(100).ctypes.data for _ in range(2)]
     assert addresses[0] not in slices
     assert addresses[1:] == [address] * 2
+    del held, others
+    assert len(transfers._locked) == LOCKED_SLICES
 
 
 @given(data=st.data(), shapes=st.lists(st.tuples(st.integers(1, 3), st.sampled_from([24, 32])), min_size=1, max_size=8))

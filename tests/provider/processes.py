@@ -17,15 +17,6 @@ def has_ended(pid: int) -> bool:
 
 def listening_addresses(pids: Iterable[int]) -> set[str]:
     """Addresses at which processes wait for TCP connections."""
-    return {host for host, _ in _listeners(pids)}
-
-
-def listening_ports(pids: Iterable[int]) -> set[int]:
-    """Ports at which processes wait for TCP connections."""
-    return {port for _, port in _listeners(pids)}
-
-
-def _listeners(pids: Iterable[int]) -> set[tuple[str, int]]:
     found = set()
     for pid in pids:
         files = [str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()]
@@ -34,7 +25,6 @@ def _listeners(pids: Iterable[int]) -> set[tuple[str, int]]:
                 fields = line.split()
                 if fields[3] == _LISTENING and f"socket:[{fields[9]}]" in files:
                     words = bytes.fromhex(fields[1].partition(":")[0])
-                    port = int(fields[1].partition(":")[2], 16)
                     address = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
-                    found.add((socket.inet_ntop(family, address), port))
+                    found.add(socket.inet_ntop(family, address))
     return found

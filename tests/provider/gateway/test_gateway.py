@@ -104,6 +104,16 @@ def test_a_part_of_the_layers(configure: Configure, connect: Connect, provider: 
         assert status.rows_by_group == [5, 3, 3, 3, 3]
 
 
+def test_the_health_of_an_executor_that_is_late_is_not_reported(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guard asks every second; reports for tenants take no time of the executor."""
+    client = connect(role=None)
+    assert isinstance(client.ask(wire.FetchHealth()), wire.HealthReport)
+    monkeypatch.setattr("provider.executor.client._RECENT_S", -1.0)
+    assert failure(client.ask(wire.FetchHealth())) == wire.ErrorCode.BUSY
+
+
 def test_a_health_report_counts_only_the_tenant_that_asks(configure: Configure, connect: Connect) -> None:
     with Provider(configure()) as provider:
         alice, bob = connect("alice", to=provider), connect("bob", to=provider)

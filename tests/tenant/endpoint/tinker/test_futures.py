@@ -1,6 +1,7 @@
 """Futures of the official client: fetched, timed out, cancelled, sent again, failed; and a client that was killed."""
 
 import asyncio
+import json
 import sys
 from typing import Any
 
@@ -109,8 +110,7 @@ training.forward_backward(data_of(), "cross_entropy").result()
 def test_a_client_that_was_killed_in_a_request_goes_on_from_its_checkpoint(
     connect: Any, train: Any, address: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its old request is computed once, delays nobody, and can be fetched with the same key. Its training client and
-    its samples end when its heartbeats have stopped for long enough."""
+    """Its old request is computed once, delays nobody, and can be fetched with the same key."""
     gate.opened.set()
     steps(whole := train(1), 1)
     expected = steps(whole)
@@ -132,17 +132,29 @@ def test_a_client_that_was_killed_in_a_request_goes_on_from_its_checkpoint(
     old = kept.tinker_path.split("/")[2]
     output = deserialize_forward_backward_output(fetch(address, f"{old}:4")[1])
     assert equal(expected[:1], [outputs(output)])
-    ended, other = connect().create_sampling_client(base_model="tiny").result(), connect(1)
-    sampling = Gate(Running._receive)
-    monkeypatch.setattr(Running, "_receive", lambda *args: sampling.pass_(*args))
-    sample = ended.sample(tinker.ModelInput.from_ints([1]), 1, tinker.SamplingParams(stop=[]))
-    sampling.wait()
+
+
+def test_a_session_without_heartbeats_ends_with_what_it_has(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the next request to another session. No client runs, whose heartbeats would end sessions at any time."""
+
+    def sent(route: str, **body: Any) -> Any:
+        return json.loads(post(address, route, body)[1])
+
+    silent, other = (sent("create_session", tags=[], user_metadata=None, sdk_version="0") for _ in range(2))
+    lora: dict[str, Any] = {"base_model": "tiny", "lora_config": {"rank": 1}}
+    model = sent("create_model", **silent, model_seq_id=0, **lora)["model_id"]
+    sampler = sent("create_sampling_session", **silent, sampling_session_seq_id=0)
+    gate = Gate(Running._receive)
+    monkeypatch.setattr(Running, "_receive", lambda *args: gate.pass_(*args))
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
+    id = sent("asample", **sampler, seq_id=0, prompt=prompt, sampling_params={"stop": []})["request_id"]
+    gate.wait()
+    assert post(address, "get_info", {"model_id": model})[0] == 200
     monkeypatch.setattr(routes, "_SESSION_S", 0.0)
-    assert other.create_lora_training_client("tiny", rank=2, seed=1).result()
-    assert post(address, "get_info", {"model_id": old})[0] == 404
-    with pytest.raises(tinker.RequestFailedError, match="cancelled"):
-        sample.result()
-    sampling.opened.set()
+    sent("session_heartbeat", **other)
+    assert post(address, "get_info", {"model_id": model})[0] == 404
+    assert b"499: the request was cancelled" in fetch(address, id)[1]
+    gate.opened.set()
 
 
 def test_a_key_waits_for_its_share_of_the_rounds_only(

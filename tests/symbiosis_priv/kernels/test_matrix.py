@@ -74,9 +74,7 @@ def _tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def oracle(rows: Tensor, weight: Tensor, direction: Direction) -> Tensor:
-    """int64 wraps mod 2^64, so its low 32 bits are the product mod 2^32."""
-    x, w = rows.cpu().numpy().astype(np.int64), weight.cpu().numpy().astype(np.int64)
-    return torch.from_numpy((x @ (w.T if direction == FORWARD else w)).astype(np.int32))
+    return expert_product(weight, (len(rows),), rows, direction, "outputs")
 
 
 def assert_equal(got: Tensor, want: Tensor, ring_bits: RingBits = 32) -> None:
@@ -271,11 +269,19 @@ def test_unknown_kernels_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "rows", [torch.zeros(2, 3, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), torch.zeros(2, 4)]
+    ("rows", "counts"),
+    [
+        (torch.zeros(2, 3, dtype=torch.int32), None),
+        (torch.zeros(5, dtype=torch.int32), None),
+        (torch.zeros(2, 5), None),
+        (torch.zeros(4, 5, dtype=torch.int32), (2, 1, 0)),
+        (torch.zeros(4, 5, dtype=torch.int32), (4,)),
+    ],
 )
-def test_wrong_rows_are_refused(rows: Tensor) -> None:
-    with pytest.raises(RangeError):
-        RingMatrix(torch.ones(5, 4, dtype=torch.int16), weight_bits=8).product(rows)
+def test_wrong_rows_and_counts_are_refused(rows: Tensor, counts: Counts | None) -> None:
+    matrix = RingMatrix(torch.ones(12, 5, dtype=torch.int16), weight_bits=8, kernel="int32")
+    with pytest.raises(RangeError, match="experts" if counts else None):
+        matrix.as_stack(3, transposed=False).product(rows, counts=counts)
 
 
 @pytest.mark.parametrize("kernel", [name for name in NATIVE_NAMES if name != "auto"])
@@ -308,17 +314,6 @@ def test_a_stack_serves_dense_products_and_products_by_expert(
 def test_the_chosen_layout_can_be_cut_between_experts(height: int) -> None:
     chosen = choose((6 * height, 40), weight_bits=10, device=torch.device("cpu"), height=height)
     assert all(height % KERNELS[name].granule == 0 for name in chosen.kernels.values())
-
-
-def test_counts_that_do_not_match_the_rows_are_refused() -> None:
-    stack = RingMatrix(torch.ones(12, 5, dtype=torch.int16), weight_bits=8, kernel="int32").as_stack(
-        3, transposed=False
-    )
-    rows = torch.ones(4, 5, dtype=torch.int32)
-    with pytest.raises(RangeError, match="experts"):
-        stack.product(rows, counts=(2, 1, 0))
-    with pytest.raises(RangeError, match="experts"):
-        stack.product(rows, counts=(4,))
 
 
 @pytest.mark.gpu

@@ -37,7 +37,8 @@ _LIMIT_MIB = 16384
 _THRESHOLD_BYTES = 1 << 20
 _STEP, _STEPS = models.Step(batch=1, tokens=128), 4  # steps of each measurement, of all jobs together, at least
 _WAIT_S, _LEAST_PAUSE_S, _SHARE = 1800.0, 0.05, 0.05  # of one core, for reading memory
-_WHOLE, _AS_STORED, _NONE, _PAD = "whole, float32", "whole, bfloat16", "split, none", "split, pad"
+_WHOLE, _AS_STORED = "whole, float32", "whole, bfloat16"
+_SPLIT = {"split, none": 5, "split, pad": 4, "split, pad/24": 4}  # and how many times the adapters should fit
 _SHAPE = models.Llama(width=2048, layers=16, inner=5632)
 
 Job = Child[models.Work, list[models.Cost]]
@@ -45,7 +46,7 @@ Job = Child[models.Work, list[models.Cost]]
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
     whole = where(rows, variant=_WHOLE)
-    for variant, least in ((_NONE, 5), (_PAD, 4)):
+    for variant, least in _SPLIT.items():
         found = where(rows, variant=variant)
         if len(found) > 1 and len(whole) > 1:
             over = figure(found[-1], "fit") / figure(whole[-1], "fit")
@@ -75,8 +76,8 @@ def adapters(
     bench = _Bench(folder, shape, progress)
     yield from bench.whole(_WHOLE, torch.float32, counts)
     yield from bench.whole(_AS_STORED, torch.bfloat16, bench.fitted)
-    yield from bench.split(_NONE, counts)
-    yield from bench.split(_PAD, counts)
+    for variant in _SPLIT:
+        yield from bench.split(variant, counts)
 
 
 class _Measured(NamedTuple):
@@ -116,10 +117,10 @@ class _Bench:
     def split(self, variant: str, counts: Sequence[int]) -> Iterator[Row]:
         """Measure tenants of one executor, which go on when others join them."""
         masking = models.MaskingVariant.parse(variant.rpartition(" ")[2])
-        directory = self._folder / masking.name
+        directory = self._folder / masking.name.replace("/", "-")
         directory.mkdir()
         self._progress(f"{variant}: starting providers")
-        threads, helpers = os.cpu_count() or 1, int(masking.name == "pad")
+        threads, helpers = os.cpu_count() or 1, int(masking.scheme == "pad")
         local = models.provide(self._model, directory, threads=threads, cache=self._cache, helpers=helpers)
         done: list[_Measured] = []
         with local, contextlib.ExitStack() as running:

@@ -122,13 +122,15 @@ def check_endpoint(rows: list[Row], shown: str) -> None:
 
 
 def check_adapters(rows: list[Row], shown: str) -> None:
-    variants = [f"whole, {dtype}" for dtype in ("float32", "bfloat16")] + ["split, none", "split, pad"]
+    variants = [f"whole, {dtype}" for dtype in ("float32", "bfloat16")] + [
+        f"split, {masking}" for masking in ("none", "pad", "pad/24")
+    ]
     assert [(row["variant"], row["jobs"]) for row in rows] == [(name, count) for name in variants for count in (1, 2)]
     assert all(number(row[name]) > 0 for row in rows for name in ("memory_mib", "steps_per_s", "over_whole", "step_s"))
     assert all(row["fit"] is None or number(row["fit"]) > 2 for row in rows)
-    assert [row["executor_peak_mib"] is None for row in rows] == [True] * 4 + [False] * 4
-    assert [row["helper_peak_mib"] is None for row in rows] == [True] * 6 + [False] * 2
-    assert shown.count("executor's peak memory with 2 jobs over 1") == 2
+    assert [row["executor_peak_mib"] is None for row in rows] == [True] * 4 + [False] * 6
+    assert [row["helper_peak_mib"] is None for row in rows] == [True] * 6 + [False] * 4
+    assert shown.count("executor's peak memory with 2 jobs over 1") == 3
 
 
 MODEL = "--width 64 --layers 1 --inner 64 --repeat 1 --threads 1"

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -142,6 +143,14 @@ def _one_thread() -> Iterator[None]:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def python_interrupts() -> Iterator[None]:
+    """Python's handler of SIGINT, which is ignored if the tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")

@@ -265,7 +265,7 @@ class ScriptedProvider:
         self.refuse_connections = False
         self.closing = threading.Event()
         self.certificate = identity.certificate
-        self._model, self._served, self._max_rows, self._max_payload = model, model.served, max_rows, max_payload
+        self._model, self.served, self.max_rows, self._max_payload = model, model.served, max_rows, max_payload
         self._network = network
         self.lines: list[Any] = []
         self.show(identity)
@@ -341,9 +341,9 @@ class ScriptedProvider:
             assert end.sealing is not None
             canonical, request = head == wire.encode(request), end.sealing.opened(request)
             head = wire.encode(request) if canonical else head
-        if request.group not in self._served:
+        if request.group not in self.served:
             return lambda: frame(wire.Failure(code=wire.ErrorCode.NOT_SERVED, detail="not these layers"))
-        if request.rows > self._max_rows:
+        if request.rows > self.max_rows:
             return lambda: frame(wire.Failure(code=wire.ErrorCode.TOO_LARGE, detail="too many rows"))
         if isinstance(request, wire.Execute):
             rows = request.encoding.unpack(bytearray(payload), rows=request.rows)
@@ -366,9 +366,9 @@ class ScriptedProvider:
                     wire.Welcome(
                         version=request.version,
                         model_digest=self._model.manifest.digest,
-                        first_group=self._served.start,
-                        end_group=self._served.stop,
-                        max_rows=self._max_rows,
+                        first_group=self.served.start,
+                        end_group=self.served.stop,
+                        max_rows=self.max_rows,
                         max_payload=self._max_payload,
                     )
                 )
@@ -382,7 +382,7 @@ class ScriptedProvider:
                         model_digest=self._model.manifest.digest,
                         time=time.time() + self.clock_ahead_s,
                         uptime_s=1.0,
-                        groups=len(self._served),
+                        groups=len(self.served),
                         groups_loaded=0,
                         requests=len(self.heard),
                         connections=len(self.lines),

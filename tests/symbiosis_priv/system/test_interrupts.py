@@ -4,19 +4,12 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from symbiosis_priv.system.interrupts import Interrupts, importing
 
-
-@pytest.fixture(autouse=True)
-def heeded() -> Iterator[None]:
-    """Restore SIGINT, which is ignored if the tests run in the background of a shell."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("python_interrupts")
 
 
 def send(number: signal.Signals) -> None:

@@ -277,25 +277,6 @@ def test_a_refusal_by_all_providers_of_a_role_is_reported(scripted: Scripted, ro
         is_right(session, OUT, FORWARD, 3, 0)
 
 
-@pytest.mark.parametrize("role", ["executor", "helper"])
-def test_a_wrong_certificate_does_not_stop_a_session_with_another_provider(
-    new_provider: NewProvider, new_session: NewSession, identities: Identities, role: str
-) -> None:
-    changing, other = new_provider(), new_provider()
-    pair, single = [changing, other], [new_provider()]
-    session = new_session(
-        "pad", *((pair, single) if role == "executor" else (single, pair)), pad_helpers=1, pool_memory=0, deadline_s=3.0
-    )
-    assert all_right(session)
-    changing.show(identities.provider(8))
-    changing.hang_up()
-    assert all_right(session)
-    other.show(identities.provider(9))
-    other.hang_up()
-    with pytest.raises((errors.CertificateError, errors.DeadlineExceededError), match="is not pinned"):
-        all_right(session)
-
-
 def test_an_executor_that_is_away_at_the_start_joins_later(new_provider: NewProvider, new_session: NewSession) -> None:
     here, later = new_provider(), new_provider()
     later.refuse_connections = True
@@ -344,17 +325,6 @@ def test_closing_ends_the_wait_for_executors_that_are_away(new_provider: NewProv
 # Layers
 
 
-def test_layers_split_over_executors(new_provider: NewProvider, new_session: NewSession) -> None:
-    """Each is asked for its own layers only; one with overlapping layers takes over."""
-    low, high, both = new_provider(layers="0"), new_provider(layers="1"), new_provider()
-    session = new_session("pad", [low, high, both], [new_provider()])
-    assert all_right(session)
-    assert {h.request.group for h in low.executed} <= set(range(4))
-    assert {h.request.group for h in high.executed} <= set(range(4, 9))
-    low.behaviour = fails("lost")
-    assert all_right(session)
-
-
 def test_an_executor_that_has_moved_is_asked_for_the_layers_that_it_states_itself(scripted: Scripted) -> None:
     """A registry still lists the range before the move."""
     low, moved = scripted.new_provider(layers="0"), scripted.new_provider(layers="1")
@@ -376,14 +346,6 @@ def test_unserved_layers_are_an_error_before_anything_is_sent(scripted: Scripted
     with pytest.raises(errors.UncoveredError, match="no executor serves layers 1"):
         is_right(other, QKV, FORWARD, 1, 0)
     assert low.executed == helper.effects == []
-
-
-@pytest.fixture
-def python_interrupts() -> Iterator[None]:
-    """The handler of a program that has set none, whatever a test before has left."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("python_interrupts", "sockets")
@@ -510,50 +472,3 @@ def test_one_providers_limits_do_not_change_requests_to_others(scripted: Scripte
     for provider in (other, single):
         assert {heard.request.rows for heard in provider.heard} == {64}
     assert len(small.heard) <= 3 * 64  # as often as measuring its cost requires
-
-
-def test_without_spares_a_helper_is_waited_for(new_provider: NewProvider, new_session: NewSession) -> None:
-    """All listed helpers share every pad unless the federation sets a number."""
-    helpers = [new_provider(), new_provider()]
-    session = new_session("pad", [new_provider()], helpers, pool_memory=0)
-    assert all_right(session)
-    failures = iter(range(3))
-
-    def lose_some(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
-        return None if next(failures, None) is not None else frame(reply, answer)
-
-    helpers[0].behaviour = lose_some
-    assert all_right(session)
-    assert session.ledger().pads_redrawn == 0
-    helpers[0].behaviour = fails("lie")
-    with pytest.raises(errors.VerificationError, match="an effect of provider"):
-        is_right(session, OUT, FORWARD, 1, 0)
-
-
-def test_many_threads_with_providers_that_fail_at_times(new_provider: NewProvider, new_session: NewSession) -> None:
-    """Every product is right, and no request counts as in flight at the end."""
-    executors, helpers = [new_provider() for _ in range(3)], [new_provider() for _ in range(3)]
-    chances = itertools.cycle([False] * 6 + [True])
-
-    def stumble(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
-        if not next(chances):
-            return frame(reply, answer)
-        if heard.request.rows % 2:
-            return None
-        return frame(wire.Failure(code=wire.ErrorCode.BUSY, detail="not now"))
-
-    for provider in (*executors, *helpers):
-        provider.behaviour = stumble
-    session = new_session("pad", executors, helpers, pad_helpers=2, part_bytes=4096, tolerance=IMPATIENT)
-
-    def work(seed: int) -> bool:
-        return is_right(session, GroupIndex(seed % 9), DIRECTIONS[seed % 2], 1 + seed % 40, seed)
-
-    with ThreadPoolExecutor(6) as threads:
-        assert all(threads.map(work, range(90)))
-    assert [provider.in_flight for provider in session.routes.executors] == [0, 0, 0]
-    ledger = session.ledger()
-    assert ledger.products == 90
-    assert ledger.answers_rejected == 0
-    assert ledger.takeovers > 0
-    assert sum(figures.requests for figures in ledger.providers) > 90

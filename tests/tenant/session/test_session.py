@@ -28,7 +28,6 @@ from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.core.blame import BlameKeys
 from tenant.core.pads import EffectSource, PadOrder
-from tenant.masking.backend import RingRows
 from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
@@ -77,43 +76,6 @@ def test_every_scheme_is_exact(new_provider: NewProvider, new_session: NewSessio
     assert ledger.answers_verified == ledger.rows > 0
     assert ledger.pads_taken == (0 if masking == "none" else ledger.rows)
     assert (ledger.effects_verified > 0) == (helpers > 0)
-
-
-def both(session: Session, indices: Sequence[GroupIndex]) -> list[bool]:
-    """Compute products of several layer groups in one call. Returns whether each one is right."""
-    asked = list[tuple[GroupIndex, Direction, RingRows]]()
-    for index in indices:
-        rows = ring_rows(session.preparation, index, FORWARD, 2)
-        outputs = session.preparation.facts[index].outputs(FORWARD)
-        asked.append((index, FORWARD, RingRows(rows, outputs=outputs)))
-    session.multiply_all(asked)
-    return [
-        torch.equal(its.product, product_of(store_of(session), index, FORWARD, its._rows)) for index, _, its in asked
-    ]
-
-
-@pytest.mark.parametrize("order", [[QKV, OUT], [OUT, QKV]])
-def test_a_lie_about_one_of_two_products_is_an_error(scripted: Scripted, order: list[GroupIndex]) -> None:
-    def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> Any:
-        return (spoil if heard.request.group == OUT else honest)(heard, reply, answer)
-
-    scripted.executor.behaviour = lie
-    session = scripted.new_session("pad", pool_memory=0)
-    with pytest.raises(errors.VerificationError, match="an answer of provider"):
-        both(session, order)
-    with pytest.raises(errors.QuarantinedError):
-        both(session, order)
-
-
-def test_a_product_of_one_call_goes_to_another_executor(scripted: Scripted) -> None:
-    lost, other = scripted.new_provider(), scripted.new_provider()
-    lost.behaviour = lambda heard, reply, answer: (
-        None if heard.request.group == OUT else honest(heard, reply, answer)  # closes the connection
-    )
-    session = scripted.new_session("pad", [lost, other], [scripted.helper])
-    for _ in range(4):
-        assert both(session, [QKV, OUT]) == [True, True]
-    assert {h.request.group for h in lost.executed} | {h.request.group for h in other.executed} == {QKV, OUT}
 
 
 @pytest.mark.parametrize("limits", [{"max_rows": 8}, {"max_payload": 9 * 4 * 128}])
@@ -388,32 +350,6 @@ def test_no_request_leaves_until_a_fault_is_attributed(scripted: Scripted, monke
     assert [h.request.group for h in scripted.helper.effects if h.request.group == QKV] == []
 
 
-def test_a_quarantine_survives_a_fork(new_provider: NewProvider, new_session: NewSession) -> None:
-    """The child opens new connections, but none to a provider that its parent has quarantined."""
-    first, second = new_provider(), new_provider()
-    first.behaviour = spoil
-    session = new_session("local", [first, second])
-    rows = ring_rows(session.preparation, OUT, FORWARD, 3)
-    session.product(OUT, FORWARD, rows)
-    session._reset_after_fork()  # as a forked child does
-    assert torch.equal(session.product(OUT, FORWARD, rows), product_of(store_of(session), OUT, FORWARD, rows))
-    assert (len(first.hellos), len(second.hellos)) == (1, 2)
-
-
-@pytest.mark.parametrize("max_rows", [8, 4096])
-def test_the_next_executor_is_asked_for_the_same_bytes(scripted: Scripted, max_rows: int) -> None:
-    first, second = scripted.new_provider(), scripted.new_provider(max_rows=max_rows)
-    first.behaviour = spoil
-    session = scripted.new_session("pad", [first, second], [scripted.helper])
-    for seed in range(2):
-        assert is_right(session, DOWN, BACKWARD, 20, seed)
-    assert len(first.executed) == 1
-    same = second.executed[: len(second.executed) // 2]
-    assert first.executed[0].payload == b"".join(heard.payload for heard in same)
-    assert first.executed[0].request.nonce not in {heard.request.nonce for heard in same}
-    assert session.ledger().answers_rejected == 1
-
-
 def test_keys_are_deleted_after_a_lie(scripted: Scripted, store: WeightStore, tmp_path: Path) -> None:
     digest = store.manifest().digest
     scripted.executor.behaviour = spoil
@@ -464,43 +400,6 @@ def test_the_parts_of_a_product_depend_only_on_its_size(executor: ScriptedProvid
         session.product(MLP, FORWARD, ring_rows(session.preparation, MLP, FORWARD, 60, seed=scale) * (scale > 0))
     sizes = [h.request.rows for h in executor.executed]
     assert sorted(sizes) == [15] * 12
-
-
-@pytest.mark.parametrize("liar", ["executor", "helper"])
-def test_two_wrong_parts_at_once_convict_no_other_provider(scripted: Scripted, liar: str) -> None:
-    """When the second part fails, the keys that attribute faults are deleted already (`forget_keys` deletes them)."""
-    first, second = scripted.new_provider(), scripted.new_provider()
-    both, asked = threading.Barrier(2), threading.Event()
-
-    def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
-        both.wait(20)
-        asked.set()
-        return spoil(heard, reply, answer)
-
-    def be_slow(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        """Otherwise it may have done all other parts before the liar is asked for its second one."""
-        asked.wait(20)
-        return frame(reply, answer)
-
-    if liar == "executor":
-        first.behaviour, second.behaviour = lie, be_slow
-    else:
-        scripted.helper.behaviour = spoil
-    session = scripted.new_session("pad", [first, second], [scripted.helper], part_bytes=4096 * 4)
-    rows = ring_rows(session.preparation, MLP, FORWARD, 60)
-    if liar == "executor":
-        assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store_of(session), MLP, FORWARD, rows))
-        assert session.ledger().answers_rejected == 2
-        assert len(first.executed) == 2
-        assert {h.payload for h in first.executed} < {h.payload for h in second.executed}
-    else:
-        with pytest.raises(errors.VerificationError, match="an effect of provider"):
-            session.product(MLP, FORWARD, rows)
-    with contextlib.suppress(errors.QuarantinedError):
-        session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
-    assert (session.routes.helpers[0].peer in session.routes.quarantined) == (liar == "helper")
-    assert (session.routes.executors[0].peer in session.routes.quarantined) == (liar == "executor")
-    assert session.routes.executors[1].peer not in session.routes.quarantined
 
 
 def test_several_products_of_one_layer_group_are_in_flight_at_once(

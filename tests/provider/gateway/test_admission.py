@@ -46,6 +46,7 @@ def test_slots_are_limited_and_shared_between_tenants(arriving: list[tuple[Tenan
         except Refusal:
             assert own == 4 or (len(before) == 6 and most < own + 2)
             continue
+        assert own < 4
         if len(before) == 6:
             (gone,) = closed
             assert counts[gone.tenant] == most >= own + 2

@@ -219,6 +219,17 @@ def test_a_repeated_request_is_refused_for_every_reason_that_may_arise_meanwhile
     until(lambda: sum(each.refused for each in served._usage.totals().values()) == (1 if code is CODE.REVOKED else 3))
 
 
+def test_a_tenant_with_a_quota_takes_no_lane(served: Provider, connect: Connect, at_once: list[bool]) -> None:
+    client = connect("alice", to=served)
+    in_lane(client, at_once)
+    assert served._gateway is not None
+    served._gateway.state.quotas.renew(lambda _: QuotaConfig(rows_per_s=1e6))
+    count = len(at_once)
+    for _ in range(5):
+        client.product(execute(0, 1), ones(1))
+    assert len(at_once) == count
+
+
 def test_rows_that_arrive_late_are_waited_for(
     served: Provider, connect: Connect, at_once: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

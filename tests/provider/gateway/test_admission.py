@@ -5,7 +5,7 @@ import math
 from collections import Counter
 
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from provider.config.schema import Limits
 from provider.gateway.admission import Slot, Slots
@@ -21,6 +21,7 @@ LIMITS = Limits(max_connections=6, max_connections_per_tenant=4)
 
 
 @given(st.lists(st.tuples(st.sampled_from(TENANTS), st.booleans()), max_size=40))
+@example([(TENANTS[0], False)] * 5)
 def test_slots_are_limited_and_shared_between_tenants(arriving: list[tuple[TenantIdentity, bool]]) -> None:
     """The idlest connection of the tenant with the most is closed, and only for a tenant that has fewer."""
     slots = Slots(LIMITS)

@@ -1,6 +1,8 @@
-"""The largest resident memory of a process since a moment, on Linux."""
+"""The largest resident memory of a process since a moment, on Linux, and tensors that seem to be elsewhere."""
 
 from pathlib import Path
+
+from torch import Tensor
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 
@@ -13,3 +15,9 @@ def forget_peak(pid: int | str = "self") -> None:
 def peak_kib(pid: int | str = "self") -> int:
     status = Path(f"/proc/{pid}/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+class OnGPU(Tensor):
+    """A tensor in host memory that says that it is on a GPU."""
+
+    is_cpu = False

@@ -7,16 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from torch import Tensor
 
 from provider.shards import shared
 from provider.shards.shared import SharedRows
-
-
-class OnGPU(Tensor):
-    """A tensor in host memory that says that it is on a GPU."""
-
-    is_cpu = False
+from tests.memory import OnGPU
 
 
 def copy_2d(

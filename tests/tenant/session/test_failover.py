@@ -229,21 +229,6 @@ def test_a_deadline_that_passes_without_a_free_connection_is_explained(new_sessi
     assert is_right(session, OUT, FORWARD, 3, 0)
 
 
-def test_all_executors_are_away_and_one_comes_back(new_provider: NewProvider, new_session: NewSession) -> None:
-    providers = [new_provider(), new_provider()]
-    session = new_session("local", providers)
-    assert all_right(session)
-    for provider in providers:
-        provider.behaviour = fails("lost")
-    with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(is_right, session, OUT, FORWARD, 3, 0)
-        before = [len(provider.hellos) for provider in providers]
-        while any(len(p.hellos) < count + 2 for p, count in zip(providers, before, strict=True)):
-            time.sleep(0.01)  # both were tried, and probed again
-        providers[1].behaviour = honest
-        assert waiting.result(20)
-
-
 def test_a_returning_spare_helper_is_asked_when_the_other_one_fails(scripted: Scripted) -> None:
     """The spare helper has failed before. It is probed while the product waits for the other helper, which stays
     away."""
@@ -323,6 +308,17 @@ def test_closing_ends_the_wait_for_executors_that_are_away(new_provider: NewProv
 
 
 # Layers
+
+
+def test_layers_split_over_executors(new_provider: NewProvider, new_session: NewSession) -> None:
+    """Each is asked for its own layers only; one with overlapping layers takes over."""
+    low, high, both = new_provider(layers="0"), new_provider(layers="1"), new_provider()
+    session = new_session("pad", [low, high, both], [new_provider()])
+    assert all_right(session)
+    assert {h.request.group for h in low.executed} <= set(range(4))
+    assert {h.request.group for h in high.executed} <= set(range(4, 9))
+    low.behaviour = fails("lost")
+    assert all_right(session)
 
 
 def test_an_executor_that_has_moved_is_asked_for_the_layers_that_it_states_itself(scripted: Scripted) -> None:

@@ -20,6 +20,7 @@ from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.tasks.row_blocks import ModuleBlocks, RowBlocks
 from tests.builds import switched
 from tests.compatibility.families import build
+from tests.memory import OnGPU
 
 LENGTHS = st.one_of(st.integers(1, 40), st.integers(BLOCK - 1, BLOCK + 2), st.integers(2 * BLOCK, 2 * BLOCK + 20))
 
@@ -146,12 +147,6 @@ class _Counted(dict[int, tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         self.read.append(index)
         return super().__getitem__(index)
-
-
-class OnGPU(Tensor):
-    """A tensor in host memory that says that it is on a GPU."""
-
-    is_cpu = False
 
 
 @needs_library

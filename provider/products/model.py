@@ -404,9 +404,10 @@ def _size(entry: GroupEntry) -> int:
 
 
 def device_of(settings: ExecutorConfig) -> str:
-    """The device of this process, with its index: threads differ in what "cuda" alone means."""
+    """The device of this process, with its index: threads differ in what "cuda" alone means. Raises `ConfigError`:
+    torch cannot use the device; GPUs are not tried, which would make a context."""
     if settings.device != "cuda":
-        return settings.device
+        return settings.device if settings.device.startswith("cuda:") else str(_require_usable(settings.device))
     return f"cuda:{os.environ['LOCAL_RANK'] if dist.is_initialized() else 0}"
 
 

@@ -49,7 +49,7 @@ COMPANIES = "ABCD"
 PASSING = ("lost", "busy", "stopping")  # a request that is sent again is answered
 LIES = ("replays", "lie", "truncates")
 FAILURES = (*PASSING, *LIES, "late", "internal")
-HASTY_S, PATIENT_S = 0.3, 60.0  # of the clock, which waits for silent providers set forward
+HASTY_S, PATIENT_S = 0.5, 60.0  # of the clock, which waits for silent providers set forward
 BUSY_S = 20.0  # a busy machine may need more
 HASTY = Tolerance(least_patience_s=0.1, unknown_s=0.01, penalty_times=0.0)
 """Short waits."""
@@ -68,7 +68,6 @@ class World:
         company: the company of each provider.
         failing: how a provider fails, and how many more times.
         away: providers that refuse connections, or show another certificate.
-        disturbed: providers to which anything has happened since the session began.
         guilty: providers that have sent a wrong answer, part of one, or one of another request.
     """
 
@@ -79,7 +78,6 @@ class World:
     right: int = 0
     failing: dict[int, tuple[str, int]] = field(default_factory=dict)
     away: set[int] = field(default_factory=set)
-    disturbed: set[int] = field(default_factory=set)
     guilty: set[int] = field(default_factory=set)
     said: dict[int, bytes] = field(default_factory=dict)
 
@@ -97,7 +95,6 @@ class World:
 
     def disturb(self, number: int, how: str, times: int = 1) -> None:
         provider = self.providers[number]
-        self.disturbed.add(number)
         if how in FAILURES:
             self.failing[number] = (how, times)
         elif how == "hangs up":
@@ -126,11 +123,11 @@ class World:
             self.disturb(number, "recovers")
 
     def is_well(self, number: int) -> bool:
-        """Returns True if the provider answers a request that is sent often enough. While another one is silent, only
-        if nothing has happened to it: the clock has no time left in which it could come back."""
+        """Returns True if the provider answers a request that is sent often enough. While one is silent, none counts as
+        well: it takes the time of all requests on the clock."""
+        if any(how == "late" and left for how, left in self.failing.values()):
+            return False
         how, left = self.failing.get(number, ("", 0))
-        if ("late", True) in {(how, left > 0) for how, left in self.failing.values()}:
-            return number not in self.disturbed
         return number not in self.away and (not left or how in PASSING)
 
     def _answer(self, number: int, heard: Heard, reply: wire.Result, answer: Tensor) -> Said:
@@ -306,7 +303,7 @@ class Run:
             self.session.multiply_all(asked)
         except errors.SymbiosisError as error:
             assert not self.terms.patient, "a product fails that could have been computed"
-            if isinstance(error, errors.VerificationError | errors.ProtocolError | errors.QuarantinedError):
+            if isinstance(error, errors.VerificationError | errors.ProtocolError):
                 assert self.world.guilty, "nobody has lied"
             self.world.recover()
         else:
@@ -372,7 +369,6 @@ def opened(world: World, scripted: Scripted, cast: Roles, terms: Terms) -> Run:
     """A session with these roles."""
     for provider in world.providers:
         provider.heard.clear()
-    world.disturbed = {*world.failing, *world.away}
     session = scripted.new_session(
         terms.masking,
         [world.peer(n, "executor") for n in cast.executors],

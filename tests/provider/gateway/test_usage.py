@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from provider.gateway import usage
 from provider.gateway.usage import UsageCounters, UsageCounts, read
@@ -60,6 +60,7 @@ def billed(database: Path) -> Counter[str]:
 
 
 @settings(max_examples=12, deadline=None)
+@example(steps=[TENANTS[0], "settle", TENANTS[0], "settle"])
 @given(
     steps=st.lists(
         st.sampled_from(TENANTS) | st.sampled_from(["settle", "locked", "full", "kill", "stop", "start"]), max_size=20

@@ -355,6 +355,8 @@ def test_an_interrupt_while_a_session_opens_ends_the_interrupted_call_alone(scri
     def interrupt() -> None:
         assert asked.wait(TIMEOUT_S)
         others.extend(pool.submit(is_right, session, QKV, FORWARD, 1, seed) for seed in range(3))
+        connecting: Any = session.runtime.prober._connecting
+        until(lambda: len(connecting._condition._waiters) == 3)  # all others wait for the thread that connects
         signal.pthread_kill(main, signal.SIGINT)
 
     scripted.executor.refusal, main = refusal, threading.get_ident()

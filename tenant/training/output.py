@@ -100,7 +100,7 @@ def claimed(output: Path, *, option: str = "--output") -> Iterator[None]:
     removed. Raises `ConfigError` if another run uses the folder, `StorageError` if the folder cannot be made."""
     new = not output.exists()
     with storing(output):
-        output.mkdir(parents=True, exist_ok=True)
+        output.mkdir(mode=0o700, parents=True, exist_ok=True)  # adapters tell what they learned
         with tempfile.TemporaryDirectory(dir=output):  # fails now if nothing can be written there
             pass
         descriptor = os.open(output, os.O_RDONLY | os.O_DIRECTORY)

@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -100,7 +101,7 @@ def test_a_second_run_in_one_folder_is_refused(run: Run, tmp_path: Path) -> None
     with pytest.raises(StorageError, match="file"):
         run(tmp_path / "file" / "adapter")
     with claimed(tmp_path / "new"):
-        pass
+        assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
     assert not (tmp_path / "new").exists()
 
 

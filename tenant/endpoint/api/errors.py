@@ -1,11 +1,11 @@
 """Errors in the format of OpenAI's API."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -58,6 +58,14 @@ class ApiError(HTTPException):
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body(), status_code=self.status, headers=headers)
+
+
+def invalid(error: ValidationError, named: Callable[[str], str] = str) -> ApiError:
+    """Return the answer to a converted request whose first wrong field is named. `named`: the request's name of a
+    field."""
+    first = error.errors()[0]
+    where = named(".".join(map(str, first["loc"])))
+    return ApiError(400, f"{where}: {first['msg']}"[:500], param=where[:200])
 
 
 def public(text: str, names: Mapping[Path, str] | None = None) -> str:

@@ -11,7 +11,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from tenant.endpoint.api.bodies import CompletionRequest
-from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.api.errors import ApiError, invalid
 from tenant.endpoint.api.running import Running, several
 from tenant.endpoint.api.service import Endpoint, Service
 from tenant.endpoint.engine.gathered import Gathered
@@ -37,8 +37,7 @@ async def requests_of(
     try:
         checked = CompletionRequest.model_validate(given)
     except ValidationError as error:
-        where = ".".join(map(str, error.errors()[0]["loc"]))
-        raise ApiError(400, f"{where}: {error.errors()[0]['msg']}"[:500], param=where[:200]) from None
+        raise invalid(error) from None
     [prompt] = await service.prompts(checked.prompt, param="prompt", client=client)
     one = service.request(
         checked, prompt, client=client, limit=checked.max_tokens, default=service.context, logprobs=top[0]

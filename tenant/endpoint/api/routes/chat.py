@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from symbiosis_priv.errors import ConfigError, OverloadedError
 from tenant.endpoint.api.bodies import ChatRequest, JsonRoute, Message, NamedTool, StreamOptions, text_of
-from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.api.errors import ApiError, invalid
 from tenant.endpoint.api.routes.tools import ToolText, arguments_of, calling, closed, tagged
 from tenant.endpoint.api.running import (
     DOCUMENTED,
@@ -56,9 +56,7 @@ async def prepare(http: Request, given: ChatRequest | Json, *, params: Mapping[s
         body = given if isinstance(given, ChatRequest) else ChatRequest.model_validate(given)
         return await while_connected(http, PreparedChat.of(body, endpoint.service, endpoint.client(http)))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = named(".".join(map(str, first["loc"])))
-        raise ApiError(400, f"{where}: {first['msg']}"[:500], param=where[:200]) from error
+        raise invalid(error, named) from error
     except ApiError as error:
         error.param = named(error.param or "") or None
         raise

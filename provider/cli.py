@@ -86,11 +86,10 @@ def manifest(
     settings = None if config is None else load(config)
     folder = resolve(str(model) if settings is None else settings.model.checkpoint)
     with loading("torch"):
-        from provider.announce.placement import unplaced
         from provider.products.model import open_store
         from symbiosis_priv.checkpoints.weights import WeightStore
     if settings is not None:
-        store = open_store(unplaced(settings))
+        store = open_store(settings)
     else:
         scope = Scope(tied_head=tied_head, experts=not no_experts, round_trips=round_trips)
         store = WeightStore(folder, weight_bits=weight_bits, scope=scope)
@@ -183,7 +182,7 @@ def init(
         put = f"put authority.pem and revoked.txt, which the executor's operator has, into {keys}"
         steps.append(f"symbiosis-priv keys authority{where}" if role == "executor" else put)
     if not (keys / f"{name}.pem").exists():
-        steps.append(f"symbiosis-priv keys provider --name {name} --host {host} --self-signed{where}")
+        steps.append(f"symbiosis-priv keys provider --name {name} --host {host}{where}")
     steps += [
         f"symbiosis-priv provider {command} --config {shlex.quote(str(path))}" for command in ("manifest", "serve")
     ]

@@ -15,11 +15,10 @@ import torch.distributed as dist
 
 from provider import logs
 from provider.announce.announcer import Announcer
-from provider.announce.placement import placed
 from provider.config.memory_plan import check_plan, memory_plan
 from provider.config.provider_toml import load
 from provider.config.reload import Reloader
-from provider.config.schema import AUTO, ProviderConfig
+from provider.config.schema import ProviderConfig
 from provider.executor import supervisor
 from provider.executor.client import ExecutorHandle
 from provider.gateway.credentials import Credentials
@@ -96,7 +95,7 @@ class Provider:
         _require_free(self.config)
         if "helper" in self.config.roles:
             require_hybrid('roles = ["helper"]')
-        config = self.config = placed(self.config, progress=self._progress)
+        config = self.config
         self._credentials = credentials = Credentials.load(config.tls)
         store = open_store(config)
         manifest, served = store.manifest(progress=self._progress), store.served
@@ -184,14 +183,7 @@ class Provider:
         self._credentials, self._reloaded = credentials, config
         if self._announcer is not None:
             self._announcer.periodic.wake()  # the configuration or the certificate may have changed
-        replace, old = msgspec.structs.replace, self.config
-        chosen = replace(config.model, layers=old.model.layers)  # as chosen at the start
-        fixed = replace(
-            config,
-            quota=old.quota,
-            tenants=old.tenants,
-            model=chosen if config.model.layers == AUTO else config.model,
-        )
+        fixed = msgspec.structs.replace(config, quota=self.config.quota, tenants=self.config.tenants)
         log.info("reloaded", needs_restart=None if fixed == self.config else "yes: other settings have changed too")
 
     def _watched_files(self) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,11 @@ from symbiosis_priv.registry.protocol import RegistryClient
 
 DIGEST = "sha256:" + "7" * 64
 DEADLINE_S = 20.0
+
+
+def newest(verified: Iterable[VerifiedDescriptor]) -> dict[str, VerifiedDescriptor]:
+    """The newest descriptor of each key."""
+    return {one.key: one for one in sorted(verified, key=lambda one: one.age)}
 
 
 @dataclass

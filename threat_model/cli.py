@@ -18,7 +18,7 @@ from rich.progress import TimeElapsedColumn
 from symbiosis_priv.certificates.reading import Identity, Kind, require_identity
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
-from symbiosis_priv.errors import CheckpointError, ConfigError
+from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.limits import MAX_SECONDS
 from symbiosis_priv.system import interrupts
 from symbiosis_priv.system.files import output_file, write_atomically
@@ -75,13 +75,7 @@ def threat_model(
 def verify(
     *,
     federation: Annotated[Path, typer.Option("--federation", "-f", help="Verify every provider of this file.")],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Your own copy of the base checkpoint. Without it, the verification keys of an earlier session are "
-            "used, and the float path is not tested."
-        ),
-    ] = None,
+    model: Annotated[str, typer.Option(help="Your own copy of the base checkpoint.")],
     examples: Annotated[int, typer.Option(min=1, help="Random requests per property.")] = 40,
     seed: Annotated[int | None, typer.Option(min=0, help="Repeat the run that printed this seed.")] = None,
     deadline: Annotated[float, typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds to wait for one answer.")] = 30.0,
@@ -109,40 +103,25 @@ def verify(
     raise typer.Exit(0 if passed(results) else 1)
 
 
-def _subjects(path: Path, model: str | None, *, seed: int, deadline: float) -> list[Subject]:
+def _subjects(path: Path, model: str, *, seed: int, deadline: float) -> list[Subject]:
     """The providers of a federation file, once for each address."""
     from symbiosis_priv.federation import load_federation
 
     federation = load_federation(path)
     digest, own = federation.model_digest, Identity(federation.tenant_certificate, federation.tenant_key)
     require_identity(own, kind=Kind.TENANT)
-    if model is not None:
-        resolve(model)
+    checkpoint = resolve(model)
     with interrupts.loading("torch"):
         from symbiosis_priv.checkpoints.weights import WeightStore
-        from tenant.preparation.keys import prepare
-        from threat_model.conformance.oracle import CheckpointOracle, Oracle, PreparedOracle
+        from threat_model.conformance.oracle import Oracle
         from threat_model.conformance.subject import Subject
 
-    oracle: Oracle
-    if model is None:
-        try:
-            oracle = PreparedOracle(prepare(None, digest=digest))
-        except CheckpointError as error:
-            raise ConfigError(
-                f"no session has prepared model {digest} on this machine: add --model CHECKPOINT, your own copy "
-                f"of what the providers should serve"
-            ) from error
-    else:
-        store = WeightStore(resolve(model), weight_bits=federation.weight_bits, scope=federation.scope)
-        with terminal.progress_bar("quantising") as progress:
-            found = store.manifest(progress=progress).digest
-        if found != digest:
-            raise CheckpointError(
-                f"{model} is model {found}, but the federation pins {digest}: these cannot be compared"
-            )
-        oracle = CheckpointOracle(store, seed=seed)
-
+    store = WeightStore(checkpoint, weight_bits=federation.weight_bits, scope=federation.scope)
+    with terminal.progress_bar("quantising") as progress:
+        found = store.manifest(progress=progress).digest
+    if found != digest:
+        raise CheckpointError(f"{model} is model {found}, but the federation pins {digest}: these cannot be compared")
+    oracle = Oracle(store, seed=seed)
     peers = [one for peer in (*federation.executors, *federation.helpers) for one in peer.by_address]
     return [Subject(peer, own, oracle, deadline) for peer in peers]
 

@@ -18,7 +18,6 @@ from symbiosis_priv.network.tls import TenantIdentity
 from symbiosis_priv.system.files import UNDECODABLE
 
 MIB = 1 << 20
-AUTO = "auto"
 RANKS_VARIABLE = "SYMBIOSIS_PRIV_RANKS"
 """The environment variable that passes the lines of `ExecutorProcess.message` to the ranks of a group."""
 DEFAULT_LISTEN = "127.0.0.1:7401"
@@ -46,9 +45,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             while tokens are decoded. They take about 1.4 times the memory of the model's other weights, and a decoded
             token about twice the work; the provider logs the factors when it starts. Changes the digest.
         cache: folder for quantised weights; the user's cache folder if left out.
-        layers: first and last layer that is served; all if left out. "auto" chooses, when the provider starts, those
-            that are served least by the executors in the registries of `announce`. The digest always covers the whole
-            model.
+        layers: first and last layer that is served; all if left out. The digest always covers the whole model.
     """
 
     checkpoint: str
@@ -60,13 +57,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     layers: str | None = None
 
     def __post_init__(self) -> None:
-        if self.layers not in (None, AUTO):
-            LayerRange.parse(self.layers)
+        _ = self.layer_range
 
     @property
     def layer_range(self) -> LayerRange | None:
-        """The layers that are served; None for all. With "auto", call `placement.placed` first."""
-        assert self.layers != AUTO, "not chosen yet"
+        """The layers that are served; None for all."""
         return None if self.layers is None else LayerRange.parse(self.layers)
 
     @property
@@ -229,14 +224,12 @@ class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         authority: the federation's authority, which has certified this provider and its operator's name.
         revoked: the authority's list of revoked certificates.
         address: where tenants reach this provider, `host:port`; `listen` if left out. The certificate names the host.
-        capacity_layers: number of layers that fit into memory, for layers = "auto" under [model].
     """
 
     announce: tuple[str, ...] = ()
     authority: Path | None = None
     revoked: Path | None = None
     address: str | None = None
-    capacity_layers: _Count | None = None
 
     def __post_init__(self) -> None:
         for address in (*self.announce, *([] if self.address is None else [self.address])):
@@ -290,8 +283,6 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise ValueError(
                     f"[executor] devices and processes give each card an address of its own: remove {name}"
                 )
-        if self.model.layers == AUTO and not (self.registry.announce and self.registry.capacity_layers):
-            raise ValueError('layers = "auto" needs announce and capacity_layers under [registry]')
 
     def quota_of(self, tenant: TenantIdentity) -> QuotaConfig:
         """A tenant's quota: its own values, and the default's where it has none."""

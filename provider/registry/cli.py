@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ from rich.markup import escape
 
 from provider.registry import RegistryConfig
 from symbiosis_priv.display import terminal
-from symbiosis_priv.errors import one_line
+from symbiosis_priv.errors import DescriptorError, one_line
 
 app = typer.Typer(no_args_is_help=True, help="Run a registry, which lists executors to tenants, or show its list.")
 
@@ -65,17 +66,21 @@ def show(
     revoked: Revoked = None,
 ) -> None:
     """Show the executors that a registry lists, as tenants see them: every signature is checked."""
-    from symbiosis_priv.registry.descriptor import MS, Trust, newest_of
+    from symbiosis_priv.registry.descriptor import MS, Trust, verify
     from symbiosis_priv.registry.protocol import RegistryClient
 
     trust = Trust.load(authority, revoked)
     with RegistryClient(address, trust, deadline_s=_DEADLINE_S) as registry:
         listed = registry.list()
-    found, refused = newest_of(listed, trust, now=time.time())
+    found, refused = [], Counter[str]()
+    for data in listed:
+        try:
+            found.append(verify(data, trust, now=time.time()))
+        except DescriptorError as error:
+            refused[str(error)] += 1
     headings = ("executor", "operator", "address", "model", "layers", "until", "state")
     rows = []
-    order = sorted(found, key=lambda one: (one.descriptor.model_digest, one.descriptor.layers))
-    for one in order:
+    for one in sorted(found, key=lambda one: (one.descriptor.model_digest, one.descriptor.layers)):
         described = one.descriptor
         cells = (one.name, one.operator, described.address, described.model_digest[:19], str(described.layers))
         until = f"{datetime.fromtimestamp(described.expires / MS, UTC):%Y-%m-%d %H:%M:%S} UTC"

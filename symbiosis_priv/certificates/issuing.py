@@ -1,4 +1,4 @@
-"""Creates certificates of authorities, providers and tenants, rotates them, and signs requests for them.
+"""Creates certificates of authorities, providers and tenants, signs requests, and rotates self-signed pairs.
 
 A key file is created with mode 0600 and is never overwritten. Only `rotate` replaces a key file, and keeps the old pair
 under another name. Keys are ECDSA P-256, which every TLS 1.3 stack supports. With a certificate request (PKCS #10), a
@@ -109,42 +109,42 @@ def issue_to_key(
     return _sign(owner, public_key=public_key, extensions=extensions, days=days, signer=signer)
 
 
-def prepare_rotation(certificate: Path, *, authority: reading.Identity | None, days: int = 365) -> reading.Identity:
+def prepare_rotation(certificate: Path, *, days: int = 365) -> reading.Identity:
     """Creates the pair that `rotate` will use later: `<name>.next.pem` and `<name>.next.key`. Tenants can then pin a
-    provider's next certificate while the provider still shows the current one. Arguments and errors as for `rotate`.
-    Raises `CertificateError` also if a next pair exists."""
-    if certificate.suffix != ".pem":
-        raise CertificateError(f"{certificate} is not named <name>.pem: pass the certificate, not its key")
+    provider's next certificate while the provider still shows the current one. Raises as `rotate`, and
+    `CertificateError` also if a next pair exists."""
     check_name(certificate.stem)
     old = reading.load_certificates(certificate)[0]
+    current = reading.pair(certificate.parent, certificate.stem)
     if (kind := reading.kind_of(old)) is None:
         raise CertificateError(
-            f"{certificate} is neither a provider's nor a tenant's: to replace an authority, create a second "
-            f"one and list both in the provider's tenant_authority file until every tenant has moved"
+            f"{certificate} is not a provider's: to replace an authority, create a second one and list both in the "
+            f"provider's tenant_authority file until every tenant has moved"
         )
-    if authority is None and old.issuer != old.subject:
-        raise CertificateError(f"{certificate} was issued by an authority: pass that authority to rotate it")
+    if old.issuer != old.subject:
+        raise CertificateError(
+            f"{certificate} was issued by an authority: where its key is, {reading.how_to_renew(current)}"
+        )
     key = ec.generate_private_key(ec.SECP256R1())
     public, names = key.public_key(), x509.SubjectAlternativeName(reading.alternative_names(old))
-    extensions = [names, *_leaf_usage(kind)]
-    new = _sign(old.subject, public_key=public, extensions=extensions, days=days, signer=authority or key)
+    new = _sign(old.subject, public_key=public, extensions=[names, *_leaf_usage(kind)], days=days, signer=key)
     return _write_pair(certificate.parent, name=certificate.stem + NEXT, certificate=new, key=key)
 
 
-def rotate(certificate: Path, *, authority: reading.Identity | None, days: int = 365) -> reading.Identity:
-    """Replaces a pair by its next pair, or by a new pair with the same subject, alternative names and key usage.
+def rotate(certificate: Path, *, days: int = 365) -> reading.Identity:
+    """Replaces a self-signed pair by its next pair, or by a new pair with the same subject, alternative names and key
+    usage.
 
     The old pair is kept as `<name>.previous.pem` and `<name>.previous.key`. `<name>.previous.pem` also keeps the
     certificates of earlier rotations, after the old one and until they expire, so that they can be revoked. Each file
     is replaced atomically, the key first: a program that loads the pair in between gets a `CertificateError` about a
     mismatch and may retry. Rotation also repairs a pair whose key is lost.
 
-    `authority` signs the new certificate; None for a self-signed certificate. It is not used if a next pair exists.
-    Raises `CertificateError` for an authority's certificate (create a second authority instead), and if `authority` is
-    None although an authority has issued the certificate."""
+    Raises `CertificateError` for an authority's certificate (create a second authority instead), and for one that an
+    authority has issued (request another)."""
     upcoming = reading.pair(certificate.parent, certificate.stem + NEXT)
     if not upcoming.certificate.exists():
-        prepare_rotation(certificate, authority=authority, days=days)
+        prepare_rotation(certificate, days=days)
     new = reading.load_certificates(upcoming.certificate)[0]
     reading.require_usable(upcoming, new, fix=lambda: f"remove {upcoming.certificate} to make another")
     old = reading.load_certificates(certificate)[0]

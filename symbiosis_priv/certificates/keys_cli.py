@@ -22,14 +22,6 @@ Directory = Annotated[Path, typer.Option("--directory", "-d", help="Folder of th
 Name = Annotated[str, typer.Option("--name", "-n", help="Base name of the files, and the name in the certificate.")]
 Authority = Annotated[str, typer.Option(help="Name of the signing authority.")]
 Days = Annotated[int, typer.Option("--days", min=1, max=issuing.MAX_DAYS, help="Lifetime in days.")]
-Hosts = Annotated[
-    list[str] | None, typer.Option("--host", help="DNS name or IP address; repeatable. Default: localhost.")
-]
-SelfSigned = Annotated[bool, typer.Option("--self-signed", help="No authority: tenants pin the certificate.")]
-Operator = Annotated[
-    str | None,
-    typer.Option(help="Company that runs the provider, certified by the authority: 'Alpha GmbH'. For registries."),
-]
 KEYS = Path("keys")
 _REVOKED = "revoked.txt"
 
@@ -55,20 +47,14 @@ def authority(*, name: Name = "authority", directory: Directory = KEYS, days: Da
 def provider(
     *,
     name: Name,
-    host: Hosts = None,
-    self_signed: SelfSigned = False,
-    operator: Operator = None,
-    authority: Authority = "authority",
+    host: Annotated[
+        list[str] | None, typer.Option(help="DNS name or IP address; repeatable. Default: localhost.")
+    ] = None,
     directory: Directory = KEYS,
     days: Days = 365,
 ) -> None:
-    """Create a provider's certificate, or a registry's."""
-    if self_signed and operator is not None:
-        raise ConfigError("--operator needs an authority, and --self-signed has none: leave one of them out")
-    signer = None if self_signed else _identity(directory, authority)
-    identity = issuing.issue(
-        directory, authority=signer, kind=Kind.PROVIDER, name=name, hosts=host or (), days=days, operator=operator
-    )
+    """Create a provider's certificate, which tenants pin. For a registry's list, see `keys request --provider`."""
+    identity = issuing.issue(directory, authority=None, kind=Kind.PROVIDER, name=name, hosts=host or (), days=days)
     _report(identity)
     _set("In provider.toml", "tls", certificate=identity.certificate, key=identity.key)
     _next(
@@ -81,7 +67,7 @@ def provider(
 def request(
     *,
     name: Name,
-    provider: Annotated[bool, typer.Option("--provider", help="For a provider that a registry will list.")] = False,
+    provider: Annotated[bool, typer.Option("--provider", help="For a registry, or a provider that it lists.")] = False,
     directory: Directory = KEYS,
 ) -> None:
     """Make a key, which stays on this machine, and a certificate request.
@@ -112,7 +98,9 @@ def sign(
     key_fingerprint: Annotated[
         str | None, typer.Option(help="The key fingerprint, received by another channel. Any other key is refused.")
     ] = None,
-    operator: Operator = None,
+    operator: Annotated[
+        str | None, typer.Option(help="Company that runs the provider, which you certify: 'Alpha GmbH'.")
+    ] = None,
     host: Annotated[
         list[str] | None, typer.Option(help="DNS name or IP address of the provider, which you certify; repeatable.")
     ] = None,
@@ -159,34 +147,18 @@ def rotate(
     prepare: Annotated[
         bool, typer.Option("--prepare", help="Only make the next pair, NAME.next: tenants pin it before it is used.")
     ] = False,
-    authority: Authority = "authority",
     directory: Directory = KEYS,
     days: Days = 365,
 ) -> None:
-    """Replace a certificate and its key, by the next pair if it exists. The old pair is kept as NAME.previous."""
-    own = _existing(directory, name)
-    path = own.certificate
-    old = reading.load_certificates(path)[0]
-    signer = None if old.issuer == old.subject else _identity(directory, authority)
-    prepared = reading.pair(directory, f"{name}.next").certificate.exists()
-    if signer is not None and signer.key.exists() and not own.key.exists():  # signed here for a key elsewhere
-        kind = " --provider" if reading.kind_of(old) is Kind.PROVIDER else ""
-        raise CertificateError(
-            f"{own.key} does not exist, so {path} is the copy of a certificate whose key is on another machine: its "
-            f"owner runs `symbiosis-priv keys request{kind} --name {name}` there, and you sign the request (with "
-            f"--renew if the owner has lost the key)"
-        )
-    if signer is not None and not signer.key.exists() and not prepared:
-        raise CertificateError(
-            f"{path} was issued by an authority whose key is not in {directory} as {authority}.key: "
-            f"{reading.how_to_renew(own)}; or pass --authority"
-        )
-    make = issuing.prepare_rotation if prepare else issuing.rotate
-    identity = make(path, authority=signer, days=days)
+    """Replace a provider's certificate and key, by the next pair if it exists. The old pair is kept as NAME.previous.
+
+    A certificate that an authority has signed is renewed with `keys request`.
+    """
+    path = _existing(directory, name).certificate
+    prepared = reading.pair(directory, f"{name}{NEXT}").certificate.exists()
+    identity = (issuing.prepare_rotation if prepare else issuing.rotate)(path, days=days)
     _report(identity)
-    if reading.kind_of(old) is not Kind.PROVIDER:
-        _next("Restart the programs that use the pair: they read it at start.")
-    elif prepare:
+    if prepare:
         _next(
             f"Send {identity.certificate} to your tenants. They put it into the folder of the current one, and accept "
             f"both certificates when this provider's entry in federation.toml also says:",
@@ -196,10 +168,10 @@ def rotate(
             "After they have done so, run:",
             f"symbiosis-priv keys rotate --name {name} --directory {shlex.quote(str(directory))}",
         )
-    else:
-        _next("The provider uses the new certificate from its next start or reload on.")
-        if not prepared:
-            _next(f"Tenants that pin only the old certificate will refuse the new one: send them {path} first.")
+        return
+    _next("The provider uses the new certificate from its next start or reload on.")
+    if not prepared:
+        _next(f"Tenants that pin only the old certificate will refuse the new one: send them {path} first.")
 
 
 @app.command()

@@ -45,8 +45,7 @@ def create_file(path: Path, content: bytes, *, mode: int) -> None:
         write_new(path, content, mode=mode)
     except FileExistsError:
         raise CertificateError(
-            f"{path} exists and is never overwritten: use it, or choose another name or directory. `symbiosis-priv "
-            f"keys rotate` renews the pair of a provider or a tenant"
+            f"{path} exists and is never overwritten: use it, or choose another name or directory"
         ) from None
     except OSError as error:
         raise CertificateError(f"cannot write {path}: {error.strerror}; choose another directory") from error

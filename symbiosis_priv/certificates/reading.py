@@ -200,21 +200,16 @@ def require_identity(identity: Identity, *, kind: Kind) -> None:
 
 
 def how_to_renew(identity: Identity, *, prepare: bool = False) -> str:
-    """The command that renews a pair, as text for a message. The command depends on the key files in the pair's folder.
-    With `prepare`, the command keeps the current pair and creates a next pair, which others can pin first, if
-    `keys rotate` can do so."""
+    """The command that renews a pair, as text for a message. With `prepare`, the command keeps a self-signed pair and
+    creates a next pair, which others can pin first."""
     path = identity.certificate
     certificate = load_certificates(path)[0]
-    options = f"--name {shlex.quote(path.stem)} --directory {shlex.quote(str(path.parent))}"
-    rotate = f"run `symbiosis-priv keys rotate{' --prepare' if prepare else ''} {options}"
+    options = f"--name {shlex.quote(path.stem)} --directory {shlex.quote(str(path.parent))}`"
     if certificate.issuer == certificate.subject:
-        return f"{rotate}`"
-    signer = sole_attribute(certificate.issuer, NameOID.COMMON_NAME) or ""
-    if NAME.fullmatch(signer) and pair(path.parent, signer).key.exists():
-        return f"{rotate} --authority {signer}`"
+        return f"run `symbiosis-priv keys rotate{' --prepare' if prepare else ''} {options}"
     provider = " --provider" if kind_of(certificate) is Kind.PROVIDER else ""
     return (
-        f"run `symbiosis-priv keys request{provider} {options}`, have the signer of the current certificate sign the "
+        f"run `symbiosis-priv keys request{provider} {options}, have the signer of the current certificate sign the "
         f"request, and put the {path.name} that you receive into {path.parent}"
     )
 

@@ -2,8 +2,8 @@
 
 A provider reads the list of tenants' revoked certificates at start and whenever the file changes, and closes the
 connections of revoked tenants. Registries and tenants read a list of providers' revoked certificates. Unlike a CRL, the
-list needs no signature, does not expire, and covers self-signed tenants. The list lies in the folder of the reader's
-private key, so an attacker that can write the list could also replace the key.
+list needs no signature and does not expire. The list lies in the folder of the reader's private key, so an attacker
+that can write the list could also replace the key.
 
 A mark is the hash of the signed part of a certificate, not of the whole certificate. The whole certificate includes the
 signature, and anyone can turn an ECDSA signature (r, s) into (r, n - s), which is valid too.

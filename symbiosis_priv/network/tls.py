@@ -52,10 +52,9 @@ _UNKNOWN: Final = (2, 7, 18, 19, 20, 21)  # no issuer, bad signature, self-signe
 
 
 class TenantIdentity(msgspec.Struct, frozen=True):  # hashing a Struct takes a quarter of the time of a dataclass
-    """The identity of a tenant: its name, and `key_fingerprint` of the signer of its certificate: an authority, or the
-    tenant itself if its certificate is self-signed and listed. The fingerprint stays when an authority's certificate is
-    renewed with the same key. Two authorities may sign one name: compare and count whole identities. `str()` is a short
-    form for people, `alice@sha256:0123456789abcdef`."""
+    """The identity of a tenant: its name, and `key_fingerprint` of the authority that has signed its certificate. The
+    fingerprint stays when an authority's certificate is renewed with the same key. Two authorities may sign one name:
+    compare and count whole identities. `str()` is a short form for people, `alice@sha256:0123456789abcdef`."""
 
     name: str
     authority: str
@@ -66,16 +65,12 @@ class TenantIdentity(msgspec.Struct, frozen=True):  # hashing a Struct takes a q
 
 def server_context(*, certificate: Path, key: Path, tenant_authority: Path) -> ssl.SSLContext:
     """The provider's context: TLS 1.3 only, and every client must be a tenant. `tenant_authority` has the authorities
-    that issue tenant certificates (several while one is replaced), or self-signed tenant certificates. Raises
-    `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit."""
-    own = _checked(certificate, key, kind=Kind.PROVIDER, prepare=True)
+    that issue tenant certificates (several while one is replaced). Raises `CertificateError` if a file is missing,
+    expired, of the wrong kind, or the key does not fit."""
+    own = _checked(certificate, key, kind=Kind.PROVIDER)
     if not tenant_authority.exists():
         raise CertificateError(f"{tenant_authority} does not exist, and says which tenants to serve: {_AUTHORITY}")
-    trusted = [
-        c
-        for c in reading.load_certificates(tenant_authority)
-        if reading.is_authority(c) or reading.kind_of(c) is Kind.TENANT
-    ]
+    trusted = [c for c in reading.load_certificates(tenant_authority) if reading.is_authority(c)]
     if not any(map(reading.is_current, trusted)):
         raise CertificateError(f"{tenant_authority} holds no current tenant authority: {_AUTHORITY}")
     reading.warn_of_expiry(
@@ -156,8 +151,7 @@ def tenant_identity(connection: TlsConnection) -> TenantIdentity:
         raise CertificateError(
             "the client showed no verified tenant certificate: sign its request with `symbiosis-priv keys sign`"
         )
-    authorities = map(x509.load_der_x509_certificate, connection.context.get_ca_certs(binary_form=True))
-    for issuer in (certificate, *authorities):
+    for issuer in map(x509.load_der_x509_certificate, connection.context.get_ca_certs(binary_form=True)):
         if reading.is_issued_by(certificate, issuer):
             return TenantIdentity(name, authority=reading.key_fingerprint(issuer))
     raise CertificateError(
@@ -209,12 +203,12 @@ def _listed(pins: Sequence[Pin]) -> str:
     return " and ".join(str(pin) if isinstance(pin, Path) else fingerprint(pin) for pin in pins)
 
 
-def _checked(certificate: Path, key: Path, *, kind: Kind, prepare: bool = False) -> Identity:
+def _checked(certificate: Path, key: Path, *, kind: Kind) -> Identity:
     """This side's pair. Raises `CertificateError` unless it can be used, and warns of what will make it unusable."""
     identity = Identity(certificate, key)
     reading.require_identity(identity, kind=kind)
     reading.warn_of_exposed_key(key)
-    reading.warn_of_expiry(certificate, fix=lambda: reading.how_to_renew(identity, prepare=prepare))
+    reading.warn_of_expiry(certificate, fix=lambda: reading.how_to_renew(identity, prepare=True))
     return identity
 
 

@@ -12,8 +12,6 @@ registry, which can only withhold a descriptor, or show an older one that has no
 """
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -216,26 +214,6 @@ def verify(data: bytes, trust: Trust, *, now: float) -> VerifiedDescriptor:
         raise DescriptorError("it has expired: compare the clocks if it is new")
     fingerprint, digest = reading.key_fingerprint(certificate), hashlib.sha256(signed.body).digest()
     return VerifiedDescriptor(descriptor, certificate, name, operator, fingerprint, data, digest)
-
-
-def newest_of(listed: Iterable[bytes], trust: Trust, *, now: float) -> tuple[list[VerifiedDescriptor], Counter[str]]:
-    """Verify the descriptors that registries list. Returns the newest of each key, and the refused ones by reason."""
-    verified: list[VerifiedDescriptor] = []
-    refused: Counter[str] = Counter()
-    for data in listed:
-        try:
-            verified.append(verify(data, trust, now=now))
-        except DescriptorError as error:
-            refused[str(error)] += 1
-    return list(newest(verified).values()), refused
-
-
-def newest(verified: Iterable[VerifiedDescriptor]) -> dict[str, VerifiedDescriptor]:
-    found: dict[str, VerifiedDescriptor] = {}
-    for one in verified:
-        if one.key not in found or found[one.key].age < one.age:
-            found[one.key] = one
-    return found
 
 
 # The errors that msgspec, x509 and datetime raise for malformed bytes and numbers.

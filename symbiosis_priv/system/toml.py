@@ -19,11 +19,12 @@ T = TypeVar("T")
 
 # what to do about keys of earlier releases
 _GONE = {
+    "capacity_layers": "layers are named: remove it, and write layers = '0-15' under [model]",
     "endpoint": "own_process takes its place",
     "gateways": "devices takes its place",
     "max_inflight_mib_per_tenant": "it is half of max_inflight_mib: remove it",
     "relay": "effects are not relayed any more: remove it",
-    "rebalance_s": "layers are chosen once: remove it, and restart the provider to choose them again",
+    "rebalance_s": "layers are named: remove it",
     "request_timeout_s": "it is 120 seconds: remove it",
     "scheduler": "products take 20 ms and inference four fifths: remove it",
 }

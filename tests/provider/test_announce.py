@@ -1,8 +1,5 @@
-"""A provider announces itself: contents and times of announcements; registries cannot harm its tenants. The choice of
-layers for a new provider is compared with an exhaustive search.
-"""
+"""A provider announces itself: contents and times of announcements; registries cannot harm its tenants."""
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,22 +8,18 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, strategies as st
 
-from provider.announce.placement import Placed, Served, coverage, most_needed, placed, unplaced
 from provider.config.schema import AnnounceConfig, ProviderConfig, TlsConfig
 from provider.logs import JsonLines
-from provider.products.model import open_store
 from provider.registry.server import RegistryServer
 from provider.serve import Provider
-from symbiosis_priv.certificates import issuing
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.network.tls import client_context
-from symbiosis_priv.registry.descriptor import VerifiedDescriptor, newest, verify
+from symbiosis_priv.registry.descriptor import VerifiedDescriptor, verify
 from tests.provider.clients import execute
 from tests.provider.conftest import Configure, Connect, Keys
-from tests.registries import LyingRegistry, registry_config
+from tests.registries import registry_config
 from tests.vouching import Vouching
 from tests.waiting import until
 
@@ -59,7 +52,7 @@ def listed(vouching: Vouching, registry: RegistryServer, digest: str) -> dict[st
     """The executors that the registry lists, by name."""
     with vouching.client(registry.address) as client:
         found = [verify(data, vouching.trust, now=time.time()) for data in client.list(digest)]
-    return {announced.name: announced for announced in newest(found).values()}
+    return {announced.name: announced for announced in found}
 
 
 def test_a_provider_is_listed_with_its_layers_and_announces_its_end(
@@ -77,14 +70,21 @@ def test_a_provider_is_listed_with_its_layers_and_announces_its_end(
 
 
 def test_announcements_are_repeated_periodically_and_after_a_reload(
-    announcing: Announcing, vouching: Vouching, registry: RegistryServer, monkeypatch: pytest.MonkeyPatch
+    announcing: Announcing,
+    vouching: Vouching,
+    registry: RegistryServer,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr("provider.announce.announcer.LIFETIME_S", 3.0)
     with Provider(announcing("delta")) as provider:
         until(lambda: "delta" in listed(vouching, registry, provider.model_digest))
         first = listed(vouching, registry, provider.model_digest)["delta"]
         until(lambda: listed(vouching, registry, provider.model_digest)["delta"].age > first.age)  # once a second
-        issuing.rotate(vouching.identity("delta").certificate, authority=vouching.authority)
+        own = vouching.identity("delta")
+        renewed = Vouching(tmp_path, vouching.authority).identity("delta")
+        for path, other in ((own.key, renewed.key), (own.certificate, renewed.certificate)):
+            path.write_bytes(other.read_bytes())
         until(lambda: listed(vouching, registry, provider.model_digest)["delta"].key != first.key)
 
 
@@ -129,82 +129,3 @@ def test_a_descriptor_that_tenants_would_refuse_is_an_error_at_the_start(
         Provider(msgspec.structs.replace(config, tls=own)).start()
     with pytest.raises(CertificateError, match="holds no CA certificate"):
         Provider(announcing("gamma", authority=keys.provider.certificate)).start()
-
-
-def test_a_provider_that_joins_takes_the_layers_that_are_lacking(
-    announcing: Announcing, registry: RegistryServer
-) -> None:
-    """Providers join one after the other over two layers; each sees the announcements of those before it."""
-
-    def joining(name: str) -> Provider:
-        return Provider(announcing(name, layers="auto", capacity_layers=1))
-
-    layers = []
-    providers: list[Provider] = []
-    try:
-        for name in ("one", "two", "three", "four"):
-            provider = joining(name).start()
-            providers.append(provider)
-            until(lambda: all(providers[-1].status().registries.values()))
-            layers.append(str(provider.config.model.layers))
-        assert layers == ["0", "1", "0", "1"]
-        providers.pop(1).stop()  # it announces that it is leaving
-        again = joining("five").start()
-        providers.append(again)
-        assert again.config.model.layers == "1"
-        own = placed(announcing("one", layers="auto", capacity_layers=1))
-        assert own.model.layers == "0"  # a restart: its own announcement does not count
-    finally:
-        for provider in providers:
-            provider.stop()
-
-
-def test_a_lying_registry_can_only_cause_a_bad_choice_of_layers(
-    announcing: Announcing, vouching: Vouching, tmp_path: Path
-) -> None:
-    """Descriptors that a registry invents are not valid, so they do not count as coverage."""
-    stranger = Vouching.in_folder(tmp_path)
-    with LyingRegistry(registry_config(vouching)) as liar:
-        joining = announcing("six", layers="auto", capacity_layers=1, announce=(liar.address,))
-        digest = open_store(unplaced(joining)).manifest().digest
-        for says, chosen in ((vouching.says, "1"), (stranger.says, "0")):
-            liar.show(says("seven", layers="0", model_digest=digest), b"what?", vouching.says("seven", after_ms=-1))
-            assert placed(joining).model.layers == chosen
-
-
-# The choice of layers
-
-NOBODY = Served()
-SERVED = st.lists(
-    st.just(NOBODY) | st.builds(Served, st.integers(1, 2), st.sampled_from([0.5, 1.0, 2.0])), min_size=1, max_size=12
-)
-
-
-@given(layers=SERVED, length=st.integers(1, 15))
-def test_no_other_range_is_served_less(layers: list[Served], length: int) -> None:
-    chosen = most_needed(layers, length)
-    wanted = min(length, len(layers))
-    assert chosen.last - chosen.first + 1 == wanted
-    assert 0 <= chosen.first <= chosen.last < len(layers)
-    served = sorted(layers[chosen.first : chosen.last + 1])
-    for first in range(len(layers) - wanted + 1):
-        other = sorted(layers[first : first + wanted])
-        assert served <= other
-        if served == other:
-            assert chosen.first <= first  # all providers decide alike
-
-
-@given(layers=st.integers(1, 40), length=st.integers(1, 12))
-def test_providers_that_join_one_after_the_other_cover_all_layers(layers: int, length: int) -> None:
-    """Enough providers cover all layers: none is left out while another layer is served twice as often as necessary."""
-    counts = [0] * layers
-    for _ in range(2 * math.ceil(layers / length)):
-        chosen = most_needed([Served(1, count) for count in counts], length)
-        for layer in range(chosen.first, chosen.last + 1):
-            counts[layer] += 1
-    assert min(counts) >= 1
-
-
-def test_layers_of_one_operator_come_before_layers_of_two() -> None:
-    there = [Placed("one", LayerRange(0, 0)), Placed("two", LayerRange(0, 9)), *[Placed("two", LayerRange(1, 1))] * 3]
-    assert most_needed(coverage(2, there), 1) == LayerRange(1, 1)

@@ -46,13 +46,12 @@ from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
-from tenant.preparation.keys import prepare
 from tests.experts import write
 from tests.provider.clients import config_of
 from tests.warm import run
 from threat_model.cli import verify as verify_command
 from threat_model.conformance import trials
-from threat_model.conformance.oracle import CheckpointOracle, Oracle, PreparedOracle, first_difference
+from threat_model.conformance.oracle import Oracle, first_difference
 from threat_model.conformance.properties import PROPERTIES
 from threat_model.conformance.subject import Case, Subject, Violation
 from threat_model.conformance.trials import Property, PropertyResult, passed, verify
@@ -142,8 +141,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 @pytest.fixture(scope="module")
-def oracle(place: Place) -> CheckpointOracle:
-    return CheckpointOracle(place.store, seed=0)
+def oracle(place: Place) -> Oracle:
+    return Oracle(place.store, seed=0)
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +155,7 @@ Judge = Callable[..., dict[str, PropertyResult]]
 
 
 @pytest.fixture
-def judge(place: Place, oracle: CheckpointOracle) -> Judge:
+def judge(place: Place, oracle: Oracle) -> Judge:
     """`judge(...)`: `place.judge` for a provider of the checkpoint that a test has changed."""
     return partial(place.judge, oracle=oracle)
 
@@ -248,7 +247,7 @@ class Claimed:
 def test_a_provider_of_some_layers_is_tested_on_these_layers(place: Place, tmp_path: Path) -> None:
     """A provider serves the second of two layers: no false alarm, missing layers of the file, and a wrong claim."""
     path = make_checkpoint(tmp_path / "model", seed=2, layers=2)
-    oracle = CheckpointOracle(WeightStore(path, cache=tmp_path), seed=0)
+    oracle = Oracle(WeightStore(path, cache=tmp_path), seed=0)
     whole = msgspec.structs.replace(place.config(), model=ModelConfig(checkpoint=str(path), cache=tmp_path))
     part = msgspec.structs.replace(whole, model=msgspec.structs.replace(whole.model, layers="1"))
 
@@ -289,7 +288,7 @@ def mixture(place: Place) -> Place:
 @pytest.fixture
 def judge_experts(mixture: Place) -> Judge:
     """`judge` for a provider of the mixture."""
-    oracle = CheckpointOracle(mixture.store, seed=0)
+    oracle = Oracle(mixture.store, seed=0)
     return partial(mixture.judge, oracle=oracle, config=mixture.config(floats=False))
 
 
@@ -298,18 +297,6 @@ def test_an_honest_provider_of_experts_passes(judge_experts: Judge, role: wire.R
     outcomes = judge_experts(role=role)
     assert not broken(outcomes), [o.violation.lines() for o in outcomes.values() if o.violation]
     assert outcomes["experts"].verdict == "holds"
-
-
-def test_without_the_checkpoint_stacks_of_experts_are_not_judged(mixture: Place, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(mixture.checkpoint, tmp_path / "model"))
-    store = WeightStore(copy, cache=tmp_path / "cache")
-    oracle = PreparedOracle(prepare(store, digest=store.manifest().digest, cache=tmp_path / "cache"))
-    (copy / "model.safetensors").unlink()
-    outcomes = mixture.judge(oracle=oracle, config=mixture.config(floats=False), examples=3)
-    assert not broken(outcomes), [o.violation.lines() for o in outcomes.values() if o.violation]
-    assert outcomes["every-layer"].verdict == "holds"
-    assert outcomes["experts"].verdict == "not tested"
-    assert "--model" in str(outcomes["experts"].reason)
 
 
 @pytest.mark.parametrize("role", ["executor", "helper"])
@@ -589,7 +576,7 @@ def test_a_provider_that_refuses_empty_requests(judge: Judge, plant: Plant) -> N
     assert not len(case_of(outcome).rows)
 
 
-def test_an_unreachable_provider_is_not_reported_as_dishonest(place: Place, oracle: CheckpointOracle) -> None:
+def test_an_unreachable_provider_is_not_reported_as_dishonest(place: Place, oracle: Oracle) -> None:
     with Provider(place.config()) as provider:
         subject = place.subject(provider, oracle)
     outcomes = list(verify([subject], PROPERTIES, examples=EXAMPLES, seed=0))
@@ -637,26 +624,12 @@ def test_a_provider_that_avoids_all_products_does_not_pass(code: wire.ErrorCode,
     assert not passed(outcomes)
 
 
-# Without a checkpoint, and the oracle itself
-
-
-def test_prepared_keys_check_answers_without_a_checkpoint(
-    place: Place, tamper: Callable[..., None], tmp_path: Path
-) -> None:
-    digest = place.store.manifest().digest
-    prepared = PreparedOracle(prepare(place.store, digest=digest, cache=tmp_path))
-    outcomes = place.judge(oracle=prepared, examples=8).values()
-    untested = {o.property.name for o in outcomes if o.property.floats} | {"experts"}
-    assert {o.verdict for o in outcomes if o.property.name not in untested} == {"holds"}
-    assert {o.verdict for o in outcomes if o.property.name in untested} == {"not tested"}
-    tamper(lambda honest, rows, **which: honest(rows) ^ 2)
-    assert len(broken(place.judge("every-layer", "ring-exact", oracle=prepared, examples=8))) == 2
-    assert not list((tmp_path / "tenant").iterdir())  # keys that a liar has been tested with are deleted
+# The oracle itself
 
 
 @settings(max_examples=30)
 @given(data=st.data())
-def test_the_oracle_is_the_integer_product(oracle: CheckpointOracle, data: st.DataObject) -> None:
+def test_the_oracle_is_the_integer_product(oracle: Oracle, data: st.DataObject) -> None:
     """Compared with Python's own integers."""
     index = data.draw(st.sampled_from(oracle.sampled))
     direction = data.draw(testing.directions())
@@ -679,7 +652,7 @@ def test_nan_is_outside_every_bound() -> None:
 
 def test_a_checkpoint_that_has_changed_is_no_oracle(place: Place, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(place.checkpoint, tmp_path / "model"))
-    oracle = CheckpointOracle(WeightStore(copy, cache=tmp_path / "cache"), seed=0)
+    oracle = Oracle(WeightStore(copy, cache=tmp_path / "cache"), seed=0)
     shutil.copy(place.other / "model.safetensors", copy)
     with pytest.raises(CheckpointError, match="changed since its manifest was made"):
         oracle.group(0)

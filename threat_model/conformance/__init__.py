@@ -1,6 +1,6 @@
 """Properties of an honest provider, which are tested against a running provider (`symbiosis-priv verify`).
 
-    oracle = CheckpointOracle(WeightStore(path), seed=seed)
+    oracle = Oracle(WeightStore(path), seed=seed)
     for outcome in trials.verify([Subject(peer, own, oracle, 30.0)], PROPERTIES, examples=30, seed=seed): ...
 
 Read in this order: `subject`, `oracle`, `trials` (also strategies for requests), `properties`, and the checks in

@@ -17,7 +17,6 @@ from symbiosis_priv.errors import ConnectionLostError, ProtocolError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.dial import ClientConnection
 from threat_model.conformance.frames import malformed_frames
-from threat_model.conformance.oracle import CheckpointOracle
 from threat_model.conformance.subject import Case, NotTested, Subject, Violation, describe, effect_case
 from threat_model.conformance.trials import Run, batches, claim, requests
 
@@ -56,7 +55,7 @@ def check_batching(subject: Subject, run: Run) -> None:
             what = f"asked by {len(cases)} connections at once ({counts} rows), it answers otherwise than alone"
             bound = None  # ring answers must be equal
             if case.arithmetic != "ring":
-                assert isinstance(subject.oracle, CheckpointOracle)  # other properties check the rest of float answers
+                # other properties check the rest of float answers
                 which = case.index, case.direction, case.rows
                 bound = 2 * subject.oracle.float_product(*which, arithmetic=case.arithmetic)[1]
             for answer in answers:

@@ -1,7 +1,5 @@
-"""Computes correct answers from the tenant's checkpoint, without any data of the provider.
-
-    CheckpointOracle   integers from `quantise`, products in numpy; floats in float64 with an error bound
-    PreparedOracle     no checkpoint: the verification keys of an earlier session (Freivalds); ring arithmetic only
+"""Computes correct answers from the tenant's checkpoint, without any data of the provider: integers from `quantise`,
+products in numpy, floats in float64 with an error bound.
 
 The ring product is computed in two halves: with `x = 2^16 h + l`, `|h| <= 2^15`, `0 <= l < 2^16`, both `h @ W` and `l @
 W` are sums of at most 2^21 integers below 2^16 * 2^11, so exact in float64 in any order. No kernel of
@@ -12,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +20,11 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.quantise import quantise
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
-from symbiosis_priv.arithmetic.segments import Counts, clip, segments
-from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
+from symbiosis_priv.arithmetic.segments import Counts, segments
+from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError
-from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network.wire import Arithmetic
-from tenant.preparation.prepared import Preparation
 
 Array = NDArray[Any]
 
@@ -44,32 +39,34 @@ _MEMORY = 512 << 20  # bytes of the sampled layer groups
 
 @dataclass(frozen=True)
 class Difference:
-    """The first wrong entry of an answer. `column` is None if only the row is known."""
+    """The first wrong entry of an answer."""
 
     row: int
-    column: int | None = None
-    got: float | int | None = None
-    expected: float | int | None = None
-    bound: float | None = None
+    column: int
+    got: float | int
+    expected: float | int
+    bound: float | None
 
     def __str__(self) -> str:
-        if self.column is None:
-            return f"answer row {self.row} fails Freivalds' check"
         within = "" if self.bound is None else f" ± {self.bound:.3g}"
         return f"answer[{self.row}, {self.column}]: got {self.got!r}, expected {self.expected!r}{within}"
 
 
-class Oracle(ABC):
-    """Judges answers for one model. `sampled`: layer groups that random examples use; the sweep uses all groups."""
+class Oracle:
+    """Exact products of a local checkpoint's weights. The oracle quantises the checkpoint's groups again instead of
+    reading the cache, because a provider on the same machine may have written the cache. `sampled`: layer groups that
+    random examples use; the sweep uses all groups. `seed` is that of the choice of groups that stay in memory if not
+    all fit."""
 
-    floats = False
-    """True if the oracle can judge float answers."""
-    stacks = True
-    """True if the oracle can judge products of stacks of experts."""
-
-    def __init__(self, manifest: Manifest, sampled: tuple[int, ...]) -> None:
-        self.manifest = manifest
-        self.sampled = sampled
+    def __init__(self, store: WeightStore, *, seed: int) -> None:
+        self._store, self.manifest = store, store.manifest()
+        groups = self.manifest.groups
+        self._kept: dict[int, _Group] = {}
+        order = list(range(len(groups)))
+        random.Random(seed).shuffle(order)
+        used = itertools.accumulate(_BYTES_PER_WEIGHT * groups[i].inputs * groups[i].stacked_outputs for i in order)
+        fitting = max(1, sum(total <= _MEMORY for total in used))
+        self.sampled = tuple(sorted(order[:fitting]))
 
     def entry(self, index: int) -> GroupEntry:
         return self.manifest.groups[index]
@@ -78,33 +75,11 @@ class Oracle(ABC):
         """The columns of a request's rows and of its answer's rows."""
         return self.manifest.entry(index, by_expert=by_expert).columns(direction)
 
-    @abstractmethod
     def judge_ring(
         self, index: int, direction: Direction, rows: Tensor, answer: Tensor, counts: Counts | None = None
     ) -> Difference | None:
         """The first wrong entry of a ring answer to rows, int32; None if it is the product modulo 2^32. `counts`: the
         rows of every expert, if each row is for one expert of a stack."""
-
-
-class CheckpointOracle(Oracle):
-    """Exact products of a local checkpoint's weights. The oracle quantises the checkpoint's groups again instead of
-    reading the cache, because a provider on the same machine may have written the cache. `seed` is that of the choice
-    of layer groups that stay in memory if not all fit."""
-
-    floats = True
-
-    def __init__(self, store: WeightStore, *, seed: int) -> None:
-        self._store, groups = store, store.manifest().groups
-        self._kept: dict[int, _Group] = {}
-        order = list(range(len(groups)))
-        random.Random(seed).shuffle(order)
-        used = itertools.accumulate(_BYTES_PER_WEIGHT * groups[i].inputs * groups[i].stacked_outputs for i in order)
-        fitting = max(1, sum(total <= _MEMORY for total in used))
-        super().__init__(store.manifest(), tuple(sorted(order[:fitting])))
-
-    def judge_ring(
-        self, index: int, direction: Direction, rows: Tensor, answer: Tensor, counts: Counts | None = None
-    ) -> Difference | None:
         return first_difference(answer, self.ring_product(index, direction, rows, counts))
 
     def ring_product(self, index: int, direction: Direction, rows: Tensor, counts: Counts | None = None) -> Array:
@@ -162,32 +137,6 @@ class CheckpointOracle(Oracle):
             del self._kept[other]
         self._kept[index] = group
         return group
-
-
-class PreparedOracle(Oracle):
-    """Checks answers with the verification keys of the tenant's sessions. Finds wrong rows, but computes no products.
-    No keys are stored for arbitrary rows of a stack of experts (`tenant.core.verifier`)."""
-
-    stacks = False
-
-    def __init__(self, preparation: Preparation) -> None:
-        groups = preparation.manifest.groups
-        super().__init__(preparation.manifest, tuple(i for i, entry in enumerate(groups) if entry.experts == 1))
-        self._preparation = preparation
-
-    def judge_ring(
-        self, index: int, direction: Direction, rows: Tensor, answer: Tensor, counts: Counts | None = None
-    ) -> Difference | None:
-        keys, group = self._preparation.blame, GroupIndex(index)
-        if keys.accepts(group, direction, rows=rows, answer=answer, counts=counts):
-            return None
-        # The shrunk requests tell the provider which checks failed, so these keys must not be used again.
-        self._preparation.forget_keys()
-        for r in range(len(rows)):
-            one = None if counts is None else clip(counts, r, 1)
-            if not keys.accepts(group, direction, rows=rows[r : r + 1], answer=answer[r : r + 1], counts=one):
-                return Difference(r)
-        raise AssertionError("a product is wrong in one row at least")
 
 
 def _ring_product(weight: Array, direction: Direction, rows: Tensor) -> Array:

@@ -215,8 +215,6 @@ def run_property(
     run = Run(examples, seed, tick=tick)
     result = PropertyResult(subject.name, subject.role, chosen)
     try:
-        if chosen.floats and not subject.oracle.floats:
-            raise NotTested("needs the checkpoint (--model)")
         _ = subject.welcome, subject.floats  # connect now: Hypothesis must not see an error while it draws an example
         if chosen.floats and not subject.floats:
             result.verdict, result.reason = "not served", _NO_FLOATS

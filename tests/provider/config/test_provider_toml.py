@@ -14,7 +14,7 @@ from tests.cases import cases
 NO_DEFAULT = (
     *("cache", "layers", "devices", "threads", "revoked", "requests_per_s", "rows_per_s", "giga_"),
     *("weight =", "database", "float_memory_mib =", 'listen = "127.0.0.1:9464', "hosts ="),
-    *("announce =", "authority =", "address =", "capacity_layers", "to =", "from ="),
+    *("announce =", "authority =", "address =", "to =", "from ="),
 )
 
 

@@ -487,7 +487,7 @@ def test_a_new_certificate_and_new_quotas_are_taken_over(
         return client_context(certificate=identity.certificate, key=identity.key, pins=(own.certificate,))
 
     client = connect(context=context(), to=service)
-    issuing.rotate(own.certificate, authority=None)
+    issuing.rotate(own.certificate)
     text = service.config_file.read_text()
     service.config_file.write_text(text.replace("[tenants]", "[tenants.alice]\nrows_per_s = 1.0\n"))
     service.process.send_signal(signal.SIGHUP)

@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 
 from provider.registry.store import Store
 from symbiosis_priv.errors import ConfigError, DescriptorError, StorageError
-from symbiosis_priv.registry.descriptor import MAX_LIFETIME_S, MEMORY_S, MS, VerifiedDescriptor, newest
-from tests.vouching import DIGEST, Vouching
+from symbiosis_priv.registry.descriptor import MAX_LIFETIME_S, MEMORY_S, MS, VerifiedDescriptor
+from tests.vouching import DIGEST, Vouching, newest
 
 NAMES = ("gamma", "delta", "epsilon")
 

@@ -1,9 +1,8 @@
 """A thousand tenants and a hundred executors, simulated: `python -m tests.provider.scheduler.swarm` prints a table.
 
-Every executor runs the real scheduler on a simulated clock, and layers are placed by the real rule. The model is a
-Llama-2-7B of 32 layers; each executor serves 8 of them, as an executor of `layers = "auto"` does. Tenants generate one
-token after the other, one row per layer group, and a share of them trains. What a product, a request and the network
-cost is assumed (`Hardware`).
+Every executor runs the real scheduler on a simulated clock. The model is a Llama-2-7B of 32 layers; each executor
+serves 8 of them. Tenants generate one token after the other, one row per layer group, and a share of them trains. What
+a product, a request and the network cost is assumed (`Hardware`).
 """
 
 import argparse
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from provider.announce.placement import Placed, coverage, most_needed
 from provider.scheduler.scheduler import Scheduler
 from tests.provider.scheduler.rehearsal import GROUPS, ONE_CORE, Executor, Hardware, Tenant, play
 
@@ -41,23 +39,13 @@ class Outcome:
     busy: list[float]
 
 
-def placed(executors: int, *, rng: random.Random, operators: int) -> list[Placed]:
-    """Executors that join one after the other."""
-    there: list[Placed] = []
-    for _ in range(executors):
-        where = most_needed(coverage(LAYERS, there), SERVED)
-        there.append(Placed(str(rng.randrange(operators)), where))
-    return there
-
-
 def simulate(
     hardware: Hardware, *, tenants: int, executors: int, training: float, seconds: float, seed: int = 0
 ) -> Outcome:
     """Let all tenants work; the figures begin after `WARM_UP_S`."""
     rng = random.Random(seed)
-    there = placed(executors, rng=rng, operators=max(2, executors // 2))
-    fleet = [Executor(hardware, Scheduler()) for _ in there]
-    served = [range(one.layers.first, one.layers.last + 1) for one in there]
+    fleet = [Executor(hardware, Scheduler()) for _ in range(executors)]
+    served = [range(first, first + SERVED) for first in (SERVED * i % LAYERS for i in range(executors))]
     count: Counter[int] = Counter()
     people: list[Tenant] = []
     routes: dict[str, list[int]] = {}

@@ -191,7 +191,7 @@ def test_request_and_sign_show_both_sides_the_same_fingerprint(tmp_path: Path, a
 
 @pytest.mark.parametrize("kind", [Kind.TENANT, Kind.PROVIDER])
 def test_the_signers_copy_of_a_certificate_is_not_rotated(tmp_path: Path, authority: Identity, kind: Kind) -> None:
-    """The key is elsewhere: a new key here would take over the name, and refuse the owner's next request."""
+    """The key is elsewhere, and stays there: no new key here takes over the name."""
     request = issuing.create_request(tmp_path / "own", name="alice", kind=kind)
     signer: list[str | Path] = ["--directory", authority.certificate.parent]
     details = ["--operator", "Alpha GmbH", "--host", "a.example"] if kind is Kind.PROVIDER else []
@@ -199,7 +199,7 @@ def test_the_signers_copy_of_a_certificate_is_not_rotated(tmp_path: Path, author
     for prepare in ([], ["--prepare"]):
         with pytest.raises(CertificateError, match=f"keys request{' --provider' * bool(details)} --name alice"):
             run("rotate", "--name", "alice", *signer, *prepare)
-    run("sign", request, *signer, *details)
+    assert not list(authority.certificate.parent.glob("alice*.key"))
 
 
 @pytest.mark.parametrize("signed_here", [True, False])
@@ -222,29 +222,27 @@ def test_the_command_that_an_expired_certificate_names_renews_it(
     assert "EXPIRED" in run("show", late.certificate)
     (command,) = re.findall(r"`symbiosis-priv keys ([^`]+)`", str(caught.value))
     run(*shlex.split(command))
+    run(*request)
     if not signed_here:
-        run(*request)
         shutil.copy(signed / "late.pem", folder)
     reading.require_identity(late, kind=kind)
 
 
 def test_all_certificates_of_several_rotations_are_revoked(tmp_path: Path, authority: Identity) -> None:
-    """The prepared pair is revoked too, for every order of rotations and signed requests."""
-    folder = authority.certificate.parent
-    alice = issuing.issue(folder, authority=authority, kind=Kind.TENANT, name="alice")
-    given = [alice.certificate.read_bytes()]
-    for _ in range(3):
-        issuing.rotate(alice.certificate, authority=authority)
-        given.append(alice.certificate.read_bytes())
-    sign(authority, issuing.create_request(tmp_path / "new", name="alice"), renew=True)
-    given.append(alice.certificate.read_bytes())
-    given.append(issuing.prepare_rotation(alice.certificate, authority=authority).certificate.read_bytes())
-    output = run("revoke", "--name", "alice", "--directory", folder)
+    """The prepared pair is revoked too, and the certificates of earlier requests."""
+    folder, given = authority.certificate.parent, list[bytes]()
+    for number in range(3):
+        request = issuing.create_request(tmp_path / f"{number}", name="alice")
+        given.append(sign(authority, request, renew=True).read_bytes())
+    alpha = issuing.issue(folder, authority=None, kind=Kind.PROVIDER, name="alpha")
+    given.append(alpha.certificate.read_bytes())
+    given += [issuing.rotate(alpha.certificate).certificate.read_bytes() for _ in range(3)]
+    given.append(issuing.prepare_rotation(alpha.certificate).certificate.read_bytes())
+    assert "helpers" in run("revoke", "--name", "alice", "--directory", folder)
+    assert "alpha.next.pem is revoked too" in " ".join(run("revoke", "--name", "alpha", "--directory", folder).split())
     marks = {mark_of(x509.load_pem_x509_certificate(data)) for data in given}
-    assert len(marks) == 6
+    assert len(marks) == 8
     assert load_revoked(folder / "revoked.txt") == marks
-    assert "helpers" in output
-    assert "alice.next.pem is revoked too" in " ".join(output.split())
 
 
 def test_printed_commands_and_settings_work_as_printed(tmp_path: Path) -> None:
@@ -296,21 +294,15 @@ def test_a_tenants_certificate_never_names_an_operator_or_a_host(tmp_path: Path,
     assert not (authority.certificate.parent / "alice.pem").exists()
 
 
-def test_a_self_signed_certificate_names_no_operator(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--self-signed"):
-        run("provider", "--name", "p", "--self-signed", "--operator", "P", "--directory", tmp_path)
-    own = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p")
-    assert reading.operator_of(reading.load_certificates(own.certificate)[0]) is None
-
-
-def test_an_operator_survives_rotation_and_a_listed_provider_can_be_revoked(authority: Identity) -> None:
+def test_a_listed_provider_keeps_its_operator_and_can_be_revoked(tmp_path: Path, authority: Identity) -> None:
     folder = authority.certificate.parent
-    issued = issuing.issue(folder, authority=authority, kind=Kind.PROVIDER, name="p", operator="Ünïcode & Söhne")
-    rotated = issuing.rotate(issued.certificate, authority=authority)
-    assert reading.operator_of(reading.load_certificates(rotated.certificate)[0]) == "Ünïcode & Söhne"
+    request = issuing.create_request(tmp_path, name="p", kind=Kind.PROVIDER)
+    for _ in range(2):
+        run("sign", request, "--directory", folder, "--operator", "Ünïcode & Söhne", "--host", "p.example")
+        assert reading.operator_of(reading.load_certificates(folder / "p.pem")[0]) == "Ünïcode & Söhne"
     assert "[registry]" in run("revoke", "--name", "p", "--directory", folder)
     assert load_revoked(folder / "revoked.txt") == {
-        mark_of(reading.load_certificates(path)[0]) for path in (rotated.certificate, folder / "p.previous.pem")
+        mark_of(reading.load_certificates(path)[0]) for path in (folder / "p.pem", folder / "p.previous.pem")
     }
 
 

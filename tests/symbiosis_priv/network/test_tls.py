@@ -188,16 +188,14 @@ def test_the_right_certificates(keys: Keys, name: str, hostname: str) -> None:
 
 
 def test_one_name_from_two_authorities_is_two_tenants(tmp_path: Path, keys: Keys) -> None:
-    """Both authorities are listed, as while one replaces the other, and a self-signed tenant is listed, too."""
+    """Both authorities are listed, as while one replaces the other."""
     other = issuing.create_authority(tmp_path / "other")  # with the same name as keys.authority
     namesake = issuing.issue(tmp_path, authority=other, kind=Kind.TENANT, name="alice")
-    lone = issuing.issue(tmp_path / "lone", authority=None, kind=Kind.TENANT, name="alice")
-    tenants = tmp_path / "tenants.pem"
-    tenants.write_bytes(b"".join(i.certificate.read_bytes() for i in (lone, other, keys.authority)))
+    tenants = keys.bundle(other, keys.authority)
     serving, pins = server(keys, tenants=tenants), keys.provider.certificate
-    found = [connect(serving, client(keys, pins, who), pins=pins).server for who in (keys.tenant, namesake, lone)]
-    assert found == [TenantIdentity("alice", authority=signer(by)) for by in (keys.authority, other, lone)]
-    assert len({str(tenant) for tenant in found}) == 3
+    found = [connect(serving, client(keys, pins, who), pins=pins).server for who in (keys.tenant, namesake)]
+    assert found == [TenantIdentity("alice", authority=signer(by)) for by in (keys.authority, other)]
+    assert len({str(tenant) for tenant in found}) == 2
     assert all(str(tenant).startswith("alice@sha256:") for tenant in found)
 
 
@@ -247,17 +245,13 @@ def authority_certificate(
     )
 
 
-@pytest.mark.parametrize("self_signed", [True, False])
 @pytest.mark.parametrize("old_first", [True, False])
-def test_rotation_with_both_pins(tmp_path: Path, keys: Keys, self_signed: bool, old_first: bool) -> None:
-    if self_signed:
-        provider = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p")
-    else:
-        provider = issuing.issue(tmp_path, authority=keys.authority, kind=Kind.PROVIDER, name="p")
+def test_rotation_with_both_pins(tmp_path: Path, keys: Keys, old_first: bool) -> None:
+    provider = issuing.issue(tmp_path, authority=None, kind=Kind.PROVIDER, name="p")
     old_pin = tmp_path / "old.pem"
     old_pin.write_bytes(provider.certificate.read_bytes())
     before = server(keys, provider)
-    issuing.rotate(provider.certificate, authority=None if self_signed else keys.authority)
+    issuing.rotate(provider.certificate)
     after = server(keys, provider)
 
     pins = [old_pin, provider.certificate] if old_first else [provider.certificate, old_pin]
@@ -379,10 +373,11 @@ Build = Callable[[Keys], ssl.SSLContext]
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda k: server(k, k.expired_provider), r"old\.pem is valid only .*symbiosis-priv keys rotate"),
+        (lambda k: server(k, k.expired_provider), r"old\.pem is valid only .*keys request --provider"),
         (lambda k: server(k, k.tenant), r"alice\.pem is a tenant certificate, not a"),
         (lambda k: server(k, k.authority), r"authority\.pem is not a provider certificate"),
         (lambda k: server(k, tenants=k.sibling.certificate), r"sibling\.pem holds no current tenant"),
+        (lambda k: server(k, tenants=k.lone_tenant.certificate), r"mallory\.pem holds no current tenant"),
         (lambda k: server(k, tenants=k.directory / "none.pem"), r"none\.pem does not exist.*copy of the executor's"),
         (lambda k: server(k, Identity(k.provider.certificate, k.tenant.key)), r"alice\.key is not the"),
         (lambda k: server(k, Identity(k.provider.certificate, k.directory / "no")), r"cannot read .*no"),
@@ -424,7 +419,9 @@ def test_calls_for_the_same_certificates_share_a_context(keys: Keys, tmp_path: P
     first = context(keys.provider.certificate)
     assert context(keys.provider.certificate) is first
     assert context(keys.sibling.certificate) is not first
-    issuing.rotate(own.certificate, authority=keys.authority)
+    renewed = issuing.issue(tmp_path / "new", authority=keys.authority, kind=Kind.TENANT, name="alice")
+    shutil.copy(renewed.certificate, own.certificate)
+    shutil.copy(renewed.key, own.key)
     assert context(keys.provider.certificate) is not first
     shutil.copy(keys.tenant.key, own.key)
     with pytest.raises(CertificateError, match=r"alice\.key is not the"):

@@ -24,7 +24,6 @@ from symbiosis_priv.registry.descriptor import (
     MS,
     Descriptor,
     Trust,
-    newest,
     sign,
     verify,
 )
@@ -205,17 +204,6 @@ def test_other_fields_and_values_are_refused_even_if_they_are_signed(world: Worl
 def test_no_descriptor_is_valid_for_longer_than_a_day(world: World) -> None:
     with pytest.raises(ValueError, match="lifetime"):
         world.said(expires=world.said().issued + MS * MAX_LIFETIME_S + 1)
-
-
-@given(order=st.permutations(range(4)), repeats=st.lists(st.integers(0, 3), max_size=6))
-def test_the_newest_descriptor_of_a_key_counts_in_any_order(world: World, order: list[int], repeats: list[int]) -> None:
-    """A registry may reorder and repeat; two descriptors of one moment also have a fixed order."""
-    began = world.said().issued
-    said = [world.said(issued=began + step, port=port) for step, port in ((0, 1), (1, 2), (2, 3), (2, 4))]
-    vouched = [verify(sign(one, world.gamma.private_key()), world.trust, now=world.began) for one in said]
-    (found,) = newest(vouched[place] for place in [*order, *repeats]).values()
-    assert found == max(vouched, key=lambda one: one.age)
-    assert found.descriptor.issued == began + 2
 
 
 def test_only_a_ca_certificate_is_an_authority(world: World, tmp_path: Path) -> None:

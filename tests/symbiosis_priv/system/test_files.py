@@ -5,11 +5,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from provider.config.schema import ProviderConfig
 from symbiosis_priv.errors import ConfigError, StorageError
-from symbiosis_priv.system.cache import app
 from symbiosis_priv.system.files import (
     PrivateFolder,
     check_unused,
@@ -248,17 +246,3 @@ def test_an_unknown_value_comes_with_the_allowed_ones(text: str, allowed: str, t
     with pytest.raises(ConfigError) as raised:
         load_toml(tmp_path / "provider.toml", ProviderConfig, made_by="provider init")
     assert sorted(allowed.split(", ")) == sorted(str(raised.value).partition("choose one of ")[2].split(", "))
-
-
-def test_only_the_programs_own_parts_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SYMBIOSIS_PRIV_CACHE", str(tmp_path))
-    (tmp_path / "tenant").mkdir()
-    (tmp_path / "tenant" / "keys").write_bytes(bytes(1 << 20))
-    (tmp_path / "thesis").touch()
-    shown = CliRunner().invoke(app, ["show"]).output
-    assert "1.0 MiB" in shown
-    assert "SECRET" in shown
-    assert CliRunner().invoke(app, ["clear"], input="n\n").exit_code == 0
-    assert (tmp_path / "tenant").is_dir()
-    assert "removed" in CliRunner().invoke(app, ["clear", "--yes"]).output
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis"]

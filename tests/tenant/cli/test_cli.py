@@ -294,9 +294,9 @@ def changed(local: LocalFederation, path: Path, pattern: str, replacement: str) 
     return path
 
 
-def test_a_missing_certificate_of_the_tenant_is_not_a_providers_failure(local: LocalFederation) -> None:
+def test_a_missing_certificate_of_the_tenant_is_not_a_providers_failure(local: LocalFederation, model: Path) -> None:
     path = changed(local, local.directory / "without.toml", r"tenant\.pem", "no.pem")
-    for command in (["federation", "check"], ["verify"]):
+    for command in (["federation", "check"], ["verify", "--model", str(model)]):
         result = CliRunner().invoke(root_cli.app, [*command, "--federation", str(path)])
         assert isinstance(result.exception, CertificateError)
         assert "no.pem" in str(result.exception)

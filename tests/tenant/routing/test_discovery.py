@@ -16,10 +16,10 @@ from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Kind
 from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.federation import Company, Federation, Peer, Registries
-from symbiosis_priv.registry.descriptor import CLOCK_TOLERANCE_S, MAX_LIFETIME_S, MS, newest, verify
+from symbiosis_priv.registry.descriptor import CLOCK_TOLERANCE_S, MAX_LIFETIME_S, MS, verify
 from tenant.routing.discovery import MAX_FOUND, Discovery, admitted
 from tests.registries import LyingRegistry, registry_config
-from tests.vouching import DIGEST, Vouching
+from tests.vouching import DIGEST, Vouching, newest
 
 NAMES = ("gamma", "delta", "epsilon")
 PORTS = {"gamma": 7001, "delta": 7002, "epsilon": 7003}

@@ -9,6 +9,7 @@ answers end at 128 tokens.
 
 import argparse
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,17 @@ from threat_model.evidence import chats
 
 _BATCH, _LONGEST = 96, 128
 
+
+def questions(table: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return (language, topic, text) of every question of the file."""
+    found = []
+    for language, asked in table.items():
+        for topic in (name for name in asked if f"{name}_words" in asked):
+            words = asked[f"{topic}_words"]
+            found += [(language, topic, text.replace("%", word)) for text in asked[topic] for word in words]
+    return found
+
+
 parser = argparse.ArgumentParser()
 parser.add_argument("model")
 path = parser.parse_args().model
@@ -26,7 +38,7 @@ tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remot
 model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, trust_remote_code=False)
 ends = tokenizer.eos_token_id
 torch.manual_seed(0)
-asked = chats.questions(tomllib.loads(Path(chats.FILE).read_text(encoding="utf-8")))
+asked = questions(tomllib.loads(Path(chats.FILE).read_text(encoding="utf-8")))
 texts = [
     tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
     for _, _, text in asked

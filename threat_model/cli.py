@@ -136,7 +136,7 @@ def run_properties(subjects: Sequence[Subject], *, examples: int, seed: int, bud
 
     console = terminal.console()
     results: list[PropertyResult] = []
-    todo = [(s, p) for s in subjects for p in PROPERTIES if s.role in p.roles]
+    total = sum(s.role in p.roles for s in subjects for p in PROPERTIES)
 
     def say(text: str, style: str | None = None) -> None:
         # a provider may have chosen part of the text
@@ -144,13 +144,8 @@ def run_properties(subjects: Sequence[Subject], *, examples: int, seed: int, bud
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     with terminal.progress(TimeElapsedColumn(), of=console) as bar:
-        task = bar.add_task("", total=len(todo))
-
-        def tick() -> None:
-            subject, chosen = todo[len(results)]
-            bar.update(task, description=f"{subject.name}: {chosen.name}")
-
-        for found in verify(subjects, PROPERTIES, examples=examples, seed=seed, budget_s=budget, tick=tick):
+        task = bar.add_task(subjects[0].name, total=total)
+        for found in verify(subjects, PROPERTIES, examples=examples, seed=seed, budget_s=budget):
             before = [r for r in results if (r.provider, r.role) == (found.provider, found.role)]
             if not before:
                 console.print()
@@ -164,5 +159,5 @@ def run_properties(subjects: Sequence[Subject], *, examples: int, seed: int, bud
                 for line in found.violation.lines():
                     say(f"      {line}")
             results.append(found)
-            bar.update(task, completed=len(results))
+            bar.update(task, completed=len(results), description=f"{found.provider}, after {found.property.name}")
     return results

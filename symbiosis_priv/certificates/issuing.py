@@ -22,7 +22,7 @@ from typing import Final
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from symbiosis_priv.certificates import reading
@@ -44,10 +44,6 @@ _USAGES: Final = {
     reading.Kind.PROVIDER: [ExtendedKeyUsageOID.SERVER_AUTH],
     reading.Kind.TENANT: [ExtendedKeyUsageOID.CLIENT_AUTH],
 }
-LeafKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey
-"""Types of public keys that a provider's or a tenant's certificate may have."""
-
-
 Signer = reading.Identity | ec.EllipticCurvePrivateKey
 """An authority; or, for a self-signed certificate, the private key of the certificate."""
 
@@ -85,7 +81,7 @@ def issue(
 
 
 def issue_to_key(
-    public_key: LeafKey,
+    public_key: ec.EllipticCurvePublicKey,
     *,
     signer: Signer,
     kind: reading.Kind,
@@ -172,7 +168,12 @@ def current_certificates(*files: Path) -> list[x509.Certificate]:
 
 
 def _sign(
-    owner: x509.Name, *, public_key: LeafKey, extensions: Sequence[x509.ExtensionType], days: int, signer: Signer
+    owner: x509.Name,
+    *,
+    public_key: ec.EllipticCurvePublicKey,
+    extensions: Sequence[x509.ExtensionType],
+    days: int,
+    signer: Signer,
 ) -> x509.Certificate:
     if not 1 <= days <= MAX_DAYS:
         raise ConfigError(f"days={days}: choose a lifetime from 1 to {MAX_DAYS} days")
@@ -248,7 +249,7 @@ class SigningRequest:
 
     kind: reading.Kind
     name: str
-    public_key: LeafKey
+    public_key: ec.EllipticCurvePublicKey
     key_fingerprint: str
 
 
@@ -284,8 +285,8 @@ def load_request(path: Path) -> SigningRequest:
         raise CertificateError(f"{path} is not a certificate request in PEM: {_MAKE}") from error
     if not signed:
         raise CertificateError(f"{path} is not signed by the key that it names: it was altered, or {_MAKE}")
-    if not isinstance(key, LeafKey):
-        raise CertificateError(f"{path} is for a key that is neither elliptic-curve nor Ed25519: {_MAKE}")
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise CertificateError(f"{path} is not for an elliptic-curve key: {_MAKE}")
     name = reading.sole_attribute(asked_for, NameOID.COMMON_NAME)
     if name is None:
         raise CertificateError(f"{path} does not have exactly one common name: {_MAKE}")

@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, PublicKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
@@ -251,24 +251,18 @@ def _extension(certificate: x509.Certificate, kind: type[_Extension]) -> _Extens
 
 
 def sign(key: PrivateKeyTypes, message: bytes) -> bytes:
-    """Sign a message, which begins with the domain of its kind. Raises `CertificateError`: the key is neither
-    elliptic-curve nor Ed25519."""
-    if isinstance(key, ec.EllipticCurvePrivateKey):
-        return key.sign(message, _ECDSA)
-    if isinstance(key, ed25519.Ed25519PrivateKey):
-        return key.sign(message)
-    raise CertificateError("the key is neither elliptic-curve nor Ed25519: make one with `keys request --provider`")
+    """Sign a message, which begins with the domain of its kind. Raises `CertificateError`: a key of another kind."""
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise CertificateError("the key is not an elliptic-curve key: make one with `keys request --provider`")
+    return key.sign(message, _ECDSA)
 
 
 def is_signed(key: PublicKeyTypes, message: bytes, signature: bytes) -> bool:
     """Returns True if the signature of the message is by this key. False also for a key of another kind."""
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        return False
     try:
-        if isinstance(key, ec.EllipticCurvePublicKey):
-            key.verify(signature, message, _ECDSA)
-        elif isinstance(key, ed25519.Ed25519PublicKey):
-            key.verify(signature, message)
-        else:
-            return False
+        key.verify(signature, message, _ECDSA)
     except InvalidSignature:
         return False
     return True

@@ -173,8 +173,8 @@ def describe(
 
 
 def sign(descriptor: Descriptor, key: PrivateKeyTypes) -> bytes:
-    """Sign a descriptor with the key of its certificate. Raises `CertificateError`: the key is neither elliptic-curve
-    nor Ed25519; `ConfigError`: the signed descriptor is too large."""
+    """Sign a descriptor with the key of its certificate. Raises `CertificateError`: not an elliptic-curve
+    key; `ConfigError`: the signed descriptor is too large."""
     body = _encoder.encode(descriptor)
     signature = reading.sign(key, _DOMAIN + body)
     data = _encoder.encode(_Signed(body=body, signature=signature))

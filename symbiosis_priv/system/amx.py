@@ -21,8 +21,6 @@ log = logging.getLogger(__name__)
 
 _CPUINFO = Path("/proc/cpuinfo")
 _TILE_LEAF = 0x1D
-_PROBE = "import torch; a = torch.ones(64, 512, dtype=torch.bfloat16); a @ a.t()"
-_PROBE_SECONDS = 60
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA = 158, 0x1023, 18  # the system call on x86-64, and its arguments
 
 
@@ -70,14 +68,10 @@ def _ask() -> None:
 
 
 def _limit_onednn(level: str) -> None:
-    """Set `ONEDNN_MAX_CPU_ISA` if oneDNN would use AMX and trap. A variable that the user has set stays. `level` is the
-    highest leaf of CPUID, if Linux says."""
+    """Set `ONEDNN_MAX_CPU_ISA`, unless the user has, or the highest leaf of CPUID, `level`, is that of AMX or above."""
     if "ONEDNN_MAX_CPU_ISA" in os.environ or "DNNL_MAX_CPU_ISA" in os.environ:
         return
     if level.isdecimal() and int(level) >= _TILE_LEAF:
-        return
-    if not level.isdecimal() and succeeds_in_child(_PROBE, seconds=_PROBE_SECONDS):
-        os.environ["ONEDNN_MAX_CPU_ISA"] = "DEFAULT"  # no limit; children need not probe again
         return
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
     log.warning(

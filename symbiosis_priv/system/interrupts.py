@@ -3,9 +3,6 @@
 A signal can raise an exception between any two instructions, for example in the middle of an optimizer step or of a
 write. `whole()` delays the exception until its block ends, and `anywhere()` inside that block allows it again. A second
 signal is never delayed.
-
-A library that is being imported may catch the exception, and fail later with another one, or run without a part of
-itself. `importing()` raises the exception again.
 """
 
 import signal
@@ -93,32 +90,10 @@ def set_on_signals(event: threading.Event, *, starting: Callable[[], bool] = lam
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Context manager: a block that imports large libraries. If one of them has caught the exception of a signal, the
-    exception is raised at the end of the block, instead of any other error."""
-    arrived: list[int] = []
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-
-    def note(number: int, frame: FrameType | None) -> None:
-        arrived.append(number)
-        handler = before[signal.Signals(number)]
-        assert callable(handler)
-        handler(number, frame)
-
-    noted = [number for number in _SIGNALS if callable(before[number])]
-    if threading.current_thread() is not threading.main_thread():
-        noted = []
-    for number in noted:
-        signal.signal(number, note)
-    try:
+    """Context manager: a block that imports large libraries, `whole`: a library may catch the exception of a signal,
+    and fail later with another one."""
+    with Interrupts() as interrupts, interrupts.whole():
         yield
-    except Exception:
-        if not arrived:
-            raise
-    finally:
-        for number in noted:
-            signal.signal(number, before[number])
-    if arrived:
-        _raise(arrived[0])
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
 import hypothesis
@@ -113,7 +113,6 @@ class Run:
     examples: int
     seed: int
     count: int = 0
-    tick: Callable[[], None] = field(default=lambda: None)
 
     def for_all(self, strategy: SearchStrategy[T], check: Callable[[T], None], *, examples: int | None = None) -> None:
         """Run `check` on examples. Raises `Violation`, shrunk by Hypothesis (the last one if the provider fails only
@@ -161,7 +160,6 @@ class Run:
 
     def one(self) -> None:
         self.count += 1
-        self.tick()
 
 
 @dataclass(frozen=True)
@@ -208,11 +206,9 @@ def passed(results: Sequence[PropertyResult]) -> bool:
     return providers == tested and not any(r.verdict in ("broken", "no answer", "out of time") for r in results)
 
 
-def run_property(
-    chosen: Property, subject: Subject, *, examples: int, seed: int, tick: Callable[[], None] = lambda: None
-) -> PropertyResult:
+def run_property(chosen: Property, subject: Subject, *, examples: int, seed: int) -> PropertyResult:
     """Test one provider against one property. Raises no error that a provider causes."""
-    run = Run(examples, seed, tick=tick)
+    run = Run(examples, seed)
     result = PropertyResult(subject.name, subject.role, chosen)
     try:
         _ = subject.welcome, subject.floats  # connect now: Hypothesis must not see an error while it draws an example
@@ -245,7 +241,6 @@ def verify(
     examples: int,
     seed: int,
     budget_s: float = math.inf,
-    tick: Callable[[], None] = lambda: None,
 ) -> Iterator[PropertyResult]:
     """Test every subject against every property of its role, in order. Yields each result immediately. The tests of one
     subject end after `budget_s` seconds. `seed` is that of Hypothesis and of the rows; the same seed repeats a run. A
@@ -259,7 +254,7 @@ def verify(
                 if skip_reason is not None:
                     yield PropertyResult(subject.name, subject.role, chosen, "not tested", reason=skip_reason)
                     continue
-                outcome = run_property(chosen, subject, examples=examples, seed=seed, tick=tick)
+                outcome = run_property(chosen, subject, examples=examples, seed=seed)
                 unanswered = unanswered + 1 if outcome.verdict == "no answer" else 0
                 answered = answered or not unanswered
                 if unanswered == _MOST_UNANSWERED:  # unreachable: do not wait for the deadline of every property

@@ -3,10 +3,9 @@
 import threading
 import time
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -24,16 +23,6 @@ class Chat(NamedTuple):
     topic: str
     prompt: int
     answer: int
-
-
-def questions(table: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return (language, topic, text) of every question of the file."""
-    found = []
-    for language, asked in table.items():
-        for topic in (name for name in asked if f"{name}_words" in asked):
-            words = asked[f"{topic}_words"]
-            found += [(language, topic, text.replace("%", word)) for text in asked[topic] for word in words]
-    return found
 
 
 def chats() -> list[Chat]:

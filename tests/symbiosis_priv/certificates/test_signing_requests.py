@@ -108,7 +108,7 @@ def rsa_key(path: Path) -> None:
         (lambda path: path.write_bytes(b"x" * (2 << 20)), CertificateError, "larger than"),
         (lambda path: None, CertificateError, "cannot read"),
         (broken_signature, CertificateError, "not signed by the key|not a certificate request"),
-        (rsa_key, CertificateError, "neither elliptic-curve nor Ed25519"),
+        (rsa_key, CertificateError, "is not for an elliptic-curve key"),
         (lambda path: foreign_request(path, names=[]), CertificateError, "does not have exactly one common name"),
         (lambda path: foreign_request(path, names=["a", "b"]), CertificateError, "not have exactly one common name"),
         (lambda path: foreign_request(path, names=["../alice"]), ConfigError, "name '../alice'"),

@@ -56,7 +56,6 @@ def test_linux_is_asked_for_amx_and_onednn_is_limited_where_its_leaf_is_missing(
     """A limit that the user has set stays."""
     calls = list[None]()
     machine.setattr(amx, "_ask", lambda: calls.append(None))
-    machine.setattr(subprocess, "run", lambda *_, **__: pytest.fail("nothing is in doubt"))
     for name, value in own.items():
         machine.setenv(name, value)
     if lines is not None:
@@ -94,20 +93,6 @@ def test_amx_is_used_if_a_child_shows_that_it_works(
         monkeypatch.setattr(native, "_AMX_PROBE", "raise SystemExit(not " + str(not works) + ")")
         assert (Isa.AMX in native.isas()) is works  # one child per process
     assert len(caplog.records) == (not works)
-
-
-@cases(__file__, "onednn_probes")
-def test_a_child_decides_where_the_leaves_are_unknown(machine: pytest.MonkeyPatch, probe: str, limit: str) -> None:
-    processor(AMX)
-    machine.setattr(amx, "_PROBE", probe)
-    machine.setattr(amx, "_PROBE_SECONDS", 1 if "sleep" in probe else 60)
-    amx.prepare()
-    assert os.environ[VARIABLE] == limit
-
-
-def test_the_probe_is_a_product_that_works_here() -> None:
-    """The tests' processes have been limited where it would not work."""
-    assert amx.succeeds_in_child(amx._PROBE, seconds=amx._PROBE_SECONDS)
 
 
 @pytest.mark.parametrize("package", ["tenant", "provider"])

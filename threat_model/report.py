@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
@@ -15,10 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 import symbiosis_priv
-from threat_model.attacks import Attack, Outcome
-from threat_model.evidence.schemes import AttackedScheme
 from threat_model.evidence.statistics import CONFIDENCE, FALSE_ALARM
-from threat_model.evidence.views import PARTIES, Party
+from threat_model.evidence.views import PARTIES
 from threat_model.suite import ATTACK_SEED, LIES_SEED, Cell, Suite, Verdict
 
 NOT_HIDDEN = [
@@ -60,15 +57,6 @@ def _commit(root: Path) -> str:
     return "unknown: not run from a clone"
 
 
-def interval_note(suite: Suite) -> str:
-    outside, promised = suite.outside
-    return (
-        f"{promised} cells are promised to be hidden. In {outside} of them chance lies outside the cell's own "
-        f"{CONFIDENCE:.0%} interval; {promised * (1 - CONFIDENCE):.1f} are expected to, by chance. A cell counts as "
-        f"broken only if chance alone does as well less than once in {1 / FALSE_ALARM:,.0f} times."
-    )
-
-
 def summary(suite: Suite) -> Table:
     """The table with one row for each scheme."""
     rows = []
@@ -103,17 +91,6 @@ def sections(suite: Suite) -> list[Table]:
     return [*made, _table("Not hidden, by any scheme", ("what", "shown by"), NOT_HIDDEN)]
 
 
-def pool_outcomes(suite: Suite, attack: str) -> list[tuple[AttackedScheme, Outcome]]:
-    """The outcomes of an attack on the paper's pools of noise."""
-    cells = [c for c in suite.cells if c.attack.name == attack and "masking_options" in c.scheme.options]
-    return [(c.scheme, c.outcome) for c in cells if c.outcome is not None]
-
-
-def _by_party(suite: Suite) -> Iterator[tuple[Party, list[Attack[Any, Any]]]]:
-    for party in dict.fromkeys(a.party for a in suite.attacks):
-        yield party, [a for a in suite.attacks if a.party == party]
-
-
 def _yes(holds: bool) -> str:
     return "yes" if holds else "NO"
 
@@ -143,23 +120,30 @@ def show(suite: Suite, console: Console) -> None:
         table.add_column("attack", no_wrap=True)
         for scheme in schemes:
             table.add_column(scheme.name.replace(" × ", "\n× "), justify="right", no_wrap=True)
-        for party, attacks in _by_party(suite):
+        for party in dict.fromkeys(attack.party for attack in suite.attacks):
             table.add_section()
             table.add_row(Text(f"by {party}", style="bold"))
-            for attack in attacks:
+            for attack in (attack for attack in suite.attacks if attack.party == party):
                 table.add_row(attack.name, *(text_of(suite.cell(attack.name, s.name)) for s in schemes))
         parts.append(table)
     legend = ", ".join(f"{mark} {verdict}" for verdict, (mark, _) in _LOOKS.items())
     costs = []
-    for scheme, outcome in pool_outcomes(suite, "candidate subtraction, forward"):
-        f = outcome.figures
-        tried, counted = f"{f['distances tried']:,.0f}", f"10^{f['combinations, log10']:.0f}"
-        costs.append((scheme.name, tried, counted, f"{f['worst layer']:.1%}"))
+    for scheme in (scheme for scheme in suite.schemes if "masking_options" in scheme.options):  # the paper's pools
+        if outcome := suite.cell("candidate subtraction, forward", scheme.name).outcome:
+            f = outcome.figures
+            tried, counted = f"{f['distances tried']:,.0f}", f"10^{f['combinations, log10']:.0f}"
+            costs.append((scheme.name, tried, counted, f"{f['worst layer']:.1%}"))
+    outside, promised = suite.outside
+    note = (
+        f"{promised} cells are promised to be hidden. In {outside} of them chance lies outside the cell's own "
+        f"{CONFIDENCE:.0%} interval; {promised * (1 - CONFIDENCE):.1f} are expected to, by chance. A cell counts as "
+        f"broken only if chance alone does as well less than once in {1 / FALSE_ALARM:,.0f} times."
+    )
     headings = ("scheme", "distances tried", "combinations the paper counts", "rows read, worst layer")
     parts += [
         Text(f"{'success | chance' if full else 'success'}, in %. {legend}; ! not as promised", style="dim"),
         summary(suite),
-        Text(interval_note(suite), style="dim"),
+        Text(note, style="dim"),
         _table("What candidate subtraction costs: each layer on its own", headings, costs),
         *sections(suite),
     ]

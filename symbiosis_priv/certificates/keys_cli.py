@@ -237,11 +237,8 @@ def _report(identity: Identity) -> None:
 
 def _print_certificates(path: Path) -> None:
     for certificate in reading.load_certificates(path):
-        kind, until, identity = (
-            _kind(certificate),
-            certificate.not_valid_after_utc,
-            Identity(path, path.with_suffix(".key")),
-        )
+        kind, until = _kind(certificate), certificate.not_valid_after_utc
+        identity = Identity(path, path.with_suffix(".key"))
         days = (until - reading.now()).days
         left = f"{days} days left"
         if days < 0:

@@ -142,7 +142,6 @@ def check_choice(federation: Federation) -> None:
             )
 
 
-_FEWEST_MEMBERS = 2
 _MOST_ADDRESSES = 64  # of one provider
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
 
@@ -265,24 +264,12 @@ def _address(text: str) -> Address:
 
 def _check_companies(federation: Federation) -> None:
     listed = {plain(peer.name) for peer in federation.peers}
-    called: set[str] = set()
     for company in federation.companies:
-        if plain(company.name) in called:
-            raise ConfigError(f"two [[company]] are called {company.name!r}: list their members together")
-        called.add(plain(company.name))
         if unknown := [name for name in company.members if plain(name) not in listed]:
             known = ", ".join(repr(peer.name) for peer in federation.peers)
             raise ConfigError(
                 f"company {company.name!r}: no [[provider]] is called {unknown[0]!r}; there are {known}. "
                 f"List an operator without a [[provider]] under operators = [...]"
-            )
-        for key, entries in (("members", company.members), ("operators", company.operators)):
-            counted = Counter(map(plain, entries))
-            if twice := [entry for entry in entries if counted[plain(entry)] > 1]:
-                raise ConfigError(f"company {company.name!r} lists {twice[0]!r} twice in {key}: remove one of them")
-        if len(company.members) + len(company.operators) < _FEWEST_MEMBERS:
-            raise ConfigError(
-                f"company {company.name!r} has fewer than two members: list two or more, or remove this [[company]]"
             )
 
 

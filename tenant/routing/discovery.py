@@ -19,9 +19,10 @@ answers.
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Final
 
 from symbiosis_priv.certificates.revocation import load_revoked, mark_of
@@ -92,14 +93,10 @@ def admitted(federation: Federation, announced: Iterable[VerifiedDescriptor], *,
             taken.append(own)
     # The first executor of every company, then the second of every company, and so on. Sorted by name, so the choice
     # changes only if an executor comes or goes.
-    candidates.sort(key=lambda peer: peer.name)
-    places: Counter[Hashable] = Counter()
-    rank: dict[str, int] = {}
-    for peer in candidates:
-        company = federation.company_of(peer.operator)
-        rank[peer.name] = places[company]
-        places[company] += 1
-    in_turn = sorted(candidates, key=lambda peer: rank[peer.name])
+    by_company: defaultdict[Hashable, list[Peer]] = defaultdict(list)
+    for peer in sorted(candidates, key=lambda peer: peer.name):
+        by_company[federation.company_of(peer.operator)].append(peer)
+    in_turn = [peer for turn in zip_longest(*by_company.values()) for peer in turn if peer is not None]
     refused |= {peer.name: f"there are {MAX_FOUND} already" for peer in in_turn[MAX_FOUND:]}
     return Discovered(tuple(sorted(in_turn[:MAX_FOUND], key=lambda peer: peer.name)), refused)
 

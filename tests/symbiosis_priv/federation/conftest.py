@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from symbiosis_priv.certificates.issuing import issue
-from symbiosis_priv.certificates.reading import Identity, Kind, load_certificates
+from symbiosis_priv.certificates.issuing import issue, issue_to_key
+from symbiosis_priv.certificates.pem import certificate_pem
+from symbiosis_priv.certificates.reading import Kind
 from symbiosis_priv.system.toml import toml_table
 
 Write = Callable[..., Path]
@@ -23,22 +22,14 @@ DIGEST = "sha256:" + "0" * 64
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Self-signed certificates of three providers, and a second one for the first one's key."""
     folder = tmp_path_factory.mktemp("federation") / "keys"
-    for name in ("alpha", "beta", "gamma"):
-        issue(folder, authority=None, kind=Kind.PROVIDER, name=name)
-    (folder / "alpha-next.pem").write_bytes(renewed(folder / "alpha"))
-    return folder
-
-
-def renewed(pair: Path) -> bytes:
-    """Another certificate for a provider's own key, as PEM."""
-    key = Identity(pair.with_suffix(".pem"), pair.with_suffix(".key")).private_key()
+    alpha, *_ = (issue(folder, authority=None, kind=Kind.PROVIDER, name=name) for name in ("alpha", "beta", "gamma"))
+    key = alpha.private_key()
     assert isinstance(key, ec.EllipticCurvePrivateKey)
-    old = load_certificates(pair.with_suffix(".pem"))[0]
-    builder = x509.CertificateBuilder(old.issuer, old.subject, key.public_key(), x509.random_serial_number())
-    builder = builder.not_valid_before(old.not_valid_before_utc).not_valid_after(old.not_valid_after_utc)
-    for extension in old.extensions:
-        builder = builder.add_extension(extension.value, extension.critical)
-    return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    again = issue_to_key(
+        key.public_key(), signer=key, kind=Kind.PROVIDER, name="alpha", hosts=(), days=9, operator=None
+    )
+    (folder / "alpha-next.pem").write_bytes(certificate_pem(again))
+    return folder
 
 
 @pytest.fixture

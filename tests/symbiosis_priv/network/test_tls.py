@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from symbiosis_priv.certificates import issuing, reading
+from symbiosis_priv.certificates.naming import subject
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConnectionLostError, SymbiosisError
 from symbiosis_priv.network import tls
@@ -201,48 +201,22 @@ def test_one_name_from_two_authorities_is_two_tenants(tmp_path: Path, keys: Keys
 
 def test_an_intermediate_authority_must_be_listed(tmp_path: Path, keys: Keys) -> None:
     """A tenant may add its issuer to its file; its name would then be worth only as much as that issuer."""
-    root_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    root = authority_certificate("root", key=root_key, signer=root_key, issuer="root", path_length=1)
-    between = authority_certificate("between", key=key, signer=root_key, issuer="root", path_length=0)
-    issuer = Identity(tmp_path / "between.pem", tmp_path / "between.key")
-    issuer.certificate.write_bytes(between)
-    issuer.key.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    tenant = issuing.issue(tmp_path, authority=issuer, kind=Kind.TENANT, name="alice")
-    tenant.certificate.write_bytes(tenant.certificate.read_bytes() + between)
+
+    def authority(name: str, *, path_length: int, signer: Identity | None = None) -> Identity:
+        key, owner = ec.generate_private_key(ec.SECP256R1()), subject(name, unit="authority")
+        extensions = [x509.BasicConstraints(ca=True, path_length=path_length), issuing._key_usage("key_cert_sign")]
+        made = issuing._sign(owner, public_key=key.public_key(), extensions=extensions, days=9, signer=signer or key)
+        return issuing._write_pair(tmp_path, name=name, certificate=made, key=key)
+
+    root = authority("root", path_length=1)
+    between = authority("between", path_length=0, signer=root)
+    tenant = issuing.issue(tmp_path, authority=between, kind=Kind.TENANT, name="alice")
+    tenant.certificate.write_bytes(tenant.certificate.read_bytes() + between.certificate.read_bytes())
     pins = keys.provider.certificate
-    (tmp_path / "root.pem").write_bytes(root)
-    refused = connect(server(keys, tenants=tmp_path / "root.pem"), client(keys, pins, tenant))
+    refused = connect(server(keys, tenants=root.certificate), client(keys, pins, tenant))
     assert_refused(refused.server, CertificateError, "not in tenant_authority itself: append it")
-    (tmp_path / "both.pem").write_bytes(root + between)
-    listed = connect(server(keys, tenants=tmp_path / "both.pem"), client(keys, pins, tenant))
-    assert listed.server == TenantIdentity("alice", authority=signer(issuer))
-
-
-def authority_certificate(
-    name: str, *, key: ec.EllipticCurvePrivateKey, signer: ec.EllipticCurvePrivateKey, issuer: str, path_length: int
-) -> bytes:
-    """Another authority's certificate, as PEM."""
-
-    def subject(name: str) -> x509.Name:
-        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-
-    signs = dict.fromkeys(
-        ["digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"], False
-    ) | {"key_cert_sign": True, "crl_sign": True, "encipher_only": False, "decipher_only": False}
-    now = datetime.now(UTC)
-    return (
-        x509.CertificateBuilder(subject(issuer), subject(name), key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(hours=1))
-        .not_valid_after(now + timedelta(days=9))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=path_length), critical=True)
-        .add_extension(x509.KeyUsage(**signs), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
-        .sign(signer, hashes.SHA256())
-        .public_bytes(serialization.Encoding.PEM)
-    )
+    listed = connect(server(keys, tenants=keys.bundle(root, between)), client(keys, pins, tenant))
+    assert listed.server == TenantIdentity("alice", authority=signer(between))
 
 
 @pytest.mark.parametrize("old_first", [True, False])

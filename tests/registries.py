@@ -10,7 +10,7 @@ from tests.vouching import Vouching
 
 
 def registry_config(vouching: Vouching, *, name: str = "registry", **changes: Any) -> RegistryConfig:
-    """Configuration of a registry that the authority vouches for, on loopback, with its descriptors in memory."""
+    """Configuration of a registry that the authority vouches for, on loopback."""
     identity = vouching.identity(name)
     values: dict[str, Any] = {
         "listen": "127.0.0.1:0",
@@ -32,7 +32,7 @@ class CredulousRegistry(RegistryServer):
 
 class _Script(Store):
     def __init__(self) -> None:
-        super().__init__(None)
+        super().__init__()
         self.listing: list[bytes] = []
 
     def listed(self, model: str | None, *, now: float) -> list[bytes]:
@@ -44,7 +44,6 @@ class LyingRegistry(RegistryServer):
 
     def __init__(self, config: RegistryConfig) -> None:
         super().__init__(config)
-        self.store.close()
         self.script = self.store = _Script()
 
     def show(self, *listing: bytes) -> None:

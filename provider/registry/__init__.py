@@ -2,7 +2,7 @@
 
 Read in this order:
 
-    store     the newest descriptor of each key, in SQLite
+    store     the newest descriptor of each key
     server    answers requests, within limits and rates
     cli       the command `symbiosis-priv registry`
 """
@@ -21,7 +21,6 @@ class RegistryConfig:
     authority: Path  # CA certificates of the federation
     revoked: Path | None = None
     listen: str = "127.0.0.1:7500"  # port 0 takes a free one
-    database: Path | None = None  # SQLite file; None keeps the descriptors in memory
     max_connections: int = 256  # one more closes a connection of the busiest network
     frame_timeout_s: float = 10.0  # for the handshake, for a frame, and until the next frame begins
     connection_s: float = 60.0  # longest duration of a connection

@@ -32,7 +32,6 @@ def serve(
     authority: Authority,
     revoked: Revoked = None,
     listen: Annotated[str, typer.Option(help="host:port; port 0 takes a free one.")] = RegistryConfig.listen,
-    database: Annotated[Path, typer.Option(help="SQLite file for descriptors.")] = Path("registry.sqlite"),
     ready_file: Annotated[Path | None, typer.Option(help="Write the bound address here once ready.")] = None,
     stop_with_stdin: Annotated[bool, typer.Option("--stop-with-stdin", help="Also stop when stdin closes.")] = False,
 ) -> None:
@@ -43,9 +42,7 @@ def serve(
     from symbiosis_priv.system.interrupts import set_on_signals
     from symbiosis_priv.system.processes import when_stdin_closes
 
-    config = RegistryConfig(
-        certificate=certificate, key=key, authority=authority, revoked=revoked, listen=listen, database=database
-    )
+    config = RegistryConfig(certificate=certificate, key=key, authority=authority, revoked=revoked, listen=listen)
     logs.setup("info")
     stop = threading.Event()
     set_on_signals(stop)

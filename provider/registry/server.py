@@ -29,14 +29,14 @@ from provider.refusal import Refusal
 from provider.registry import RegistryConfig
 from provider.registry.store import Store
 from symbiosis_priv.certificates.reading import load_certificates
-from symbiosis_priv.errors import CertificateError, DescriptorError, ProtocolError, StorageError, TransportError
+from symbiosis_priv.errors import CertificateError, DescriptorError, ProtocolError, TransportError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import ways_back
 from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.network.stream import FrameStream
 from symbiosis_priv.network.tls import registry_client_context, registry_server_context
 from symbiosis_priv.registry import protocol
-from symbiosis_priv.registry.descriptor import MAX_BYTES, Trust, VerifiedDescriptor, verify
+from symbiosis_priv.registry.descriptor import MAX_BYTES, MS, Trust, VerifiedDescriptor, verify
 
 log = logs.EventLog(__name__)
 
@@ -50,8 +50,8 @@ class RegistryServer:
         with RegistryServer(config) as registry:
             connect_to(registry.address)
 
-    Raises `CertificateError`: a certificate, key or list cannot be used; `ConfigError`: the database or the address
-    cannot be used."""
+    Raises `CertificateError`: a certificate, key or list cannot be used; `ConfigError`: the address cannot be
+    used."""
 
     def __init__(self, config: RegistryConfig) -> None:
         self.config = config
@@ -61,19 +61,14 @@ class RegistryServer:
         self._requests = Rates(per_s=config.requests_per_s, burst=10 * config.requests_per_s)
         per_h = config.announcements_per_h
         self._announcements = Rates(per_s=per_h / 3600, burst=max(1.0, per_h / 4))
-        self.store = Store(config.database)
-        try:
-            self._drop_distrusted()
-            self._listener = Listener(
-                config.listen,
-                limit=config.max_connections,
-                greeting_s=config.frame_timeout_s,
-                greet=lambda client: client.handshake(self._context),
-                serve=self._serve,
-            )
-        except BaseException:
-            self.store.close()
-            raise
+        self.store = Store()
+        self._listener = Listener(
+            config.listen,
+            limit=config.max_connections,
+            greeting_s=config.frame_timeout_s,
+            greet=lambda client: client.handshake(self._context),
+            serve=self._serve,
+        )
 
     @property
     def address(self) -> str:
@@ -86,10 +81,9 @@ class RegistryServer:
         return self
 
     def stop(self) -> None:
-        """Close the connections and the database; returns within twice `frame_timeout_s`."""
+        """Close the connections; returns within twice `frame_timeout_s`."""
         self._reloader.periodic.close(self.config.frame_timeout_s)
         self._listener.stop(self.config.frame_timeout_s)
-        self.store.close()
         log.info("registry_stopped")
 
     def __enter__(self) -> Self:
@@ -99,19 +93,16 @@ class RegistryServer:
         self.stop()
 
     def _reload(self) -> None:
+        """Read the files again, and drop the descriptors of certificates that were revoked, or whose authority was
+        replaced."""
         self._context, self._trust = _load(self.config, revoked=self._trust.revoked)
-        log.info("reloaded", dropped=self._drop_distrusted())
 
-    def _drop_distrusted(self) -> int:
-        """Drop the descriptors of certificates that were revoked, or whose authority was replaced."""
-        trust = self._trust
-
-        def is_trusted(data: bytes, issued: float) -> bool:
+        def is_trusted(one: VerifiedDescriptor) -> bool:
             with contextlib.suppress(DescriptorError):
-                return bool(verify(data, trust, now=issued))
+                return bool(verify(one.data, self._trust, now=one.descriptor.issued / MS))
             return False
 
-        return self.store.drop_unless(is_trusted)
+        log.info("reloaded", dropped=self.store.drop_unless(is_trusted))
 
     # A connection's thread
 
@@ -150,9 +141,6 @@ class RegistryServer:
             log.often("announcement_refused", reason=str(error))
             code = error.code if isinstance(error, Refusal) else wire.ErrorCode.REFUSED
             return wire.Failure(code=code, detail=str(error))
-        except StorageError as error:
-            log.failure("announcement_lost", error)
-            return wire.Failure(code=wire.ErrorCode.INTERNAL, detail="the database cannot be written")
         log.often("announced", provider=new.name, layers=str(new.descriptor.layers))
         return protocol.Accepted()
 

@@ -175,7 +175,6 @@ class LocalFederation:
                     "--certificate": identity.certificate,
                     "--key": identity.key,
                     "--authority": self._authority.certificate,
-                    "--database": self.directory / f"{_REGISTRY}.sqlite",
                 }
                 service.launch(["registry", "serve", *(str(word) for pair in options.items() for word in pair)])
                 (self.registry_address,) = service.wait_ready(deadline)

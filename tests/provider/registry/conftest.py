@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +14,12 @@ Serve = Callable[..., RegistryServer]
 
 
 @pytest.fixture
-def serve(vouching: Vouching, tmp_path: Path) -> Iterator[Serve]:
-    """`serve(name=..., database=..., connects_back=..., <limits>)`: a running registry."""
+def serve(vouching: Vouching) -> Iterator[Serve]:
+    """`serve(name=..., connects_back=..., <limits>)`: a running registry."""
     with ExitStack() as servers:
 
         def serve(*, name: str = "registry", connects_back: bool = False, **changes: Any) -> RegistryServer:
-            config = registry_config(vouching, name=name, **({"database": tmp_path / f"{name}.sqlite"} | changes))
+            config = registry_config(vouching, name=name, **changes)
             return servers.enter_context((RegistryServer if connects_back else CredulousRegistry)(config))
 
         yield serve

@@ -1,11 +1,8 @@
 """A running registry: announcements that it accepts, its answers, and its limits."""
 
 import contextlib
-import json
 import socket
 import ssl
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -72,7 +69,7 @@ def test_invalid_announcements_are_refused(serve: Serve, vouching: Vouching, tmp
 
 
 def test_a_revoked_executor_is_no_longer_listed(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
-    """The executor disappears when the registry has read the revocation list, and stays away after a restart."""
+    """The executor disappears when the registry has read the revocation list."""
     revoked = tmp_path / "revoked.txt"
     revoked.touch()
     server = serve(revoked=revoked)
@@ -84,10 +81,6 @@ def test_a_revoked_executor_is_no_longer_listed(serve: Serve, vouching: Vouching
         until(lambda: registry.list(DIGEST) == [delta])
         with pytest.raises(errors.ProviderError, match="revoked"):
             registry.announce(gamma)
-    server.stop()
-    revoke(revoked, [vouching.identity("delta").certificate])
-    with vouching.client(serve(revoked=revoked).address) as registry:
-        assert registry.list(DIGEST) == []
 
 
 def test_a_descriptor_that_a_reload_drops_is_not_stored_again(serve: Serve) -> None:
@@ -331,27 +324,3 @@ def test_an_address_in_use_is_an_error(serve: Serve) -> None:
     server = serve()
     with pytest.raises(errors.ConfigError, match="choose another address"):
         serve(name="second", listen=server.address)
-
-
-def test_accepted_descriptors_survive_sigkill(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
-    there = parse_address(serve(name="gamma").address)[1]
-    identity, data = vouching.identity("registry"), vouching.says("gamma", address=("localhost", there))
-    program = "from provider.registry.cli import app; app()"
-    database = tmp_path / "registry.sqlite"
-    options = {
-        "--listen": "127.0.0.1:0",
-        "--certificate": identity.certificate,
-        "--key": identity.key,
-        "--authority": vouching.authority.certificate,
-        "--database": database,
-    }
-    command = [sys.executable, "-c", program, "serve", *(str(word) for pair in options.items() for word in pair)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        ready = json.loads(process.stdout.readline())
-        with vouching.client(ready["address"]) as registry:
-            registry.announce(data)
-        process.kill()
-    again = serve(database=database)
-    with vouching.client(again.address) as registry:
-        assert registry.list(DIGEST) == [data]

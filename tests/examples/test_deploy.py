@@ -107,11 +107,9 @@ def test_the_services_of_compose_run_and_have_the_figures_of_the_dashboard(tiny:
                 figures += answer.read().decode()
         registry = tmp_path / "registry"
         identity = issuing.issue(keys, authority=federation, kind=Kind.PROVIDER, name="registry", operator="R")
-        (registry / "data").mkdir(parents=True)
         projected(registry / "etc/keys", identity.certificate, identity.key, federation.certificate)
         (registry / "etc/keys/revoked.txt").write_text("")
-        folders = {"/etc/symbiosis-registry": registry / "etc", "/var/lib/symbiosis-provider": registry / "data"}
-        folders["ready"] = registry / "ready"
+        folders = {"/etc/symbiosis-registry": registry / "etc", "ready": registry / "ready"}
         running.append(warm.Popen(command(COMPOSE["services"]["registry"], folders)))
         until((registry / "ready").exists)
     finally:

@@ -19,8 +19,8 @@ DEADLINE_S = 20.0
 
 
 def newest(verified: Iterable[VerifiedDescriptor]) -> dict[str, VerifiedDescriptor]:
-    """The newest descriptor of each key."""
-    return {one.key: one for one in sorted(verified, key=lambda one: one.age)}
+    """The newest descriptor of each key, and the first of equal ones."""
+    return {one.key: one for one in sorted(reversed([*verified]), key=lambda one: one.age)}
 
 
 @dataclass

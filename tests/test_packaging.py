@@ -156,7 +156,7 @@ def test_folders_are_small_and_documented() -> None:
     assert all(ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) for folder in folders)
 
 
-BUDGETS = {"symbiosis_priv": 12_399, "provider": 8_167, "tenant": 28_148, "threat_model": 6_097, "tests": 44_469}
+BUDGETS = {"symbiosis_priv": 12_234, "provider": 7_957, "tenant": 28_145, "threat_model": 5_981, "tests": 44_181}
 """Lines of each package. Growth is decided: a change that needs more lines frees them elsewhere in its package, or
 raises the budget with the reason in its commit message. A change that frees many lines lowers the budget."""
 
@@ -169,11 +169,11 @@ def test_a_package_stays_within_its_budget(package: str) -> None:
 
 
 CHOICES = {
-    "options of all commands": 267,
-    "different options": 161,
-    "keys of provider.toml": 41,
+    "options of all commands": 261,
+    "different options": 158,
+    "keys of provider.toml": 40,
     "keys of federation.toml": 22,
-    "words, the changelog aside": 23_777,
+    "words, the changelog aside": 23_780,
 }
 """What a reader has to choose from and to read. A key or an option has a person who sets it."""
 

@@ -20,7 +20,11 @@ DEADLINE_S = 20.0
 
 def newest(verified: Iterable[VerifiedDescriptor]) -> dict[str, VerifiedDescriptor]:
     """The newest descriptor of each key, and the first of equal ones."""
-    return {one.key: one for one in sorted(reversed([*verified]), key=lambda one: one.age)}
+    found: dict[str, VerifiedDescriptor] = {}
+    for one in verified:
+        if one.key not in found or found[one.key].age < one.age:
+            found[one.key] = one
+    return found
 
 
 @dataclass

@@ -47,7 +47,6 @@ class Composed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     residual: str  # the norm whose input is added to the first linear's output
     norm: str  # the norm of that sum
-    beside: str = ""  # a linear that is called earlier, whose output is added too: attention's, beside the MLP
     parameters: tuple[str, ...] = ("weight",)  # of the norm: `weight`, `weight` and `bias`, or none
     one_plus: bool = False  # the norm multiplies by one plus its weight
     centred: bool = False  # the norm subtracts the mean of a row first, as LayerNorm does

@@ -18,9 +18,6 @@ The model's own code runs as ever: it adds, normalises, and calls the next linea
     the next norm      its hook compares its input with h + o, and its output with `r (h' * g) + b`, which gives r
     W2                 `LayerGroup.output` returns what the hook has set, if its input is the norm's output
 
-Where attention and MLP stand side by side, h includes attention's output, which `Beside` has kept: the block takes two
-round trips instead of three.
-
 Nothing is assumed about a model or an adapter. If a sum, a norm or a tensor is not the expected one, the next linears
 make a round trip of their own. An adapter may add to the output of W1: what it adds is computed before the rows are
 sent, and belongs to h. If it changes the output in another way, the comparison fails, and the block takes four round
@@ -56,67 +53,20 @@ _OF_SUMS = 16  # of sums over a row, which are float32's in every dtype
 _LARGEST_FACTOR = 2.0**20  # of a norm that adds 1e-12 or more to the variance
 
 
-class Beside:
-    """A linear whose output is added to the residual stream, too, before a trip. Its product is an ordinary one.
-    `group`: its layer group, which has no other member. `owner`, `leaf`: the module that calls the linear, and its
-    attribute."""
-
-    def __init__(self, group: LayerGroup, owner: nn.Module, leaf: str) -> None:
-        self._group, self._owner, self._leaf = weakref.ref(group), weakref.ref(owner), leaf  # `group` holds this object
-        self._width = sum(group.backend.facts[group.index].entry.outputs)
-
-    def send(self, x: Tensor) -> Tensor | None:
-        """Compute the output, and keep it with what an adapter adds. Returns None if no trip can follow."""
-        if _state.adding is self:
-            return x.new_zeros((*x.shape[:-1], self._width), dtype=output_dtype(x))
-        group = self._group()
-        if group is None or _state.residual is None:
-            return None
-        [o] = group.forward(x, output_dtype(x))
-        added = self._added(x)
-        _state.beside = self, o if added is None else o + added
-        return o
-
-    def _added(self, x: Tensor) -> Tensor | None:
-        """What an adapter adds to the output for an input `x`: its own output where the linear returns zeros."""
-        owner = self._owner()
-        module = None if owner is None else owner._modules.get(self._leaf)
-        if module is None or (isinstance(module, RemoteLayer) and not module.adds):
-            return None
-        _state.adding = self
-        try:
-            if not isinstance(module, RemoteLayer):  # a layer of PEFT around it
-                return module(x)  # type: ignore[no-any-return]
-            zeros = module.forward(x)
-            return zeros if module.tasks is None else module.tasks(module, zeros)
-        finally:
-            _state.adding = None
-
-
-class Trip(Beside):
+class Trip:
     """The round trip of one composed group.
 
     Args:
         before, after: the names of the norms before W1 and after it.
         first, second: the layer groups of W1 and W2.
         owner, leaf: the module that calls W1, and its attribute.
-        beside: the linear whose output is part of h, if there is one.
     """
 
     def __init__(
-        self,
-        index: int,
-        first: LayerGroup,
-        second: LayerGroup,
-        *,
-        before: str,
-        after: str,
-        owner: nn.Module,
-        leaf: str,
-        beside: Beside | None = None,
+        self, index: int, first: LayerGroup, second: LayerGroup, *, before: str, after: str, owner: nn.Module, leaf: str
     ) -> None:
-        super().__init__(first, owner, leaf)
-        self.index, self.second, self.before, self.after, self.beside = index, second, before, after, beside
+        self.index, self.second, self.before, self.after = index, second, before, after
+        self._first, self._owner, self._leaf = weakref.ref(first), weakref.ref(owner), leaf  # `first` holds this object
         self._rests = 0
         entry, facts = second.backend.facts[index].entry, second.backend.facts
         assert entry.composed is not None
@@ -141,11 +91,8 @@ class Trip(Beside):
         if sent is not None:  # the norm after another W1 was not called
             sent.trip.failed()
         norm, h = state.residual or (None, x)
-        (beside, other), state.beside = state.beside, (None, None)
         width, count = self._width, x.numel() // x.shape[-1]
         if norm != self.before or h.numel() != count * width or h.device != x.device or self._has_other_rows():
-            return None
-        if beside is not self.beside or (other is not None and other.numel() != h.numel()):
             return None
         if self._rests:
             self._rests -= 1
@@ -153,7 +100,7 @@ class Trip(Beside):
         added = self._added(x)
         if added is not None and added.numel() != h.numel():
             return None
-        terms = [term.reshape(count, width) for term in (h, other, added) if term is not None]
+        terms = [term.reshape(count, width) for term in (h, added) if term is not None]
         total = sum(terms, self._on(x.device)["first_bias"])
         o, through, own = (
             torch.empty((count, size), dtype=torch.float32, device=x.device)
@@ -172,6 +119,21 @@ class Trip(Beside):
         size = sum((term.to(torch.float32).abs() for term in terms), o.to(torch.float32).abs())
         state.sent = _Sent(self, sum(terms, o), size, y)
         return o.view(*x.shape[:-1], width)
+
+    def _added(self, x: Tensor) -> Tensor | None:
+        """What an adapter adds to the output for an input `x`: its own output where the linear returns zeros."""
+        owner = self._owner()
+        module = None if owner is None else owner._modules.get(self._leaf)
+        if module is None or (isinstance(module, RemoteLayer) and not module.adds):
+            return None
+        _state.adding = self
+        try:
+            if not isinstance(module, RemoteLayer):  # a layer of PEFT around it
+                return module(x)  # type: ignore[no-any-return]
+            zeros = module.forward(x)
+            return zeros if module.tasks is None else module.tasks(module, zeros)
+        finally:
+            _state.adding = None
 
     def finish(self, sent: "_Sent", total: Tensor, norm: nn.Module, normed: Tensor) -> bool:
         """Set the output of the next linears for a norm's output. Returns False if it, the norm's weight, or its input
@@ -229,7 +191,7 @@ class Trip(Beside):
         self._rests = _REST
 
     def _has_other_rows(self) -> bool:
-        first = self._group()
+        first = self._first()
         return first is None or len(first.adapter_rows) + len(self.second.adapter_rows) > 0
 
 
@@ -254,13 +216,12 @@ class _State(local):
     Attributes:
         residual: the last norm, and its input.
         sent: the last round trip, until the norm after it is called.
-        beside: the last output that `Beside` has kept.
+        adding: the trip that asks for what an adapter adds.
     """
 
     residual: tuple[str, Tensor] | None = None
     sent: _Sent | None = None
-    adding: Beside | None = None
-    beside: tuple[Beside | None, Tensor | None] = None, None
+    adding: Trip | None = None
 
 
 _state = _State()
@@ -318,13 +279,7 @@ def join_groups(model: PreTrainedModel, groups: Mapping[tuple[str, ...], LayerGr
         if first is None or second is None or before is None or after is None or linear is None:
             continue
         owner, _, leaf = linear.rpartition(".")
-        beside = None
-        if entry.composed.beside:
-            other, path = groups.get((entry.composed.beside,)), name_in(model, entry.composed.beside, modules)
-            if other is None or path is None:
-                continue
-            beside = other.trip = Beside(other, modules[path.rpartition(".")[0]], path.rpartition(".")[2])
-        where = {"before": names[0], "after": names[1], "owner": modules[owner], "leaf": leaf, "beside": beside}
+        where = {"before": names[0], "after": names[1], "owner": modules[owner], "leaf": leaf}
         first.trip = trip = Trip(group.index, first, second, **where)
         for name, module in ((names[0], modules[before]), (names[1], modules[after])):
             if name not in hooked:

@@ -7,8 +7,7 @@
 
 Then `y = r (W2 (C h * g) + W2 diag(g) C W1 a) + W2 b`. The first product is an ordinary one, and the second one, with
 `W1 a`, is that of a composed group, whose bias is `W2 b`. A tenant knows h and a at the same time, so one round trip
-brings both (`tenant.model.trips`). Where attention and MLP stand side by side, attention's output is part of h, and W1
-is the MLP's last linear.
+brings both (`tenant.model.trips`). Sums of two linears' outputs (attention and MLP side by side) are not composed.
 
 What is found here decides what providers serve, and not what a tenant computes: it compares the sum and the norm with
 these formulas in every pass.
@@ -133,12 +132,12 @@ class _Trace(TorchFunctionMode):
         taken: set[str] = set()
         for normed, (norm, total) in self._normed.items():
             second = [self._groups[name] for name in by_input.get(normed, ())]
-            if total is None or not total.residual or not 1 <= len(total.outputs) <= 2 or not second:
+            if total is None or not total.residual or len(total.outputs) != 1 or not second:
                 continue
-            first, *beside = [name for name in reversed(self._reached) if name in total.outputs]
-            alone = all(len(self._groups[name].members) == 1 for name in total.outputs)
+            [first] = total.outputs
+            alone = len(self._groups[first].members) == 1
             if first not in taken and alone and {*second[0].members} <= {*by_input[normed]}:
-                composed = Composed(residual=total.residual, norm=norm, beside="".join(beside), **self._norms[norm])
+                composed = Composed(residual=total.residual, norm=norm, **self._norms[norm])
                 places.append((composed, self._groups[first], second[0]))
                 taken.add(first)
         return places

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from symbiosis_priv.errors import TaskError, UnsupportedModelError
 from tenant.tasks.adapter import Adapter
-from tenant.tasks.operators import Operator, operator_key
+from tenant.tasks.operators import ByPeft, Operator, operator_key
 
 BASE = "__base__"
 """PEFT's name for rows without an adapter."""
@@ -49,7 +49,7 @@ class Composition:
         """Return how the layer `name` is computed."""
         if (plan := self._plans.get((name, device))) is not None:
             return plan
-        groups: dict[tuple[tuple[type[Operator], Hashable], int | None], list[str]] = defaultdict(list)
+        groups: dict[tuple[type[Operator], Hashable, int], list[str]] = defaultdict(list)
         rest: list[str] = []
         for task, rows in self._rows.items():
             layer = None if task == BASE else self._adapters[task].layers.get(name)
@@ -60,21 +60,18 @@ class Composition:
                 keys = {} if adapter.trainable or adapter.training else adapter.keys
                 if name not in keys:
                     keys[name] = operator_key(layer)
-                in_blocks = self._block is not None and not keys[name][0].is_independent(layer)
-                groups[keys[name], None if in_blocks else len(rows)].append(task)
-        members = tuple((tuple(tasks), count is None) for (_, count), tasks in groups.items())
+                kind, key = keys[name]
+                if self._block is not None and not kind.row_exact:
+                    kind, key = ByPeft, id(layer)
+                groups[kind, key, len(rows)].append(task)
+        members = tuple(map(tuple, groups.values()))
         places = self._places.get((members, device))
         if places is None:
             places = self._places[members, device] = self._placed(members, rest, device)
         sections = []
-        for ((kind, _), count), (tasks, _), section in zip(groups, members, places.sections, strict=True):
-            blocks = [
-                -(-len(self._rows[task]) // self._block) if count is None and self._block else 1 for task in tasks
-            ]
-            layers = [
-                self._adapters[task].layers[name] for task, n in zip(tasks, blocks, strict=True) for _ in range(n)
-            ]
-            sections.append(_Section(kind(layers, in_blocks=self._block is not None), *section))
+        for (kind, _, _), tasks, part in zip(groups, members, places.sections, strict=True):
+            layers = [self._adapters[task].layers[name] for task in tasks]
+            sections.append(_Section(kind(layers, block=self._block), part))
         plan = self._plans[name, device] = _Plan(sections, places.rest, places.order)
         return plan
 
@@ -103,45 +100,24 @@ class Composition:
                     start = starts.get((name, number))
                     if start is None:
                         continue
-                    if section.own is None or section.places is None:
+                    if section.rows is None:
                         order += start
                     else:
-                        order[section.own] = start + section.places
+                        places = torch.arange(len(section.rows), dtype=torch.long, device=device)
+                        order[section.rows] = start + places
                 orders.append(order)
             rows, flat = torch.unique(torch.cat(orders), return_inverse=True)
             self._needed[key] = rows, dict(zip(siblings, flat.split(counts), strict=True))
         return self._needed[key]
 
-    def _placed(
-        self, groups: Sequence[tuple[Sequence[str], bool]], rest: Sequence[str], device: torch.device
-    ) -> _Places:
-        def tensor(numbers: Sequence[int]) -> Tensor:
-            return torch.tensor(numbers, dtype=torch.long, device=device)
-
-        in_order = list(range(self.count))
-        sections: list[tuple[Tensor | None, Tensor | None, Tensor | None]] = []
-        order, start = [0] * self.count, 0
-        for tasks, in_blocks in groups:
-            rows: list[int] = []
-            own: list[int] = []
-            places: list[int] = []
-            for task in tasks:
-                of_task = self._rows[task]
-                own += of_task
-                places += range(len(rows), len(rows) + len(of_task))
-                missing = -len(of_task) % self._block if in_blocks and self._block else 0
-                rows += of_task + [of_task[-1]] * missing  # repeat the last row: any row fills a block
-            for row, place in zip(own, places, strict=True):
-                order[row] = start + place
-            start += len(rows)
-            whole = rows == in_order
-            sections.append((None, None, None) if whole else (tensor(rows), tensor(own), tensor(places)))
-        if len(sections) == 1 and sections[0][0] is None:
-            return _Places(sections, None, None)
-        without = [row for task in rest for row in self._rows[task]]
-        for place, row in enumerate(without, start=start):
-            order[row] = place
-        return _Places(sections, tensor(without) if without else None, tensor(order))
+    def _placed(self, groups: Sequence[Sequence[str]], rest: Sequence[str], device: torch.device) -> _Places:
+        parts = [[row for task in tasks for row in self._rows[task]] for tasks in (*groups, rest)]
+        order = list(itertools.chain.from_iterable(parts))
+        if groups and order == parts[0] == list(range(self.count)):
+            return _Places([None], None, None)
+        *sections, without = (torch.tensor(rows, dtype=torch.long, device=device) for rows in parts)
+        places = torch.tensor(order, dtype=torch.long, device=device).argsort()
+        return _Places(sections, without if len(without) else None, places)
 
 
 class Batch:
@@ -249,16 +225,14 @@ def _state(x: Tensor) -> tuple[object, ...]:
 
 
 class _Places(NamedTuple):
-    sections: list[tuple[Tensor | None, Tensor | None, Tensor | None]]
+    sections: Sequence[Tensor | None]
     rest: Tensor | None
     order: Tensor | None
 
 
 class _Section(NamedTuple):
     operator: Operator
-    rows: Tensor | None  # the operator's rows, with rows that fill up blocks; None for all rows, in order
-    own: Tensor | None  # these rows of the batch, each once
-    places: Tensor | None  # positions of `own` in `rows`
+    rows: Tensor | None  # the operator's rows; None for all rows, in order
 
 
 class _Plan(NamedTuple):

@@ -5,20 +5,17 @@ tasks with the same method and the same sizes are computed together, with batche
 methods run PEFT's own code, one task after the other (`ByPeft`). Either way the base layer runs once for all tasks.
 
 Rows are sorted by task, and each task has the same number of rows, so a tensor of `tasks * rows` sequences can be
-viewed as `[tasks, rows * tokens, width]`. Where a row's bits must not depend on the other rows, the compiled library
-multiplies (`native.linear`): rows of LoRA, IA3 and BitFit then need nothing else (`is_independent`).
+viewed as `[tasks, rows * tokens, width]`.
 
-Without the library, and for other methods, rows are divided into blocks: operators treat each block as a task (a task
-may have several blocks), and every product has the shape of one block. BLAS chooses the order of sums by the shape, so
-a row's result does not depend on the other blocks. With some shapes it also depends on the row's place (MKL with AVX2:
-nearly all shapes; oneDNN: bfloat16 with three threads). LoRA, VeRA and bottleneck adapters test their shapes, and
-compute such products one row at a time (`linear_in_block`); OFT and PEFT's own code do not.
+Where a row's bits must not depend on the other rows (`block`), `RowBlocks` computes each task's products and functions.
+PEFT's own code may call anything, so it gets that number of rows at a time: every product has the shape of one block,
+and a row's result does not depend on the other blocks.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,25 +24,20 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from symbiosis_priv.native import can_multiply, linear
 from tenant.tasks.adapter import NAME, base_layer
 from tenant.tasks.methods.outputs import BitFitLayer, BottleneckLayer
-from tenant.tasks.row_blocks import RowBlocks
-
-_ROW_BLOCKS = RowBlocks()
+from tenant.tasks.row_blocks import EXACT, exact_linear
 
 
 class Operator(ABC):
-    """The adapters of some tasks at one layer of the model. `layers`: one layer per task, or per block. `in_blocks`:
-    True if a row's bits must not depend on the other rows."""
+    """The adapters of some tasks at one layer of the model. `layers`: one layer per task. `block`: None if a row's bits
+    may depend on the other rows; otherwise the number of rows that PEFT's own code gets at a time."""
 
-    def __init__(self, layers: Sequence[Any], *, in_blocks: bool) -> None:
-        self.layers, self.in_blocks = layers, in_blocks
+    row_exact = True
+    """False if `block` needs PEFT's own code."""
 
-    @classmethod
-    def is_independent(cls, layer: Any) -> bool:
-        """True if a row's bits depend on no other row, so that the layer's rows fill no blocks."""
-        return False
+    def __init__(self, layers: Sequence[Any], *, block: int | None) -> None:
+        self.layers, self.block = layers, block
 
     @property
     def changes_input(self) -> bool:
@@ -80,13 +72,13 @@ class _Grouped(Operator):
 
     def linears(self, x: Tensor, *chain: Sequence[Tensor]) -> Tensor:
         """Apply linears one after the other, each with a weight per task: `[tasks, rows, d]` to `[tasks, rows, o]`."""
-        if not self.in_blocks:
+        if self.block is None:
             for weights in chain:
                 x = x @ _stacked(weights).transpose(1, 2)
             return x
         outputs = list(x.unbind())
         for weights in chain:
-            outputs = [linear_in_block(rows, weight) for rows, weight in zip(outputs, weights, strict=True)]
+            outputs = [exact_linear(rows, weight) for rows, weight in zip(outputs, weights, strict=True)]
         return _stacked(outputs)
 
     def per_row(self, vectors: Tensor, like: Tensor) -> Tensor:
@@ -110,10 +102,6 @@ class Lora(_Grouped):
         a = layer.lora_A[NAME].weight
         return a.shape, a.dtype, layer.scaling[NAME], _dropout(layer.lora_dropout[NAME])
 
-    @classmethod
-    def is_independent(cls, layer: Any) -> bool:
-        return all(can_multiply(part[NAME].weight, part[NAME].weight) for part in (layer.lora_A, layer.lora_B))
-
     def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
         first, (a, b) = self.layers[0], self._weights
         dropped = first.lora_dropout[NAME](first._cast_input_dtype(x, a[0].dtype))
@@ -133,10 +121,6 @@ class IA3(_Grouped):
     @classmethod
     def key(cls, layer: Any) -> Hashable | None:
         return None if NAME not in layer.ia3_l else (layer.is_feedforward, layer.ia3_l[NAME].dtype)
-
-    @classmethod
-    def is_independent(cls, layer: Any) -> bool:
-        return True
 
     @property
     def changes_input(self) -> bool:
@@ -173,13 +157,15 @@ class Vera(_Grouped):
         return (y + self.per_row(b, delta) * delta).to(y.dtype)
 
     def _product(self, x: Tensor, shared: Tensor) -> Tensor:
-        if not self.in_blocks:
+        if self.block is None:
             return F.linear(x, shared)
         return self.linears(self.by_task(x), [shared] * len(self.layers)).view(*x.shape[:-1], len(shared))
 
 
 class OFT(_Grouped):
     """OFT: rotates blocks of the base layer's input."""
+
+    row_exact = False
 
     @classmethod
     def key(cls, layer: Any) -> Hashable | None:
@@ -198,28 +184,15 @@ class OFT(_Grouped):
     def before(self, x: Tensor) -> Tensor | None:
         weights = [layer.oft_R[NAME].weight for layer in self.layers]
         rows = self.by_task(x.to(weights[0].dtype)).unflatten(-1, (-1, self.layers[0].oft_R[NAME].block_size))
-        if self.in_blocks:
-            made = {id(weight): self._rotations(weight) for weight in weights}
-            each = zip(rows.unbind(), weights, strict=True)
-            rotated = _stacked([self._rotated(part, made[id(weight)]) for part, weight in each])
-        else:
-            rotations = self._rotations(_stacked(weights).flatten(0, 1)).unflatten(0, (len(weights), -1))
-            rotated = self._rotated(rows, rotations)
-        return rotated.reshape(x.shape).to(x.dtype)
+        first = self.layers[0].oft_R[NAME]
+        cayley = first.use_cayley_neumann, first.num_cayley_neumann_terms
+        made: Tensor = first._cayley_batch(_stacked(weights).flatten(0, 1), first.block_size, *cayley)
+        rotations = made.unflatten(0, (len(weights), -1))
+        rotations = rotations.expand(-1, rows.shape[-2], -1, -1)  # with block_share, all blocks have one rotation
+        return torch.einsum("tmrk,trkc->tmrc", rows, rotations).reshape(x.shape).to(x.dtype)
 
     def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
         return y
-
-    def _rotations(self, weight: Tensor) -> Tensor:
-        first = self.layers[0].oft_R[NAME]
-        cayley = first.use_cayley_neumann, first.num_cayley_neumann_terms
-        rotations: Tensor = first._cayley_batch(weight, first.block_size, *cayley)
-        return rotations
-
-    def _rotated(self, rows: Tensor, rotations: Tensor) -> Tensor:
-        # with block_share, all blocks have one rotation
-        expanded = rotations.expand(*rotations.shape[:-3], rows.shape[-2], -1, -1)
-        return torch.einsum("...mrk,...rkc->...mrc", rows, expanded)
 
 
 class Bottleneck(_Grouped):
@@ -237,17 +210,16 @@ class Bottleneck(_Grouped):
             [getattr(layer, name)[NAME] for layer in self.layers] for name in ("bottleneck_down", "bottleneck_up")
         )
         rows = self.by_task(y.to(down[0].weight.dtype))
-        inner, activation = self._linears(rows, down), self.layers[0].activation[NAME]
-        if self.in_blocks:  # torch's vectorised code computes the last elements of a tensor differently
-            inner = torch.stack([activation(row) for row in inner.flatten(0, 1)]).view_as(inner)
+        activation = self.layers[0].activation[NAME]
+        if self.block is None:
+            added = self._linears(activation(self._linears(rows, down)), up)
         else:
-            inner = activation(inner)
-        return y + self._linears(inner, up).view_as(y).to(y.dtype)
+            with EXACT:
+                each = zip(rows.unbind(), down, up, strict=True)
+                added = _stacked([after(activation(before(part))) for part, before, after in each])
+        return y + added.view_as(y).to(y.dtype)
 
     def _linears(self, rows: Tensor, modules: Sequence[Any]) -> Tensor:
-        if self.in_blocks:
-            parts = zip(rows.unbind(), modules, strict=True)
-            return _stacked([linear_in_block(part, module.weight, module.bias) for part, module in parts])
         weight, bias = (_stacked([getattr(module, name) for module in modules]) for name in ("weight", "bias"))
         return torch.baddbmm(bias.unsqueeze(1), rows, weight.transpose(1, 2))
 
@@ -258,10 +230,6 @@ class BitFit(_Grouped):
     @classmethod
     def key(cls, layer: Any) -> Hashable | None:
         return layer.bitfit_bias[NAME].dtype if NAME in layer.bitfit_bias else None
-
-    @classmethod
-    def is_independent(cls, layer: Any) -> bool:
-        return True
 
     def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
         return y + self.per_row(self.stack(lambda layer: layer.bitfit_bias[NAME]), y).to(y.dtype)
@@ -274,10 +242,10 @@ class ByPeft(Operator):
     the product is known. The code of a layer that passes its own input to the base layer runs only once.
     """
 
-    def __init__(self, layers: Sequence[Any], *, in_blocks: bool) -> None:
-        super().__init__(layers, in_blocks=in_blocks)
+    def __init__(self, layers: Sequence[Any], *, block: int | None) -> None:
+        super().__init__(layers, block=block)
         self._layer = layers[0]
-        self._mode = _ROW_BLOCKS if in_blocks else nullcontext()
+        self._mode = nullcontext() if block is None else EXACT
         # True once it is known that the base layer gets the layer's own input or is not used
         self._passes_on = not isinstance(self._layer, BaseTunerLayer)
 
@@ -300,16 +268,18 @@ class ByPeft(Operator):
             except _BaseLayerCalled as asked:
                 self._passes_on = asked.x is part
                 changed.append(asked.x)
-        return None if self._passes_on else _joined(changed)
+        return None if self._passes_on else _joined(changed, len(x))
 
     def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
         parts = zip(self._parts(x), self._parts(y), strict=True)
-        return _joined([self._after(x, y, base) for x, y in parts])
+        return _joined([self._after(part, its_y, base) for part, its_y in parts], len(x))
 
     def _parts(self, x: Tensor) -> Sequence[Tensor]:
-        count = len(self.layers)
-        size = len(x) // count
-        return [x] if count == 1 else [x[i * size : (i + 1) * size] for i in range(count)]
+        if self.block is None:
+            return [x]
+        missing = -len(x) % self.block
+        filled = torch.cat([x, x[-1:].expand(missing, *x.shape[1:])])  # any row fills a block
+        return [filled[start : start + self.block] for start in range(0, len(filled), self.block)]
 
     def _after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
         waiting = [y]
@@ -343,42 +313,6 @@ def operator_key(layer: nn.Module) -> tuple[type[Operator], Hashable]:
     return (ByPeft, id(layer)) if kind is None or key is None else (kind, key)
 
 
-def linear_in_block(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `F.linear` of a block of rows `[rows, d]`: a row's bits do not depend on the other rows, nor on its
-    place."""
-    if can_multiply(rows, weight):  # with the same bits on every processor
-        return linear(rows, weight) if bias is None else linear(rows, weight) + bias
-    if _place_matters(len(rows), weight.shape, rows.dtype, rows.device, torch.get_num_threads(), bias is not None):
-        return torch.cat([F.linear(row.clone(), weight, bias) for row in rows.split(1)])
-    # BLAS may choose the order of sums by the alignment, too, and a new tensor's is always the same
-    return F.linear(rows.clone() if rows.data_ptr() % 64 else rows, weight, bias)
-
-
-@cache
-@torch.no_grad()
-def _place_matters(
-    rows: int, shape: torch.Size, dtype: torch.dtype, device: torch.device, threads: int, biased: bool
-) -> bool:
-    """Returns True if equal rows of a block have different products with a weight of this shape. In half of the tests
-    the exact products are zero, so that the bits of a result are those of its rounding alone."""
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    outputs, inputs = shape
-
-    def draw(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
-
-    half, bias = inputs // 2, torch.zeros(outputs, dtype=dtype, device=device) if biased else None
-    for number in range(16):
-        row, weight = draw(1, inputs), draw(outputs, inputs)
-        if number % 2:
-            row[:, half:], weight[:, half : 2 * half] = 0, weight[:, :half]
-            row[:, half : 2 * half] = -row[:, :half]
-        products = F.linear(row.expand(rows, -1).contiguous().to(device), weight.to(device), bias)
-        if not torch.equal(products, products[:1].expand_as(products)):
-            return True
-    return False
-
-
 class _BaseLayerCalled(BaseException):
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -388,8 +322,8 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(tuple(tensors)) if len(tensors) > 1 else tensors[0].unsqueeze(0)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
+def _joined(parts: Sequence[Tensor], count: int) -> Tensor:
+    return torch.cat(tuple(parts))[:count] if len(parts) > 1 else parts[0][:count]
 
 
 def _dropout(module: nn.Module) -> float:

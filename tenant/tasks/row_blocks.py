@@ -5,9 +5,9 @@ rows. Neither are functions such as `tanh`: the vectorised code and the code for
 bit, and the number of rows decides which of them computes an element.
 
     linear      the compiled library has one whose rows do not depend on each other (`native.linear`)
-    products    otherwise in blocks of `ROWS` rows, so each call has the same shape. At the first call of a shape,
-                `RowBlocks` tests that a row's place in the block does not matter; if it does, rows are computed one at
-                a time.
+    products    otherwise in blocks of `ROWS` rows, so each call has the same shape. With some shapes, BLAS's order also
+                depends on a row's place in the block (MKL with AVX2: nearly all; oneDNN: bfloat16 with three threads).
+                A shape is tested at its first call, and such rows are computed one at a time.
     functions   rows of whole vectors together, as far as no thread gets a part of a vector; all others one at a time
 
 A torch function mode delays each call of torch, and a step of a Llama makes 50 of them per layer. `ModuleBlocks` enters
@@ -16,7 +16,7 @@ the mode only in modules that call such functions: activations, rotary embedding
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
@@ -80,23 +80,34 @@ class RowBlocks(TorchFunctionMode):
                 return compute(rows.contiguous())
             # copies, so that each part is aligned like a single row
             return torch.cat([compute(part.clone()) for part in rows.contiguous().split(together)])
+        if not (count := len(rows)):
+            return compute(rows)
         others = tuple(tuple(other.shape) if isinstance(other, Tensor) else other for other in args[at + 1 :])
-        key = (func, rows.shape[1:], rows.dtype, others)
+        key = (func, rows.shape[1:], rows.dtype, rows.device, torch.get_num_threads(), others)
         size = self._sizes.get(key)
         if size is None:
-            size = self._sizes[key] = _size(compute, rows)
+            size = self._sizes[key] = 1 if _place_matters(func, args, at, kwargs) else ROWS
             if size == 1:
                 log.info("%s of rows %s: one row at a time", func.__name__, list(rows.shape[1:]))
-        count = len(rows)
-        if not count:
-            return compute(rows)
         missing = -count % size
         if missing or not rows.is_contiguous():
             filled = rows.new_zeros((count + missing, *rows.shape[1:]))
             filled[:count] = rows
             rows = filled
-        blocks = [compute(block) for block in rows.split(size)]
+        # BLAS may choose the order by the alignment, too, and that of a new tensor is always the same
+        blocks = [compute(block.clone() if block.data_ptr() % 64 else block) for block in rows.split(size)]
         return (torch.cat(blocks) if len(blocks) > 1 else blocks[0])[:count]
+
+
+EXACT = RowBlocks()
+
+
+def exact_linear(rows: Tensor, weight: Tensor) -> Tensor:
+    """Compute `F.linear` of rows `[r, d]`: a row's bits do not depend on the other rows."""
+    if can_multiply(rows, weight):  # a mode would take longer than a small product
+        return linear(rows, weight)
+    with EXACT:
+        return F.linear(rows, weight)
 
 
 class ModuleBlocks:
@@ -184,12 +195,24 @@ class _ThreadState(threading.local):
     states: list[bool] | None = None
 
 
-def _size(compute: Callable[[Tensor], Tensor], like: Tensor) -> int:
-    """Return `ROWS` if `compute` returns the same bits for a row at each place of a block of `ROWS` rows; otherwise
-    1."""
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    shape = (ROWS, *like.shape[1:])
-    rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(like)
-    expected = compute(rows)
-    moved = (compute(rows.roll(by, 0)).roll(-by, 0) for by in range(1, ROWS))
-    return ROWS if all(torch.equal(expected, result) for result in moved) else 1
+@torch.no_grad()
+def _place_matters(func: Callable[..., Any], args: Sequence[Any], at: int, kwargs: dict[str, Any]) -> bool:
+    """Returns True if equal rows of a block have different products with a weight of this shape. In half of the tests
+    the exact products are zero, so that the bits of a result are those of its rounding alone."""
+    if len(args) <= at + 1:  # the weight is a keyword
+        return True
+    rows, weight = args[at], args[at + 1]
+    generator = torch.Generator(device=rows.device).manual_seed(0)
+    others = [torch.zeros_like(other) if isinstance(other, Tensor) else other for other in args]
+    outputs, half = weight.numel() // rows.shape[-1], rows.shape[-1] // 2
+    for number in range(2 * min(8, max(1, 4096 // outputs))):  # many outputs are many tests
+        row, weights = (torch.empty_like(like).normal_(generator=generator) for like in (rows[:1], weight))
+        if number % 2:
+            by_input = weights.t() if func is F.linear else weights
+            row[..., half:], by_input[half : 2 * half] = 0, by_input[:half]
+            row[..., half : 2 * half] = -row[..., :half]
+        others[at], others[at + 1] = row.expand(ROWS, *row.shape[1:]).contiguous(), weights
+        products = func(*others, **kwargs)
+        if not torch.equal(products, products[:1].expand_as(products)):
+            return True
+    return False

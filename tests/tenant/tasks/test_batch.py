@@ -18,7 +18,7 @@ from symbiosis_priv.errors import TaskError, UnsupportedMethodError, Unsupported
 from symbiosis_priv.native import linear
 from tenant import RemoteConfig, backend_of
 from tenant.model.loading import load_model
-from tenant.tasks import operators
+from tenant.tasks import row_blocks
 from tenant.tasks.adapter import NAME
 from tenant.tasks.batch import BASE
 from tenant.tasks.operators import operator_key
@@ -200,16 +200,25 @@ def test_in_blocks_a_row_has_the_bits_it_has_alone(
     outputs=st.sampled_from([8, 100, 576]),
     rank=st.sampled_from([1, 4, 5, 16, 64]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    blocks=st.integers(1, 9),
-    place=st.integers(0, 71),
+    tasks=st.integers(1, 9),
+    rows=st.integers(1, 9),
+    place=st.integers(0, 80),
     threads=st.integers(1, 4),
     compiled=st.sampled_from([TORCH, BUILDS[-1]]),
 )
 @example(  # MKL's order depends on the place
-    inputs=24, outputs=8, rank=5, dtype=torch.float32, blocks=1, place=1, threads=1, compiled=TORCH
+    inputs=24, outputs=8, rank=5, dtype=torch.float32, tasks=1, rows=8, place=1, threads=1, compiled=TORCH
 )
-def test_a_block_of_lora_has_the_same_bits_whatever_the_number_of_blocks(
-    inputs: int, outputs: int, rank: int, dtype: torch.dtype, blocks: int, place: int, threads: int, compiled: str
+def test_a_row_of_lora_has_the_same_bits_whatever_the_number_of_tasks_and_rows(
+    inputs: int,
+    outputs: int,
+    rank: int,
+    dtype: torch.dtype,
+    tasks: int,
+    rows: int,
+    place: int,
+    threads: int,
+    compiled: str,
 ) -> None:
     torch.set_num_threads(threads)
     torch.manual_seed(inputs)
@@ -220,14 +229,13 @@ def test_a_block_of_lora_has_the_same_bits_whatever_the_number_of_blocks(
     for layer in layers:
         nn.init.normal_(layer.lora_B[NAME].weight)
     key = operator_key(layers[0])
-    x, y = torch.randn(8 * blocks, inputs, dtype=dtype), torch.randn(8 * blocks, outputs, dtype=dtype)
+    x, y = torch.randn(rows * tasks, inputs, dtype=dtype), torch.randn(rows * tasks, outputs, dtype=dtype)
     place %= len(x)
-    first, own_y = x[place].expand(8, -1).clone(), y[place].expand(8, -1).clone()
-    of_blocks = [layers[number % 3] for number in range(blocks)]
-    mine = [of_blocks[place // 8]]
+    of_tasks = [layers[number % 3] for number in range(tasks)]
     with torch.inference_mode(), using(compiled):
-        mixed = key[0](of_blocks, in_blocks=True).after(x, y, no_base)[place]
-        alone = key[0](mine, in_blocks=True).after(first, own_y, no_base)[0]
+        mixed = key[0](of_tasks, block=8).after(x, y, no_base)[place]
+        own_x, own_y = x[place : place + 1].clone(), y[place : place + 1].clone()
+        alone = key[0](of_tasks[place // rows :][:1], block=8).after(own_x, own_y, no_base)[0]
     assert torch.equal(mixed, alone)
 
 
@@ -236,9 +244,9 @@ def test_rows_of_lora_fill_no_blocks_and_have_the_same_bits_on_every_processor(s
     """With AVX2, MKL's sums depend on a row's place in a block: such rows were filled up and multiplied one by one."""
     projection = split.model.model.layers[0].self_attn.q_proj
     names, x = ["lora", BASE, "lora-r8", "lora"], torch.randn(4, 1, projection.in_features)
-    results, blas = [], mock.patch.object(operators, "_place_matters", side_effect=AssertionError)
+    results, blas = [], mock.patch.object(row_blocks, "_place_matters", side_effect=AssertionError)
     for compiled in BUILDS[1:]:
-        own = mock.patch.object(operators, "linear", wraps=linear)
+        own = mock.patch.object(row_blocks, "linear", wraps=linear)
         with using(compiled), torch.no_grad(), blas, own as own_linear, split.batch(names, block=8):
             results.append(projection(x))
         assert sorted(len(call.args[0]) for call in own_linear.call_args_list) == [1, 1, 2, 2]

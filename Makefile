@@ -75,8 +75,7 @@ docs: venv
 	@$(BIN)/mkdocs build --strict
 
 compatibility: venv
-	@$(BIN)/python -m pytest tests/compatibility/test_compatibility.py --compatibility write
-	@$(BIN)/python -m tests.compatibility.sweep --write
+	@$(BIN)/python -m pytest --numprocesses 2 tests/compatibility --compatibility write
 
 # With a Python that has torch, nothing is installed: such a machine may have no network. `make gpu OPTIONS=--cpu` tries it.
 gpu:

@@ -25,6 +25,7 @@ from torch import Tensor
 from symbiosis_priv.checkpoints.discovery.linears import is_linear
 from symbiosis_priv.errors import UnsupportedMethodError
 from tenant import RemoteConfig, rounded_model
+from tests.compatibility import families
 from tests.compatibility.families import build
 
 STAGES = FORWARD, BACKWARD, GENERATE, HOME = "FBGH"
@@ -77,6 +78,10 @@ _DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_name("methods.toml").r
 ARCHITECTURES = {name: Architecture(name, **fields) for name, fields in _DATA["architectures"].items()}
 METHODS: dict[str, dict[str, Any]] = _DATA["methods"]
 NOT_TRIED = {"ADAMSS": "AdaMSS, which needs scikit-learn"}
+SAMPLE = (
+    *("qwen3", "gpt2", "mixtral", "bamba", "nomic_bert", "t5", "vit", "clip", "whisper", "llava", "gpt_oss in mxfp4"),
+)
+"""The families that are tried by default."""
 _TASKS = {"POLY", "MULTITASK_PROMPT_TUNING"}  # methods that need the task of each row as an argument
 
 
@@ -313,9 +318,11 @@ def pair(names: tuple[str, str], new_pair: Callable[[str, str], Pair]) -> Pair:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrise `names` with the pairs to try."""
+    """Parametrise `names` with the pairs to try, and `family` with the families."""
+    every = metafunc.config.getoption("compatibility") != "some"
+    if "family" in metafunc.fixturenames:
+        metafunc.parametrize("family", [*families.FAMILIES, *families.PUBLISHED] if every else SAMPLE)
     if "names" in metafunc.fixturenames:
-        every = metafunc.config.getoption("compatibility") != "some"
         pairs = [
             (architecture, method)
             for architecture in ARCHITECTURES

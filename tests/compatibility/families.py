@@ -1,8 +1,8 @@
 """Families of models that transformers can build, each in miniature.
 
 `small(family)` shrinks a family's default configuration: it sets the fields in `SIZES`, also in nested configurations,
-and the family's own values in `HINTS`. `head(family)` is the class that is tried for a family; `heads(family)` are all
-its classes. `build(model)` is a model of a class, and `inputs_of` makes what it takes.
+and the family's own values in `HINTS`. `head(family)` is the class that is tried for a family. `build(model)` is a
+model of a class, and `inputs_of` makes what it takes.
 """
 
 import dataclasses
@@ -10,7 +10,6 @@ import inspect
 import itertools
 import re
 import tomllib
-from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -38,27 +37,16 @@ PUBLISHED = (
 )
 """Families whose checkpoints are tried in the forms of `tests.forms`, too."""
 
-OTHER_HEADS = (
-    *("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION"),
-    *("QUESTION_ANSWERING", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "CTC", "IMAGE_TEXT_TO_TEXT", ""),
-)
-"""The mappings of transformers that `heads` reads; "" is the model without a head (embeddings)."""
-
-
-def heads(family: str, kinds: Sequence[str] = OTHER_HEADS) -> list[str]:
-    """Return the names of a family's classes in these mappings of transformers, in order."""
-    found = []
-    for kind in kinds:
-        mapping = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES" if kind else "MODEL_MAPPING_NAMES")
-        names = mapping.get(family, ())
-        found += [names] if isinstance(names, str) else list(names)
-    return list(dict.fromkeys(found))
-
 
 def head(family: str) -> str:
-    """Return the name of the class that is tried for a family, or for one in `PUBLISHED`."""
+    """Return the name of the class that is tried for a family, or for one in `PUBLISHED`: the first one in the mappings
+    of transformers for its kind, of which "" is that of models without a head (embeddings)."""
     family = family.partition(" in ")[0]
-    return heads(family, KINDS[FAMILIES[family]][0])[0]
+    for kind in KINDS[FAMILIES[family]][0]:
+        mapping = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES" if kind else "MODEL_MAPPING_NAMES")
+        if names := mapping.get(family):
+            return str(names) if isinstance(names, str) else str(names[0])
+    raise KeyError(family)
 
 
 # Sizes, by the names of fields

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedWeight
 from tests.compatibility.conftest import ARCHITECTURES, HOME, METHODS, NOT_TRIED, close, plain_logits
-from tests.compatibility.sweep import DOCUMENT, committed, write
+from tests.compatibility.tables import DOCUMENT, Rows, committed, write
 
 # PEFT's methods log many warnings that do not matter here.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -25,14 +25,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 Table = dict[tuple[str, str], str]
 
 
-def rows(found: Table) -> list[list[str]]:
+def rows(found: Table) -> Rows:
     """A row for each method, a column for each architecture."""
     names = [*ARCHITECTURES]
     cells = [[m, *(found.get((name, m), "not tried") for name in names)] for m in METHODS]
     return [["method", *names], *cells]
 
 
-def summary(rows: list[list[str]]) -> str:
+def summary(rows: Rows) -> str:
     """Which methods work on an architecture, and which on none."""
     works = {method: any("F" in cell for cell in cells) for method, *cells in rows[1:]}
     libraries = ", ".join(f"{x.__name__} {x.__version__.partition('+')[0]}" for x in (peft, transformers, torch))
@@ -42,7 +42,7 @@ def summary(rows: list[list[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def parse(rows: list[list[str]]) -> Table:
+def parse(rows: Rows) -> Table:
     header, *lines = rows
     return {(name, m): cell for m, *cells in lines for name, cell in zip(header[1:], cells, strict=True)}
 

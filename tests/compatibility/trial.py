@@ -6,6 +6,7 @@ differs. Both get the same random LoRA on every offloaded linear.
 
 import contextlib
 import re
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any, get_args
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.checkpoints.discovery.linears import experts_of
-from symbiosis_priv.errors import UnsupportedModelError
+from symbiosis_priv.errors import SymbiosisError, UnsupportedModelError
 from tenant import RemoteConfig, rounded_model
 from tenant.model.loading import load_model
 from tenant.model.offloaded import OffloadedWeight
@@ -32,6 +33,7 @@ TOLERANCE = 1e-2
 ROUNDING = 1 / 500
 """Largest allowed difference of a weight, as a share of the matrix's largest weight: more than rounding it to 10 bits
 changes."""
+_SHOWN, _NAMED = 500, 3  # characters of an error, and matrices that stay, in a cell
 _HUGE = 1e30  # larger values are taken for masked logits
 _SIZES = {"mxfp4": {"intermediate_size": 64}}  # a scale for 32 columns
 _MAMBAS = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
@@ -40,6 +42,30 @@ _OUTPUTS = (
     *("logits", "start_logits", "end_logits", "last_hidden_state", "logits_per_image", "image_embeds", "text_embeds"),
     *("start_top_log_probs", "end_top_log_probs", "prediction_logits", "reconstruction"),
 )
+
+
+def attempt(family: str, model: str) -> list[str]:
+    """Try one class of a family. Returns cells of a table: the stages that agree and the modes of experts, the share of
+    the parameters that providers hold, and the largest matrices that stay. Or "refused" (an error of this project says
+    that the model is not supported), "wrong" or "not tried" (plain transformers fails), and the error."""
+    failed = "not tried"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            trial = Trial(family, model, Path(folder))
+            failed = "wrong"
+            trial.split()
+            share, stayed = round(trial.share(), 3), trial.stayed()
+            stages, modes = trial.stages(), trial.modes()
+        except Exception as error:
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
+            return ["refused" if isinstance(error, SymbiosisError) else failed, "", shown]
+    more = f" and {len(stayed) - _NAMED} more" if len(stayed) > _NAMED else ""
+    return [
+        stages + (f" ({', '.join(modes)})" if modes else ""),
+        f"{share:.0%}",
+        ", ".join(stayed[:_NAMED]) + more,
+    ]
 
 
 class WrongError(AssertionError):
@@ -62,7 +88,6 @@ class Trial:
         self.stored: Any = load_model(self.folder, kind=self.kind, dtype=torch.float32)
         self.inputs = inputs_of(self.stored)
         self.outputs(self.stored)
-        self.note = ""
 
     def split(self, experts: Experts | None = None) -> None:
         """Load both models.
@@ -169,8 +194,7 @@ class Trial:
         options |= {"num_beams": 1, "return_dict_in_generate": True, "output_scores": True}
         try:
             expected = home.generate(**given, **options)
-        except Exception as error:  # some classes fail although `can_generate` is true
-            self.note = f"plain generate: {error}"
+        except Exception:  # some classes fail although `can_generate` is true
             return False
         found = split.generate(**given, **options)
         steps: Any = getattr(expected, "scores", None)

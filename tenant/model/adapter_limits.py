@@ -2,7 +2,7 @@
 
 PEFT matches the patterns of adapter_config.json against every module name. PEFT also builds an adapter of the sizes
 that the configuration states before it reads the tensors. Another party may have written the patterns and sizes.
-Methods that start from base weights (PiSSA, TinyLoRA) factorise each base weight; the model's size bounds that time.
+PiSSA and OLoRA factorise each base weight at their start; the model's size bounds that time.
 """
 
 import ctypes

@@ -49,9 +49,9 @@ class OffloadedWeight(nn.Parameter):
 
     layer: ClassVar[str] = "nn.Linear"
     adapters: ClassVar[tuple[str, ...]] = (
-        *("Lora", "AdaLora", "Beft", "BOFT", "Bottleneck", "C3A", "Delora", "DiffPruning", "FourierFT"),
-        *("Gralora", "HRA", "IA3", "Lily", "LoHa", "LoKr", "MaskBert", "Miss", "OFT", "Poly", "Pvera", "RandLora"),
-        *("Road", "Shira", "Supertuning", "TinyLora", "UniLora", "VBLoRA", "Vera", "WaveFT"),
+        *("Lora", "AdaLora", "Beft", "BOFT", "Bottleneck", "C3A", "DiffPruning", "FourierFT", "Gralora", "IA3", "Lily"),
+        *("LoHa", "LoKr", "MaskBert", "Miss", "OFT", "Poly", "Pvera", "RandLora", "Road", "UniLora", "VBLoRA", "Vera"),
+        "WaveFT",
     )
     """The PEFT methods that work on this layer."""
 
@@ -145,7 +145,7 @@ class OffloadedConv1DWeight(OffloadedWeight):
     layer = "Conv1D"
     adapters = (
         *("Lora", "AdaLora", "Bottleneck", "DiffPruning", "FourierFT", "Gralora", "IA3", "MaskBert", "Pvera"),
-        *("RandLora", "TinyLora", "UniLora", "VBLoRA", "Vera", "WaveFT"),
+        *("RandLora", "UniLora", "VBLoRA", "Vera", "WaveFT"),
     )
 
 
@@ -154,9 +154,9 @@ _MERGE_ELSEWHERE = (
     "Merge the adapter into the full model instead: "
     "PeftModel.from_pretrained(full_model, 'my-adapter').merge_and_unload()"
 )
-_START = "Use LoRA with init_lora_weights=True, 'gaussian' or 'orthogonal'"
+LORA_STARTS = "Use LoRA with init_lora_weights=True, 'gaussian' or 'orthogonal'"
 _READERS: dict[str, tuple[str, str | None]] = {
-    "loftq": ("LoftQ (it re-quantises W)", _START),
+    "loftq": ("LoftQ (it re-quantises W)", LORA_STARTS),
     "merge": ("merging an adapter into W", _MERGE_ELSEWHERE),
     "unmerge": ("merging an adapter into W", _MERGE_ELSEWHERE),
     "resized": ("resizing the LM head", "Resize it and save the checkpoint first, then have providers serve that"),

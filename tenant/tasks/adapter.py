@@ -122,9 +122,8 @@ class Adapter:
 
     Attributes:
         number: a number that no other adapter of this process has.
-        tensor_bytes: bytes of the layers' tensors, without the buffers that tasks share.
+        bytes: bytes of the layers' tensors and patterns, without the buffers that tasks share.
         keys: cached results of `operator_key` by the layer's name, for an adapter that is not trained.
-        patterns: the patterns of sparse layers. They grow when gradients are computed first.
 
     Raises:
         UnsupportedMethodError: the method changes more than the model's modules.
@@ -175,19 +174,13 @@ class Adapter:
         own = [one for one in every if id(one) not in of_base and not _is_kept_once(one)]
         for tensor in own if on_disk else ():
             tensor.data = tensor.data.clone()  # PEFT's tensors are the mapped file, which may change
-        self.tensor_bytes = _bytes(own)
-        self.patterns: list[Patterns] = []
+        self.bytes = _bytes(own)
         for module in (module for layer in self.layers.values() for module in layer.modules()):
             if isinstance(patterns := getattr(module, "patterns", None), Patterns):
                 cast(Any, module).pattern(NAME)  # now, so that its memory counts before the first batch
-                self.patterns.append(patterns)
+                self.bytes += patterns.bytes
         self._peft = peft if trainable else None
         self._saved = self._version() if on_disk else -1
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the layers' tensors and patterns, without the buffers that tasks share."""
-        return self.tensor_bytes + sum(made.bytes for made in self.patterns)
 
     @property
     def changed(self) -> bool:
@@ -218,7 +211,7 @@ class Adapter:
             for name, one in self.named().items()
         }
         twin.layers = {name: _with(layer, values) for name, layer in self.layers.items()}
-        twin.tensor_bytes = _bytes(values.values())
+        twin.bytes = _bytes(values.values())
         return twin
 
     def train(self, mode: bool) -> None:

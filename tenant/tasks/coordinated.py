@@ -2,18 +2,16 @@
 
 A batch is padded to its longest request, so long and short requests together waste work. A batch of few requests wastes
 the time that every batch costs. A dynamic program over the requests, sorted by length, finds the division with the
-smallest cost (`measure_costs`): that of the shared products, and that of each PEFT method's operators.
-
-PetS has two programs: the first divides the requests of each task by the cost of the task's own operators, and the
-second joins these mini-batches by the shared cost. Here one operator computes all tasks of a method, so a mini-batch
-saves nothing, and pads its requests to the longest one of its task (docs/tasks.md has figures).
+smallest cost (`measure_costs`): that of the shared products, and that of each PEFT method's operators. PetS has two
+programs, one for each cost; docs/tasks.md says why here is one.
 """
 
-import time
+import timeit
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice, pairwise
+from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -51,10 +49,6 @@ class Costs:
     def max_rows(self) -> int:
         return len(self.shared) - 1
 
-    @property
-    def max_tokens(self) -> int:
-        return len(self.shared[0]) - 1
-
 
 Batches = list[list[Request]]
 
@@ -67,7 +61,15 @@ def fixed(requests: Sequence[Request], *, size: int) -> Batches:
 def coordinated(requests: Sequence[Request], costs: Costs) -> Batches:
     """Divide requests into batches of at most `costs.max_rows` rows: by both costs, or by size, where that costs less.
     Raises `TaskError` if a request is longer than the measured costs, or its method was not measured."""
-    _check(requests, costs)
+    longest = len(costs.shared[0]) - 1
+    for request in requests:
+        if not 0 < request.tokens <= longest:
+            raise TaskError(
+                f"a request of {request.tokens} tokens is outside the measured costs (1 to {longest}); measure with "
+                f"more tokens"
+            )
+        if request.method not in costs.own:
+            raise TaskError(f"the costs of the method {request.method} were not measured; measure with a task of it")
     candidates = divided(requests, costs), fixed(requests, size=costs.max_rows)
     return min(candidates, key=lambda batches: predicted(batches, costs))
 
@@ -77,10 +79,9 @@ def predicted(batches: Batches, costs: Costs) -> float:
     seconds = 0.0
     for batch in batches:
         tokens = max(request.tokens for request in batch)
-        seconds += float(costs.shared[len(batch), tokens])
-        for method, rows in Counter(request.method for request in batch).items():
-            seconds += float(costs.own[method][rows, tokens])
-    return seconds
+        own = Counter(request.method for request in batch).items()
+        seconds += costs.shared[len(batch), tokens] + sum(costs.own[method][rows, tokens] for method, rows in own)
+    return float(seconds)
 
 
 def divided(requests: Sequence[Request], costs: Costs) -> Batches:
@@ -115,23 +116,9 @@ def padded(batch: Sequence[Request]) -> tuple[Tensor, Tensor]:
     return ids, (torch.arange(ids.shape[1], dtype=torch.long, device="cpu") < lengths[:, None]).long()
 
 
-def _check(requests: Sequence[Request], costs: Costs) -> None:
-    for request in requests:
-        if not 0 < request.tokens <= costs.max_tokens:
-            raise TaskError(
-                f"a request of {request.tokens} tokens is outside the measured costs (1 to {costs.max_tokens}); "
-                f"measure with more tokens"
-            )
-        if request.method not in costs.own:
-            raise TaskError(f"the costs of the method {request.method} were not measured; measure with a task of it")
-
-
-Run = Callable[[int, int], Any]
-
-
 def measure_costs(
     tasks: Tasks,
-    run: Run,
+    run: Callable[[int, int], Any],
     names: Sequence[str],
     *,
     rows: Sequence[int] = (1, 4, 16, 64),
@@ -152,31 +139,21 @@ def measure_costs(
         of_method.setdefault(tasks[name].id.method, []).append(name)
     shared = np.empty((len(rows), len(tokens)))
     own = {method: np.empty_like(shared) for method in of_method}
+
+    def seconds(count: int) -> list[float]:
+        """The smallest for each length, because other work on the machine only adds time."""
+        run(count, tokens[0])  # the first pass of a batch makes its plan
+        return [min(timeit.repeat(partial(run, count, length), number=1, repeat=repeat)) for length in tokens]
+
     for i, count in enumerate(rows):
-        shared[i] = _seconds(run, count, tokens, repeat)
+        shared[i] = seconds(count)
         for method, mine in of_method.items():
             with tasks.batch(list(islice(cycle(mine), count))):
-                own[method][i] = _seconds(run, count, tokens, repeat) - shared[i]
-    return Costs(
-        shared=_between(shared, rows, tokens),
-        own={method: _between(np.maximum(table, 0), rows, tokens) for method, table in own.items()},
-    )
+                own[method][i] = np.maximum(seconds(count) - shared[i], 0)
 
+    def between(table: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Interpolate linearly, first along tokens, then along rows. Below the smallest size the cost is constant."""
+        along = np.stack([np.interp(np.arange(tokens[-1] + 1), tokens, line) for line in table])
+        return np.stack([np.interp(np.arange(rows[-1] + 1), rows, column) for column in along.T], axis=1)
 
-def _seconds(run: Run, count: int, tokens: Sequence[int], repeat: int) -> list[float]:
-    """Return the smallest seconds for each length, because other work on the machine only adds time."""
-    run(count, tokens[0])  # the first pass of a batch makes its plan
-    smallest = []
-    for length in tokens:
-        ends = [time.perf_counter()]
-        for _ in range(repeat):
-            run(count, length)
-            ends.append(time.perf_counter())
-        smallest.append(min(end - start for start, end in pairwise(ends)))
-    return smallest
-
-
-def _between(table: NDArray[np.float64], rows: Sequence[int], tokens: Sequence[int]) -> NDArray[np.float64]:
-    """Interpolate linearly, first along tokens, then along rows. Below the smallest size the cost is constant."""
-    along = np.stack([np.interp(np.arange(tokens[-1] + 1), tokens, line) for line in table])
-    return np.stack([np.interp(np.arange(rows[-1] + 1), rows, column) for column in along.T], axis=1)
+    return Costs(shared=between(shared), own={method: between(table) for method, table in own.items()})

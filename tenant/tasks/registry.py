@@ -84,8 +84,7 @@ class Tasks:
         self.tag = tag or Path(str(model.name_or_path)).name or type(model).__name__
         self._sources: dict[str, TaskFolder | PeftConfig] = {}
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used one first
-        self._tensor_bytes = 0  # of all loaded adapters, because adding up thousands for each load takes milliseconds
-        self._with_patterns: set[str] = set()
+        self._bytes = 0  # of all loaded adapters, because adding up thousands for each load takes milliseconds
         self._twins: WeakValueDictionary[Hashable, Adapter] = WeakValueDictionary()
         self._used: Counter[str] = Counter()
         self._names: dict[nn.Module, tuple[str, tuple[str, ...]]] = {}  # with the names of its siblings
@@ -151,8 +150,7 @@ class Tasks:
     @property
     def bytes(self) -> int:
         with self._lock:
-            patterns = sum(made.bytes for name in self._with_patterns for made in self._loaded[name].patterns)
-            return adapters.shared_bytes() + self._tensor_bytes + patterns
+            return adapters.shared_bytes() + self._bytes
 
     def load(self, name: str, *, trainable: bool = False) -> None:
         """Load a task's adapter ahead of its first batch.
@@ -291,9 +289,6 @@ class Tasks:
             with self._lock:
                 self._used.subtract(names)
                 self._used += Counter()  # drops zeros
-                if not self._with_patterns.isdisjoint(names):  # the batch has made patterns
-                    for name in self._replaced_by(0)[0]:
-                        self._drop(name)
 
     def _add(self, found: dict[str, Any]) -> list[TaskId]:
         with self._lock:
@@ -323,20 +318,17 @@ class Tasks:
                 loaded = adapters.create(self.model, source)
             self._make_room(name, loaded.bytes)
             self._loaded[name] = loaded
-            self._tensor_bytes += loaded.tensor_bytes
-            if loaded.patterns:
-                self._with_patterns.add(name)
+            self._bytes += loaded.bytes
             for layer in loaded.layers:
                 if layer in self._hooks:
                     continue
                 # hooks at the layer and its siblings, which are computed in one request
                 module = self.model.get_submodule(layer)
+                group = getattr(module, "group", None)
                 siblings = [
                     other
                     for other, remote in self.model.named_modules()
-                    if isinstance(remote, RemoteLayer)
-                    and isinstance(module, RemoteLayer)
-                    and remote.group is module.group
+                    if isinstance(remote, RemoteLayer) and remote.group is group
                 ] or [layer]
                 for sibling in siblings:
                     found = self.model.get_submodule(sibling)
@@ -351,7 +343,14 @@ class Tasks:
         return loaded
 
     def _make_room(self, name: str, needed: int) -> None:
-        replaced, missing = self._replaced_by(needed)
+        """Unload the least recently used tasks for `needed` bytes; none that is in use or not saved."""
+        replaced, missing = [], needed + self.bytes - self.memory_limit
+        for other, one in self._loaded.items():
+            if missing <= 0:
+                break
+            if not self._used[other] and not one.changed:
+                replaced.append(other)
+                missing -= one.bytes
         if missing > 0:
             raise TaskError(
                 f"the task {name} needs {needed:,} bytes of memory_limit = {self.memory_limit:,}, and the rest is "
@@ -361,25 +360,12 @@ class Tasks:
         for other in replaced:
             self._drop(other)
 
-    def _replaced_by(self, needed: int) -> tuple[list[str], int]:
-        """Return the tasks to unload for `needed` bytes, the least recently used first, and the bytes that are missing
-        even so. A task that is in use or not saved is not unloaded."""
-        replaced, missing = [], needed + self.bytes - self.memory_limit
-        for name, one in self._loaded.items():
-            if missing <= 0:
-                break
-            if not self._used[name] and not one.changed:
-                replaced.append(name)
-                missing -= one.bytes
-        return replaced, missing
-
     def _drop(self, name: str) -> None:
         """Remove a task's adapter from memory."""
         self._compositions.clear()
         loaded = self._loaded.pop(name, None)
         if loaded is not None:
-            self._tensor_bytes -= loaded.tensor_bytes
-            self._with_patterns.discard(name)
+            self._bytes -= loaded.bytes
 
     # At the model's layers
 

@@ -1,4 +1,5 @@
-"""What the methods of this package share: they are made known to PEFT, and put a module around a linear.
+"""What the methods of this package share: they are made known to PEFT, and put a module around a linear. PEFT's methods
+that compute with base weights are refused on offloaded layers.
 
 `register_peft_method` takes only names that `PeftType` has, and Python's enums cannot be extended by public means. So
 `add` first inserts the member as the enum's metaclass does.
@@ -11,7 +12,11 @@ from typing import Any, ClassVar
 
 import torch
 from peft import PeftConfig, PeftType
-from peft.mapping import PEFT_TYPE_TO_MIXED_MODEL_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.mapping import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
+    PEFT_TYPE_TO_MIXED_MODEL_MAPPING,
+    PEFT_TYPE_TO_TUNER_MAPPING,
+)
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import register_peft_method
 from torch import Tensor, nn
@@ -20,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis_priv.arithmetic.ring import Widths
 from symbiosis_priv.checkpoints.discovery.linears import widths
 from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
+from tenant.model.offloaded import OffloadedWeight
 
 
 def add(name: str, *, config: type[PeftConfig], tuner: type[BaseTuner]) -> None:
@@ -52,6 +58,30 @@ def use_instead(kind: PeftType, tuner: type[BaseTuner]) -> None:
         if known is not None:
             assert issubclass(tuner, known)
             mapping[kind] = tuner
+
+
+def adapted(module: nn.Module) -> Any:
+    """Return the module that PEFT adapts: the one inside the layers of PEFT, or `module` itself."""
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+
+
+def _refused(name: str, tuner: type[BaseTuner]) -> type[BaseTuner]:
+    """Return PEFT's class for the method `name`, which refuses offloaded layers."""
+
+    class Refused(tuner):  # type: ignore[misc, valid-type]
+        def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
+            weight = getattr(adapted(args[2]), "weight", None)
+            if isinstance(weight, OffloadedWeight):
+                raise UnsupportedMethodError(weight.refusal(f"PEFT's {name}"))
+            super()._create_and_replace(*args, **kwargs)
+
+    return Refused
+
+
+for _kind, _tuner in PEFT_TYPE_TO_TUNER_MAPPING.items():
+    _name = PEFT_TYPE_TO_CONFIG_MAPPING[_kind].__name__.removesuffix("Config")
+    if _name not in OffloadedWeight.adapters and issubclass(_tuner, BaseTuner):
+        use_instead(_kind, _refused(_name, _tuner))
 
 
 CANNOT_MERGE = (
@@ -170,8 +200,7 @@ class MethodTuner(BaseTuner):
         if isinstance(target, self.tuner_layer_cls):
             target.update_layer(adapter_name, peft_config)
             return
-        base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-        if not self.fits(base):
+        if not self.fits(base := adapted(target)):
             raise ValueError(f"{current_key} is a {type(base).__name__}; name linears in target_modules")
         layer = self.tuner_layer_cls(target, adapter_name, peft_config)
         if adapter_name not in self.active_adapters:  # an adapter for a mixed batch is not trained

@@ -1,8 +1,7 @@
-"""LoRA that reads the base weight of offloaded layers: PiSSA, OLoRA, CorDA and MiCA at their start; and DoRA.
+"""LoRA that reads the base weight of offloaded layers: PiSSA and OLoRA at their start, and DoRA.
 
-PiSSA, OLoRA and CorDA move a low-rank part of the base weight into the adapter: PEFT subtracts `s B0 A0` from the
-weight. An offloaded layer subtracts the product instead: `W x - s B0 A0 x + s B A x`. The saved folder is the same as
-PEFT's. CorDA's `preprocess_corda` reads weights as well: call it inside `weights_at_hand(model)`.
+PiSSA and OLoRA move a low-rank part of the base weight into the adapter: PEFT subtracts `s B0 A0` from the weight. An
+offloaded layer subtracts the product instead: `W x - s B0 A0 x + s B A x`. The saved folder is the same as PEFT's.
 
 DoRA (Liu et al. 2024, arXiv:2402.09353): each row of `W + s B A` is scaled to a trained magnitude, so every step needs
 the norms of the rows:
@@ -17,7 +16,7 @@ not change.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,10 +26,10 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tenant.model.adapter_limits import STARTS_FROM_WEIGHT
+from symbiosis_priv.errors import UnsupportedMethodError
+from tenant.model.offloaded import LORA_STARTS
 from tenant.model.remote_linear import RemoteLayer
-from tenant.tasks.methods.layer import use_instead
-from tenant.tasks.methods.start import OnOffloadedLayers, weight_at_hand
+from tenant.tasks.methods.layer import adapted, use_instead
 
 
 class RemoteDora(DoraLinearLayer):
@@ -115,9 +114,6 @@ class _RowsOfA:
         return a
 
 
-_MOVING = ("pissa", "olora", "corda")
-
-
 class LowRank(nn.Module):
     """The frozen matrix `scaling * b @ a`, for a `[r, d]` and b `[o, r]`."""
 
@@ -138,30 +134,40 @@ class LowRank(nn.Module):
         return self.scaling * self.b @ self.a
 
 
-class RemoteLora(OnOffloadedLayers, LoraModel):
+class RemoteLora(LoraModel):
     """LoRA on offloaded layers, with the starts that need the base weight."""
 
-    def starts_from_weight(self, config: Any) -> bool:
-        return bool(config.use_dora) or str(config.init_lora_weights).lower().startswith(STARTS_FROM_WEIGHT)
-
-    def started(self, layer: RemoteLayer, module: Any, adapter: str, config: Any) -> None:
-        if str(config.init_lora_weights).lower().startswith(_MOVING):
-            a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
-            layer.moved = nn.ModuleList([*(layer.moved or ()), LowRank(a, b, module.scaling[adapter])])
-        if config.use_dora:
-            module.lora_magnitude_vector[adapter] = RemoteDora(module, adapter, layer)
+    def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
+        config, adapter, target, name, parent = args[:5]
+        layer, start = adapted(target), str(config.init_lora_weights).lower()
+        if not isinstance(layer, RemoteLayer):
+            super()._create_and_replace(*args, **kwargs)
+            return
+        if start.startswith(("corda", "mica")):
+            raise UnsupportedMethodError(layer.weight.refusal(f"LoRA with init_lora_weights={start!r}", LORA_STARTS))
+        moves = start.startswith(("pissa", "olora"))
+        with _weight_at_hand(layer) if moves or config.use_dora else nullcontext():
+            super()._create_and_replace(*args, **kwargs)
+            module = getattr(parent, name)
+            if moves:
+                a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+                layer.moved = nn.ModuleList([*(layer.moved or ()), LowRank(a, b, module.scaling[adapter])])
+            if config.use_dora:
+                module.lora_magnitude_vector[adapter] = RemoteDora(module, adapter, layer)
 
 
 @contextmanager
-def weights_at_hand(model: nn.Module) -> Iterator[None]:
-    """Context manager: put all base weights of a split model into its layers. Needs memory for the whole model. Raises
+def _weight_at_hand(layer: RemoteLayer) -> Iterator[None]:
+    """Context manager: put the base weight into `layer.weight`. Changes to the weight have no effect. Raises
     `UnsupportedMethodError` if there is no full checkpoint on the tenant's disk; `CheckpointError` if the checkpoint is
     not that of the federation."""
-    with ExitStack() as at_hand:
-        for module in list(model.modules()):
-            if isinstance(module, RemoteLayer):
-                at_hand.enter_context(weight_at_hand(module))
+    absent = layer._parameters["weight"]
+    # not by attribute: PEFT may have replaced `register_parameter` to make its own parameters on the meta device
+    layer._parameters["weight"] = nn.Parameter(layer.base_weight().clone(), requires_grad=False)
+    try:
         yield
+    finally:
+        layer._parameters["weight"] = absent
 
 
 use_instead(PeftType.LORA, RemoteLora)

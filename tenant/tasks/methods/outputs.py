@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
-from tenant.tasks.methods.layer import MethodConfig, MethodLayer, MethodTuner, add
+from tenant.tasks.methods.layer import MethodConfig, MethodLayer, MethodTuner, adapted, add
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh}
 
@@ -122,8 +122,7 @@ class BitFitTuner(MethodTuner):
                     continue
                 if isinstance(module, BaseTunerLayer):
                     inside = (*inside, f"{name}.")
-                    module = module.get_base_layer()
-                if self.fits(module):
+                if self.fits(adapted(module)):
                     peft_config.target_modules.add(name)
         if not peft_config.target_modules:
             raise UnsupportedMethodError(

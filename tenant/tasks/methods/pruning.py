@@ -26,9 +26,9 @@ from torch.nn import functional
 
 from symbiosis_priv.arithmetic.ring import Widths
 from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
+from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks.methods.layer import MethodConfig, MethodLayer, MethodTuner, add
 from tenant.tasks.methods.sparse import Pattern, Patterns, version
-from tenant.tasks.methods.start import base_weight, remote_layer
 
 _BETA, _GAMMA, _ZETA = 2 / 3, -0.1, 1.1  # temperature and stretch of the hard concrete distribution
 _START = 5.0  # log alpha at the start: nearly all gates are open
@@ -215,8 +215,8 @@ class MaskBertLayer(MethodLayer):
 
     def make(self, adapter: str, config: MaskBertConfig) -> None:
         inputs, outputs = self.widths
-        layer = remote_layer(self.base_layer)
-        if layer is not None and layer.group.weights is not None:
+        layer = self.get_base_layer()
+        if isinstance(layer, RemoteLayer) and layer.group.weights is not None:
             layer.group.weights.check()
         if config.learn_masks:
             scores = torch.empty(outputs, inputs, dtype=torch.float32, device="cpu").uniform_(
@@ -238,9 +238,18 @@ class MaskBertLayer(MethodLayer):
             return None
         scores = self.maskbert_scores[adapter]
         masked_out: Tensor = _MaskedOut.apply(  # type: ignore[no-untyped-call]
-            x.to(scores.dtype), scores, lambda: base_weight(self).to(scores)
+            x.to(scores.dtype), scores, lambda: self.base_weight().to(scores)
         )
         return -masked_out
+
+    def base_weight(self) -> Tensor:
+        """Return the weight `[o, d]` that the linear multiplies by: its parameter, or an offloaded layer's rounded
+        weight. Raises what `RemoteLayer.base_weight` raises."""
+        base: Any = self.get_base_layer()
+        if not isinstance(base, RemoteLayer) and hasattr(base, "original"):
+            base = base.original()  # a task's stand-in for a linear of a whole model
+        weight: Tensor = base.base_weight(rounded=True) if isinstance(base, RemoteLayer) else base.weight.detach()
+        return weight if isinstance(base, nn.Linear) else weight.t()
 
     def places(self, adapter: str) -> Tensor:
         """Return the places where the masks in training are 0: ascending positions in the row-major weight."""
@@ -261,7 +270,7 @@ class MaskBertLayer(MethodLayer):
         def masked_out() -> tuple[Pattern, Tensor]:
             inputs, outputs = self.widths
             pattern = Pattern(places, (outputs, inputs))
-            return pattern, base_weight(self).flatten()[places].to(torch.float32)
+            return pattern, self.base_weight().flatten()[places].to(torch.float32)
 
         return self.patterns.of(adapter, places, masked_out)
 

@@ -464,7 +464,6 @@ DAMAGED: dict[str, tuple[peft.PeftConfig, dict[str, Any], str, Callable[[Tensor]
     "places below": (MaskBertConfig(target_modules=T), {}, "places", lambda places: places - (1 << 20)),
     "a dense change": (DiffPruningConfig(target_modules=T), {"density": 1.0}, "places", lambda places: places),
     "masks to train": (MaskBertConfig(target_modules=T), {"learn_masks": True}, "places", lambda places: places),
-    "columns outside": (peft.ShiraConfig(r=1, target_modules=T), {}, "indices", lambda places: places + (1 << 20)),
 }
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from symbiosis_priv.errors import UnsupportedMethodError
 from symbiosis_priv.harness import strategies as testing
 from tenant.masking.backend import Backend, Product, RingBackend, Simulation
 from tenant.model.hf import backend_of
+from tenant.model.loading import load_adapter, load_model
 from tenant.model.offloaded import OffloadedWeight, set_dtype_and_device
 from tenant.model.remote_linear import LayerGroup, RemoteLinear
 from tests.adapters import peft_config
@@ -372,12 +374,27 @@ def test_inputs_that_an_adapter_changes_are_requests_of_their_own(
     assert asked == {"q_proj": of_qkv * blocks} | others
 
 
-@pytest.mark.parametrize(("title", "config"), [("hira", peft.HiraConfig), ("osf", peft.OSFConfig)])
-def test_methods_that_read_the_base_weight_are_refused_by_name(llama: Path, title: str, config: Any) -> None:
-    """HiRA multiplies by W, and OSF factorises it."""
-    reason = rf"^PEFT's {title}.* needs the base weight, .*providers\. On an offloaded nn\.Linear, PEFT's Lora, "
+@cases(__file__, "refused")
+def test_methods_that_read_the_base_weight_are_refused_by_name(
+    name: str, config: dict[str, Any], advice: str | None, llama: Path, tmp_path: Path
+) -> None:
+    """Both a new adapter, before its first step, and one from a folder. Layers that stay with the tenant take them."""
+    made = peft_config(**config)
+    reason = rf"^{re.escape(name)} needs the base weight, .*providers\. {advice or 'On an offloaded nn.Linear, PEFT'}"
     with pytest.raises(UnsupportedMethodError, match=reason):
-        peft.get_peft_model(split_model(llama), config(target_modules=["q_proj"]))(input_ids=IDS)
+        peft.get_peft_model(split_model(llama), copy.deepcopy(made))
+    whole: Any = peft.get_peft_model(load_model(llama, dtype=torch.float32), copy.deepcopy(made))
+    whole.save_pretrained(str(tmp_path))
+    with pytest.raises(UnsupportedMethodError, match=reason):
+        load_adapter(split_model(llama), tmp_path)
+
+
+def test_corda_is_refused_before_it_is_prepared(llama: Path) -> None:
+    config = peft_config(
+        "LORA", init_lora_weights="corda", corda_config={"corda_method": "kpm"}, target_modules=["q_proj"]
+    )
+    with pytest.raises(UnsupportedMethodError, match="init_lora_weights='corda' needs the base weight"):
+        peft.get_peft_model(split_model(llama), config)
 
 
 @pytest.mark.parametrize("verb", ["merge_and_unload", "merge_adapter", "unmerge"])

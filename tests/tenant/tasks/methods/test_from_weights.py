@@ -2,23 +2,14 @@
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import peft
 import pytest
 import torch
-from hypothesis import given, strategies as st
-from peft.tuners.hra.layer import HRALinear
-from torch import nn
 
-from symbiosis_priv.errors import CheckpointError, UnsupportedMethodError
 from tenant import rounded_model
-from tenant.model.loading import load_adapter
 from tenant.model.remote_linear import RemoteLayer
-from tenant.tasks.methods.lora import weights_at_hand
-from tenant.tasks.methods.sparse import _flat
-from tenant.tasks.methods.start import rotated
 from tests.adapters import peft_config
 from tests.cases import table
 from tests.splitting import watched
@@ -68,30 +59,6 @@ def test_a_method_that_computes_with_the_weight_uses_the_rounded_one(
     plain = trained(rounded_model(folder), copy.deepcopy(config))
     assert split.losses == pytest.approx(plain.losses, rel=1e-5)
     assert (split.logits - plain.logits).norm() < 1e-4 * plain.logits.norm()
-
-
-def oriented(model: Any) -> peft.LoraConfig:
-    """Decompose `W C` for an invertible C, as PEFT's `preprocess_corda` does (it needs a package that is not here)."""
-    generator = torch.Generator().manual_seed(0)
-    with weights_at_hand(model):
-        for module in model.modules():
-            if isinstance(module, nn.Linear) and module is not model.lm_head:
-                a = torch.randn(module.in_features, module.in_features, generator=generator)
-                c = a @ a.t() / module.in_features + torch.eye(module.in_features)
-                u, s, v = torch.linalg.svd(module.weight.detach() @ c, full_matrices=False)
-                eigens: Any = SimpleNamespace(S_WC=s[:4], U_WC=u[:, :4], V_WC=(v[:4] @ c.inverse()).t())
-                module.eigens = eigens
-    return peft.LoraConfig(init_lora_weights="corda", **SMALL)
-
-
-def test_corda(exact_llama: Path) -> None:
-    found = []
-    for split in (True, False):
-        base = load(exact_llama, split=split)
-        found.append(trained(base, oriented(base)))
-    split_one, plain = found
-    assert split_one.losses == pytest.approx(plain.losses, rel=1e-4)
-    assert (split_one.logits - plain.logits).abs().max() < 0.01 * plain.effect
 
 
 # DoRA
@@ -156,47 +123,6 @@ def test_a_copied_model_sends_the_rows_of_its_own_adapter(exact_llama: Path) -> 
     changed = logits(twin)
     assert torch.equal(logits(model), before)
     assert not torch.equal(changed, before)
-
-
-# HRA
-
-
-@given(st.integers(1, 12), st.integers(1, 6), st.booleans(), st.integers(0, 2**32 - 1))
-def test_a_row_is_rotated_as_pefts_matrix_rotates_it(width: int, rank: int, gram_schmidt: bool, seed: int) -> None:
-    """The comparison is in float64. Gram-Schmidt needs at most as many directions as there are dimensions."""
-    rank = min(rank, width) if gram_schmidt else rank
-    generator = torch.Generator().manual_seed(seed)
-    u = torch.randn(width, rank, generator=generator, dtype=torch.float64)
-    x = torch.randn(2, 3, width, generator=generator, dtype=torch.float64)
-    linear: Any = HRALinear(nn.Linear(width, width), "default", peft.HRAConfig(apply_GS=gram_schmidt), r=rank)
-    linear.hra_u["default"] = nn.Parameter(u)
-    matrix = linear.get_delta_weight("default").detach()
-    found = rotated(x, u, gram_schmidt)
-    bound = 1e-9 if gram_schmidt else 1e-12  # directions that are nearly parallel amplify the rounding of Gram-Schmidt
-    assert (found - x @ matrix.t()).abs().max() <= bound * width * rank**2
-    assert (found.norm(dim=-1) - x.norm(dim=-1)).abs().max() <= bound * width * rank**2
-
-
-# SHiRA
-
-
-def test_places_of_shira_are_checked() -> None:
-    assert torch.equal(_flat(torch.tensor([[0, 2], [1, 0]]), (3, 4)), torch.tensor([1, 8]))
-    with pytest.raises(CheckpointError, match="column"):
-        _flat(torch.tensor([[0, 0], [1, 4]]), (3, 4))
-
-
-# Others
-
-
-def test_glora_is_refused_by_name_and_works_on_a_whole_model(exact_llama: Path, tmp_path: Path) -> None:
-    config = peft.GloraConfig(target_modules=["q_proj"])
-    whole: Any = peft.get_peft_model(load(exact_llama, split=False), copy.deepcopy(config))
-    whole.save_pretrained(str(tmp_path))
-    split = load(exact_llama, split=True)
-    for use in (lambda: peft.get_peft_model(copy.deepcopy(split), config), lambda: load_adapter(split, tmp_path)):
-        with pytest.raises(UnsupportedMethodError, match=r"PEFT's GLoRA needs the base weight.*Lora.* work"):
-            use()
 
 
 # Half precision, with methods that need no weights, too

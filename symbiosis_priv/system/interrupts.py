@@ -26,10 +26,6 @@ class Interrupts:
         self._deferring = False
         self._pending: int | None = None
 
-    def pending(self) -> bool:
-        """True if a delayed signal waits for the end of `whole`."""
-        return self._pending is not None
-
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Delay the exception until this block has ended."""

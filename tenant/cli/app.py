@@ -1,4 +1,4 @@
-"""`symbiosis-priv tenant`: finetune, generate, chat, serve, check, merge and, in this file, prepare."""
+"""`symbiosis-priv tenant`: finetune, generate, serve, check, merge and, in this file, prepare."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,7 @@ from symbiosis_priv.federation import load_federation
 from symbiosis_priv.limits import DEFAULT_HINT_BITS
 from tenant.cli.check import check
 from tenant.cli.finetune import finetune
-from tenant.cli.generate import chat, generate
+from tenant.cli.generate import generate
 from tenant.cli.merge import merge
 from tenant.cli.options import Federation, Masking, checked_hint_bits, loading
 from tenant.cli.serve import serve
@@ -67,5 +67,5 @@ def prepare(
 
 
 app = typer.Typer(no_args_is_help=True, help="Fine-tune adapters and generate with a base model that providers serve.")
-for command in (finetune, generate, chat, serve, prepare, check, merge):
+for command in (finetune, generate, serve, prepare, check, merge):
     app.command()(command)

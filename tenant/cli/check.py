@@ -41,10 +41,6 @@ def check(
         bool, typer.Option("--machine", help="Show what of a tenant other programs and users of this machine may see.")
     ] = False,
     text: Annotated[Path | None, typer.Option("--text", "--data", "-t", help="Text to measure the quality on.")] = None,
-    inputs: Annotated[
-        Path | None,
-        typer.Option(help="Inputs of a model of images or sound to measure the quality on: a safetensors file."),
-    ] = None,
     weight_bits: Annotated[
         int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="Bits of a quantised weight.")
     ] = DEFAULT_WEIGHT_BITS,
@@ -72,8 +68,7 @@ def check(
     """Show on this machine, without a provider, what a split model keeps and sends, and how good its output is.
 
     With --text, the command measures how the ring's arithmetic changes the output: predictions if the model predicts
-    the next token, else the last hidden states. With --inputs, it compares the logits, or another first output, on
-    tensors that the model's processor has made. Without both, it reads no weights.
+    the next token, else the last hidden states. Without it, it reads no weights.
     """
     if machine:
         _show_machine()
@@ -85,8 +80,6 @@ def check(
     pinned = None if federation is None else load_federation(federation)
     if show is not None and text is None:
         raise ConfigError("--show needs --data: name the file whose examples to show")
-    if text is not None and inputs is not None:
-        raise ConfigError("--text and --inputs exclude each other: name one of them")
     data = None if text is None else corpus.read(text, model=folder)
     if data is not None and data.form != "text":
         check_installed()
@@ -117,28 +110,25 @@ def check(
         bits = weight_bits if pinned is None else pinned.weight_bits
         scope = Scope(tied_head=tied_head, round_trips=round_trips)
         _show_hints(folder, scope, bits=checked_hint_bits(hint_bits), weight_bits=bits)
-    if text is None and inputs is None:
+    if data is None:
         return
     kind = architecture(load_config(folder))
+    check_reads_text(kind)
     load = partial(load_model, model, kind=kind, dtype=torch.float32)
     simulate = partial(RemoteConfig, masking="simulate", weight_bits=weight_bits, tied_head=tied_head)
-    measured: list[Any] = [] if inputs is None else [quantisation_error.read_inputs(inputs)]
-    compare: Callable[..., Any] = quantisation_error.compare_vectors
-    if text is not None:
-        check_reads_text(kind)
-        tokenizer = load_tokenizer(model)
-        compare = quantisation_error.compare if is_language_model(kind) else compare
+    tokenizer = load_tokenizer(model)
+    predicts = is_language_model(kind)
+    compare: Callable[..., Any] = quantisation_error.compare if predicts else quantisation_error.compare_hidden_states
     rings: list[tuple[str, RingBits]] = [(f"ring, {weight_bits} bits", DEFAULT_RING_BITS), ("ring_bits = 24", 24)]
     remotes = {label: simulate(ring_bits=ring_bits) for label, ring_bits in rings}
-    if round_trips == 2 and compare is quantisation_error.compare:
+    if round_trips == 2 and predicts:
         remotes[_TWO] = simulate(round_trips=2)
     splits = {label: load(remote=remote) for label, remote in remotes.items()}
     reference = load()
-    if data is not None:
-        limit = corpus.context_of(reference.config) or sequence_length
-        examples = make_examples(data, tokenizer, length=min(sequence_length, limit))
-        measured = [row.input_ids for row in rows_of(examples.found)[:blocks]]
-        check_runs_on_text(reference, measured[0])
+    limit = corpus.context_of(reference.config) or sequence_length
+    examples = make_examples(data, tokenizer, length=min(sequence_length, limit))
+    measured = [row.input_ids for row in rows_of(examples.found)[:blocks]]
+    check_runs_on_text(reference, measured[0])
     models: dict[str, Any] = {}
     for label, split in splits.items():
         with backend_of(split), terminal.progress_bar(label) as progress:
@@ -146,7 +136,12 @@ def check(
             models[label] = compare(reference, split, measured, progress=progress, **passes)
     with terminal.progress_bar("bf16") as progress:
         models["bf16"] = compare(reference, load(dtype=torch.bfloat16), measured, progress=progress)
-    terminal.console().print(_comparison(models, of="outputs" if text is None else "hidden states"))
+    first = models["bf16"]
+    compared = f"{first.tokens:,} tokens" if predicts else f"{first.vectors:,} vectors"
+    table = table_of(f"compared with unquantised fp32, {compared}", *models)
+    for label, (name, form) in (_OF_PREDICTIONS if predicts else _OF_HIDDEN_STATES).items():
+        table.add_row(label, *(format(getattr(one, name), form) for one in models.values()))
+    terminal.console().print(table)
     _show_rounding(folder, Scope(tied_head=tied_head), weight_bits=weight_bits)
 
 
@@ -201,45 +196,41 @@ def _division_table(folder: Path, *, tied_head: bool, round_trips: RoundTrips, f
     from tenant.session.traffic import DIRECT, PredictedTraffic, Transport, of_token
 
     transport = DIRECT if federation is None else Transport(ring_bits=federation.ring_bits)
+    table = table_of("if all layers are offloaded", "parameters", "share")
 
-    def traffic(groups: Iterable[GroupSpec]) -> PredictedTraffic:
-        return of_token([GroupEntry(digest="", **vars(group)) for group in groups], transport)
+    def add_traffic(what: str, groups: Iterable[GroupSpec], transport: Transport = transport) -> PredictedTraffic:
+        found = of_token([GroupEntry(digest="", **vars(group)) for group in groups], transport)
+        if what == "a token":
+            table.add_row("round trips of a token", f"{found.turns:,}", "")
+        table.add_row(f"sent and received for {what}", f"{(found.up + found.down) / 1e6:,.3f} MB", "")
+        table.add_row("effects from each helper (pad)", f"{found.effects / 1e6:,.3f} MB", "")
+        return found
 
     groups = discover(folder, Scope(tied_head=tied_head)).groups
     divided = division(build(load_config(folder)), {member for group in groups for member in group.members})
-    token = traffic(groups)
-    table = table_of("if all layers are offloaded", "parameters", "share")
     table.add_row("at providers", f"{divided.offloaded:,}", f"{divided.share:.1%}")
     for kind, count in divided.kept.items():
         table.add_row(f"here: {kind}", f"{count:,}", f"{count / divided.parameters:.1%}")
     table.add_row("memory here, in float32", f"{sum(divided.kept.values()) * 4 / 2**20:,.1f} MiB", "")
-    table.add_row("round trips of a token", f"{token.turns:,}", "")
-    table.add_row("sent and received for a token", f"{(token.up + token.down) / 1e6:,.3f} MB", "")
-    table.add_row("effects from each helper (pad)", f"{token.effects / 1e6:,.3f} MB", "")
+    token = add_traffic("a token", groups)
     if round_trips == 2:
         composed = discover(folder, Scope(tied_head=tied_head, round_trips=2)).groups
-        entries = [GroupEntry(digest="", **vars(group)) for group in composed]
-        two = of_token(entries, replace(transport, round_trips=2))
-        memory, work = price_of_composing(entries)
-        extra = two.up + two.down + two.effects - token.up - token.down - token.effects
+        memory, work = price_of_composing([GroupEntry(digest="", **vars(group)) for group in composed])
         table.add_section()
         table.add_row("with two round trips per block", "", "")
-        table.add_row("round trips of a token", f"{two.turns:,}", "")
-        table.add_row("sent and received for a token", f"{(two.up + two.down) / 1e6:,.3f} MB", "")
-        table.add_row("effects from each helper (pad)", f"{two.effects / 1e6:,.3f} MB", "")
+        two = add_traffic("a token", composed, replace(transport, round_trips=2))
         table.add_row("weights that a provider holds", f"x{memory:.2f}", "")
         table.add_row("multiply-adds of a token", f"x{work:.2f}", "")
+        extra = two.up + two.down + two.effects - token.up - token.down - token.effects
         added = (work - 1) * sum(group.inputs * sum(group.outputs) for group in groups)
         for name, bits, rate in _PLACES:
             pays_ms = 1e3 * (8 * extra / bits + added / rate) / (token.turns - two.turns)
             table.add_row(f"pays from a round trip of ({name})", f"{pays_ms:.2g} ms", "")
     with_head = discover(folder, Scope(tied_head=True))
     for head in (group for group in with_head.groups if f"{group.members[0]}.weight" in with_head.tied):
-        row = traffic([head])
         table.add_section()
         table.add_row("the tied LM head, at providers" if tied_head else "the LM head, with --tied-head", "", "")
-        table.add_row("sent and received for a row of logits", f"{(row.up + row.down) / 1e6:,.3f} MB", "")
-        table.add_row("effects from each helper (pad)", f"{row.effects / 1e6:,.3f} MB", "")
+        add_traffic("a row of logits", [head])
         table.add_row("multiply-adds for a row of logits", f"{head.inputs * sum(head.outputs):,}", "")
     return table
 
@@ -268,34 +259,27 @@ def _show_hints(folder: Path, scope: Scope, *, bits: HintBits, weight_bits: int)
     table.add_row("expected error of a product (bfloat16: 2.9e-03)", f"{inference.error:.1e}", f"{training.error:.1e}")
     table.add_row("the layers' weights in 4 bits", f"{weights / 1e9:,.2f} GB", f"{weights / 1e9:,.2f} GB")
     terminal.console().print(table)
-    pays = inference.forward + inference.uniform < weights
     terminal.say(
-        "lwe can pay here: the layers' weights take more memory than the hints. With a helper of another operator, "
-        "--masking pad is exact, and takes no hints."
-        if pays
-        else "lwe does not pay here: this machine could hold the layers themselves in 4 bits and run them, in less "
-        "memory than the hints take. With a helper of another operator, --masking pad is exact, and takes no hints."
+        (
+            "lwe can pay here: the layers' weights take more memory than the hints."
+            if inference.forward + inference.uniform < weights
+            else "lwe does not pay here: this machine could hold the layers themselves in 4 bits and run them, in less "
+            "memory than the hints take."
+        )
+        + " With a helper of another operator, --masking pad is exact, and takes no hints."
     )
 
 
-def _comparison(models: dict[str, Any], *, of: str) -> Table:
-    """Return the table of `Quality` or `Similarity` of each model."""
-    from tenant.training.quantisation_error import Quality
-
-    first = next(iter(models.values()))
-    is_quality = isinstance(first, Quality)
-    compared = f"{first.tokens:,} tokens" if is_quality else f"{first.vectors:,} vectors"
-    table = table_of(f"compared with unquantised fp32, {compared}", *models)
-    figures = {f"smallest cosine of {of}": ("min_cosine", ".6f"), f"mean cosine of {of}": ("mean_cosine", ".6f")}
-    if is_quality:
-        figures = {
-            "same first choice": ("top1", ".3%"),
-            "perplexity": ("perplexity", ".4f"),
-            "fp32's perplexity": ("reference_perplexity", ".4f"),
-            "difference": ("perplexity_change", "+.3%"),
-            "divergence (KL) from fp32": ("kl", ".2e"),
-            "smallest cosine of logits": ("min_cosine", ".6f"),
-        }
-    for label, (name, form) in figures.items():
-        table.add_row(label, *(format(getattr(one, name), form) for one in models.values()))
-    return table
+_OF_PREDICTIONS = {
+    "same first choice": ("top1", ".3%"),
+    "perplexity": ("perplexity", ".4f"),
+    "fp32's perplexity": ("reference_perplexity", ".4f"),
+    "difference": ("perplexity_change", "+.3%"),
+    "divergence (KL) from fp32": ("kl", ".2e"),
+    "smallest cosine of logits": ("min_cosine", ".6f"),
+}
+_OF_HIDDEN_STATES = {
+    "smallest cosine of hidden states": ("min_cosine", ".6f"),
+    "mean cosine of hidden states": ("mean_cosine", ".6f"),
+}
+"""Labels of figures of `Quality` and `Similarity`, with attribute and format."""

@@ -58,8 +58,7 @@ _GENERATION_SETTINGS = (
 of rows sent per token are ignored (rule 10): with prompt lookup, for instance, row counts would show executors where a
 text repeats itself."""
 _COMPARE_YOURSELF = (
-    "Compare its outputs on inputs of your own: safetensors.torch.save_file(dict(processor(..., return_tensors='pt')), "
-    "'inputs.safetensors'), and pass --inputs inputs.safetensors in place of --text"
+    "Compare its outputs on inputs of your own, with and without RemoteConfig(masking='simulate') (docs/same-model.md)"
 )
 _NEXT_TOKEN = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 

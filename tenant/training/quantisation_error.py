@@ -1,21 +1,16 @@
 """Measures on this machine how quantisation to the ring changes a model's output. No provider is involved."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, cross_entropy, kl_div, log_softmax
 
 from symbiosis_priv.arithmetic.ring import row_blocks
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import ConfigError, SymbiosisError
-from tenant.model.loading import shortened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +81,8 @@ def _logits(model: Any, ids: Tensor, *, most: int | None = None) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Similarity:
-    """Comparison of a model with the unquantised fp32 model on the same inputs, by the cosines between their vectors:
-    hidden states of tokens, or rows of the first output."""
+    """Comparison of a model with the unquantised fp32 model by the cosines between their last hidden states of the same
+    tokens."""
 
     vectors: int
     min_cosine: float
@@ -95,24 +90,18 @@ class Similarity:
 
 
 @torch.no_grad()
-def compare_vectors(
-    reference: Any,
-    model: Any,
-    inputs: Sequence[list[int] | Mapping[str, Tensor]],
-    *,
-    progress: Callable[[int, int], None] | None = None,
+def compare_hidden_states(
+    reference: Any, model: Any, blocks: Sequence[list[int]], *, progress: Callable[[int, int], None] | None = None
 ) -> Similarity:
-    """Run both models on the same inputs and compare their vectors. `inputs`: at least one input. Of token ids, the
-    last hidden states are compared; of arguments of the models' forward pass by name (pixels, sound), the first
-    outputs: logits, or hidden states. `progress`: called with (inputs done, number of inputs). Raises `ConfigError`:
-    the model does not run on these arguments."""
+    """Run both models on at least one block of token ids, and compare their last hidden states. `progress`: called with
+    (blocks done, number of blocks)."""
     cosines = []
-    for done, one in enumerate(inputs, start=1):
-        want, got = _vectors(reference, one), _vectors(model, one)
+    for done, block in enumerate(blocks, start=1):
+        want, got = _hidden_states(reference, block), _hidden_states(model, block)
         same = (want == got).all(dim=-1)  # padding may be all zeros, whose cosine is 0
         cosines.append(torch.where(same, 1.0, cosine_similarity(want, got, dim=-1)).flatten())
         if progress:
-            progress(done, len(inputs))
+            progress(done, len(blocks))
     found = torch.cat(cosines)
     return Similarity(vectors=len(found), min_cosine=float(found.min()), mean_cosine=float(found.mean()))
 
@@ -137,35 +126,10 @@ def rounding(store: WeightStore) -> tuple[float, int]:
     return math.sqrt(error / norm) if norm else 0.0, unchanged
 
 
-def read_inputs(file: Path) -> dict[str, Tensor]:
-    """Read the inputs for `compare_vectors` from a safetensors file. Raises `ConfigError` if the file cannot be
-    read."""
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file} is not a safetensors file of a model's inputs ({error})") from error
-
-
-def _vectors(model: Any, inputs: list[int] | Mapping[str, Tensor]) -> Tensor:
-    """Return the last hidden states of token ids; of other inputs the logits, or else the first output: float64 `[...,
-    width]`."""
-    found: Tensor
-    if isinstance(inputs, list):
-        ids = torch.tensor([inputs], dtype=torch.long, device=model.device)
-        decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-        output = model(input_ids=ids, output_hidden_states=True, **decoder)
-        found = (output.decoder_hidden_states if decoder else output.hidden_states)[-1][0]
-        return found.to(device="cpu", dtype=torch.float64)
-    given = {name: value.to(model.device) for name, value in inputs.items()}
-    given = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in given.items()}
-    try:
-        output = model(**given)
-        found = output["logits"] if "logits" in output else output[0]
-    except SymbiosisError:
-        raise
-    except Exception as error:  # an architecture's own code
-        raise ConfigError(
-            f"{type(model).__name__} does not run on these inputs ({shortened(error)}); save all that its "
-            f"processor returns"
-        ) from error
+def _hidden_states(model: Any, block: list[int]) -> Tensor:
+    """Return the last hidden states of token ids: float64 `[tokens, width]`."""
+    ids = torch.tensor([block], dtype=torch.long, device=model.device)
+    decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    output = model(input_ids=ids, output_hidden_states=True, **decoder)
+    found: Tensor = (output.decoder_hidden_states if decoder else output.hidden_states)[-1][0]
     return found.to(device="cpu", dtype=torch.float64)

@@ -89,7 +89,6 @@ def blocks() -> list[tuple[str, list[str]]]:
 @pytest.fixture
 def place(tiny: Path, tmp_path: Path) -> Iterator[Place]:
     shutil.copytree(tiny, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text("{% for one in messages %}{{ one['content'] }}{% endfor %}")
     place = Place(tmp_path)
     for party in ("alpha", "beta", "alice"):
         (tmp_path / party / "keys").mkdir(parents=True, mode=0o700)

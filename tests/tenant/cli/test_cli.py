@@ -25,7 +25,7 @@ from tenant.cli import app as cli
 from tenant.cli.generate import generate as generate_command
 from tenant.model.hf import RemoteConfig
 from tenant.model.loading import load_tokenizer
-from tenant.training.generate import Conversation, generate, open_model
+from tenant.training.generate import generate, open_model
 from tenant.training.options import Decoding
 from tenant.training.output import last_checkpoint
 from tests.compatibility.families import build
@@ -145,71 +145,25 @@ def test_a_prompt_can_be_read_from_stdin(model: Path, tmp_path: Path, monkeypatc
     assert "process list" in shown
 
 
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def chatting(model: Path, local: LocalFederation, adapter: Path) -> tuple[str, ...]:
-    """Options of a chat with a model that has a template, and an adapter that has another one."""
+def test_a_chat_uses_the_models_template(model: Path, local: LocalFederation, adapter: Path) -> None:
+    """An adapter's template does not decide how many rows a message becomes."""
     folder = Path(shutil.copytree(model, model.parent / "chatting"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     ignore = shutil.ignore_patterns("checkpoint-*")
     other = Path(shutil.copytree(adapter, model.parent / "other template", ignore=ignore))
     (other / "chat_template.jinja").write_text("{{ messages * 2 }}")
-    where = ("--model", str(folder), "--federation", str(local.federation), "--adapter", str(other))
-    return (*where, "--masking", "simulate", "--max-new-tokens", "4")
 
+    def printed(folder: Path, *options: str) -> str:
+        where = ["generate", "--model", str(folder), "--federation", str(local.federation), "--adapter", str(other)]
+        where += ["--masking", "simulate", "--max-new-tokens", "4", "--prompt"]
+        return str(checked(CliRunner().invoke(cli.app, [*where, *options])).stdout)
 
-def test_a_chat_uses_the_models_template_and_remembers(chatting: tuple[str, ...], model: Path) -> None:
-    """An adapter's template does not decide how many rows a message becomes."""
-
-    def printed(command: str, *options: str, stdin: str | None = None) -> str:
-        return str(checked(CliRunner().invoke(cli.app, [command, *chatting, *options], input=stdin)).stdout)
-
-    once = printed("generate", "--prompt", "user: Hello\nassistant: ")
-    assert printed("generate", "--chat", "--prompt", "Hello") == once
-    context = f"user: Hello\nassistant: {once}user: And you?\nassistant: "
-    assert printed("chat", stdin="Hello\n\nAnd you?\n") == once + printed("generate", "--prompt", context)
+    assert printed(folder, "Hello", "--chat") == printed(folder, "user: Hello\nassistant: ")
     with pytest.raises(ConfigError, match="no chat template"):
-        tenant("generate", "--model", str(model), *chatting[2:], "--chat", "--prompt", "Hello")
-
-
-def test_ctrl_c_stops_an_answer_and_twice_ends_the_chat(
-    chatting: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes = 0
-
-    def interrupt(module: Any, inputs: Any, output: Any) -> None:
-        nonlocal passes
-        passes += 1
-        if passes == 2:
-            signal.raise_signal(signal.SIGINT)
-        if passes > 2:  # the second answer ends at once
-            output.logits[..., load_tokenizer(chatting[1]).eos_token_id] = 1e9
-
-    def opened(*args: Any, **options: Any) -> Any:
-        split, tokenizer = open_model(*args, **options)
-        split.get_base_model().register_forward_hook(interrupt)
-        return split, tokenizer
-
-    def typed(terminal: bool) -> str:
-        if (message := messages.pop(0)) is None:
-            signal.raise_signal(signal.SIGINT)
-        return str(message)
-
-    messages = ["Hello", "Hello", None, None, "never read"]
-    monkeypatch.setattr("tenant.training.generate.open_model", opened)
-    monkeypatch.setattr("tenant.cli.generate._message", typed)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        shown = CliRunner().invoke(cli.app, ["chat", *chatting])
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert (shown.exit_code, passes, messages) == (130, 3, ["never read"])
-    assert "at once" in shown.stderr
+        printed(model, "Hello", "--chat")
 
 
 def test_prepare_writes_a_slim_checkpoint_that_generates_the_same(
@@ -361,9 +315,3 @@ def test_no_more_tokens_than_the_models_context(model: Path) -> None:
         loaded = build(name, vocab_size=len(tokenizer), **{positions: 32})
         with pytest.raises(ConfigError, match=r"2 tokens of prompt and 40 new tokens .* context of 32; shorten"):
             generate(loaded, tokenizer, "a", decoding=decoding)
-        loaded.generation_config.eos_token_id = None
-        tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-        chat = Conversation(loaded, tokenizer, decoding=decoding)
-        chat.answer("a")  # ends with the context
-        with pytest.raises(ConfigError, match="context of 32"):
-            chat.answer("a " * 40)

@@ -1,7 +1,6 @@
-"""Chats: what is sent again, what an error leaves behind, and whose template is used."""
+"""Generation: whose template and whose tokenizer are used."""
 
 import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,78 +8,30 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from symbiosis_priv.errors import CheckpointError, ConfigError, DeadlineExceededError
+from symbiosis_priv.errors import CheckpointError, ConfigError
 from tenant.endpoint import serving
 from tenant.endpoint.options import Serving
 from tenant.model.hf import RemoteConfig
 from tenant.model.loading import load_tokenizer
 from tenant.training import finetune as finetuning, generate as generation
 from tenant.training.finetune import finetune
-from tenant.training.generate import Conversation, generate, open_model
+from tenant.training.generate import generate, open_model
 from tenant.training.options import Decoding, FineTuning
 
-TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }} {% endfor %}"
-FEW = Decoding(max_new_tokens=4)
 SIMULATED = RemoteConfig(masking="simulate")
 
 
-@pytest.fixture(scope="module")
-def opened(tiny: Path) -> Any:
+def test_a_chat_is_the_models_template(tiny: Path) -> None:
     model, tokenizer = open_model(tiny, remote=SIMULATED)
-    tokenizer.chat_template = TEMPLATE
-    return model, tokenizer
-
-
-def test_a_message_is_read_once_and_changes_nothing(opened: Any) -> None:
-    model, tokenizer = opened
-    rows: list[int] = []
-    hook = model.register_forward_pre_hook(lambda *args: rows.append(args[2]["input_ids"].shape[1]), with_kwargs=True)
-    chat = Conversation(model, tokenizer, decoding=FEW)
-    first = chat.answer("The weather")
-    assert rows[1:] == [1, 1, 1]
-    rows.clear()
-    second = chat.answer("was cold")
-    hook.remove()
-    whole = f"The weather {first} was cold "
-    assert rows[0] < len(tokenizer(whole)["input_ids"])
-    assert second == generate(model, tokenizer, whole, decoding=FEW)
-
-
-def test_the_next_message_does_not_show_where_an_answer_of_fixed_length_has_ended(
-    opened: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A new prompt contains the answer, so its number of rows would show the answer's length."""
-    model, tokenizer = opened
-    rows: list[int] = []
-    hook = model.register_forward_pre_hook(lambda *args: rows.append(args[2]["input_ids"].shape[1]), with_kwargs=True)
-    decoding, seen = replace(FEW, fixed_length=True), []
-    for length in (1, 3, 4):
-        with monkeypatch.context() as patch:
-            patch.setattr("tenant.training.generate._up_to", lambda _, tokens, length=length: tokens[:length])
-            chat = Conversation(model, tokenizer, decoding=decoding)
-            answers = chat.answer("The weather"), chat.answer("was cold")
-        seen.append(tuple(rows))
-        whole = f"The weather {answers[0]} was cold "
-        assert generate(model, tokenizer, whole, decoding=FEW).startswith(answers[1])
-        rows.clear()
-    hook.remove()
-    assert len(answers[0]) == 4
-    assert len(set(seen)) == 1
-
-
-def test_an_error_leaves_the_conversation_as_it_was(opened: Any) -> None:
-    model, tokenizer = opened
-    chat, fresh = Conversation(model, tokenizer, decoding=FEW), Conversation(model, tokenizer, decoding=FEW)
-    assert chat.answer("The weather") == fresh.answer("The weather")
-
-    def fail(*args: Any) -> None:
-        raise DeadlineExceededError("lost")
-
-    hook = model.model.layers[-1].register_forward_pre_hook(fail)
-    with pytest.raises(DeadlineExceededError):
-        chat.answer("is lost")
-    hook.remove()
-    assert chat.answer("was cold") == fresh.answer("was cold")
+    with pytest.raises(ConfigError, match="no chat template"):
+        generate(model, tokenizer, "Hello", chat=True)
+    tokenizer.chat_template = "{{ bos_token }}{{ messages[0].content }} "
+    decoding = Decoding(max_new_tokens=4)
+    answer = generate(model, tokenizer, "The weather", chat=True, decoding=decoding)
+    assert answer == generate(model, tokenizer, "The weather ", decoding=decoding)
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(ConfigError, match="template refuses"):
+        generate(model, tokenizer, "Hello", chat=True)
 
 
 def add_template(folder: Path) -> None:
@@ -141,13 +92,3 @@ def test_a_template_that_is_there_only_while_the_tokenizer_is_loaded_is_refused(
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", load_with_template)
     with pytest.raises(CheckpointError, match="changed"):
         load_tokenizer(folder)
-
-
-def test_a_template_that_refuses_a_message_is_an_error(opened: Any) -> None:
-    model, tokenizer = opened
-    tokenizer.chat_template = "{{ raise_exception('no') }}"
-    try:
-        with pytest.raises(ConfigError, match="template refuses"):
-            Conversation(model, tokenizer).answer("Hello")
-    finally:
-        tokenizer.chat_template = TEMPLATE

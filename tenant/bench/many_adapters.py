@@ -20,32 +20,31 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 import typer
 
-from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench import measured_models as models
 from tenant.bench.options import Progress, benchmark, numbers
 from tenant.bench.processes import Child, ask_all, check_supported, memory_mib, peak_mib
-from tenant.bench.real_size import write_checkpoint
 from tenant.bench.report import Goal, Row, figure, where
-from tenant.model.hf import RemoteConfig
 
 _LIMIT_MIB = 16384
 _THRESHOLD_BYTES = 1 << 20
 _STEP, _STEPS = models.Step(batch=1, tokens=128), 4  # steps of each measurement, of all jobs together, at least
 _WAIT_S, _LEAST_PAUSE_S, _SHARE = 1800.0, 0.05, 0.05  # of one core, for reading memory
-_WHOLE, _AS_STORED = "whole, float32", "whole, bfloat16"
+_WHOLE = {"whole, float32": torch.float32, "whole, bfloat16": torch.bfloat16}
+_FLOAT32 = "whole, float32"
 _SPLIT = {"split, none": 5, "split, pad": 4, "split, pad/24": 4}  # and how many times the adapters should fit
 _SHAPE = models.Llama(width=2048, layers=16, inner=5632)
 
 Job = Child[models.Work, list[models.Cost]]
+_Measure = Callable[[Sequence[Job], Sequence[Job]], Row]
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    whole = where(rows, variant=_WHOLE)
+    whole = where(rows, variant=_FLOAT32)
     for variant, least in _SPLIT.items():
         found = where(rows, variant=variant)
         if len(found) > 1 and len(whole) > 1:
@@ -73,124 +72,107 @@ def adapters(
     """
     check_supported()
     counts = sorted(set(numbers(jobs, "--jobs")))
-    bench = _Bench(folder, shape, progress)
-    yield from bench.whole(_WHOLE, torch.float32, counts)
-    yield from bench.whole(_AS_STORED, torch.bfloat16, bench.fitted)
-    for variant in _SPLIT:
-        yield from bench.split(variant, counts)
+    model = shape.save(folder / "model")
+    multiprocessing.set_forkserver_preload([models.__name__])
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(_THRESHOLD_BYTES)
+    ensure_running()
+    del os.environ["MALLOC_MMAP_THRESHOLD_"]  # not for providers
+    rates: dict[int, float] = {}  # steps a second of whole jobs in float32, by their number
+    for variant in (*_WHOLE, *_SPLIT):
+        done: list[tuple[int, float]] = []
+        measure = partial(_measure, variant, shape, progress, done)
+        if variant in _WHOLE:
+            rows = _whole(measure, done, model, _WHOLE[variant], list(rates) or counts)
+        else:
+            rows = _split(measure, models.MaskingVariant.parse(variant.rpartition(" ")[2]), model, folder, counts)
+        for row in rows:
+            count, rate = int(figure(row, "jobs")), figure(row, "steps_per_s")
+            if variant == _FLOAT32:
+                rates[count] = rate
+            # as many whole jobs in float32, or the most that fit
+            yield {**row, "over_whole": rate / rates.get(count, list(rates.values())[-1])}
 
 
-class _Measured(NamedTuple):
-    jobs: int
-    memory: float
+def _whole(
+    measure: _Measure, done: Sequence[tuple[int, float]], model: Path, dtype: torch.dtype, counts: Sequence[int]
+) -> Iterator[Row]:
+    """Measure whole models, each with an equal share of the cores, as long as they fit."""
+    for count in counts:
+        if done and done[-1][1] + (count - done[-1][0]) * _per_job(done) > _LIMIT_MIB:
+            return
+        threads = max(1, (os.cpu_count() or 1) // count)
+        with contextlib.ExitStack() as running:
+            jobs = [
+                running.enter_context(Child(f"job {i}", models.serve_tenant, model, None, threads, dtype, i))
+                for i in range(count)
+            ]
+            row = measure(jobs, jobs)
+        yield row
 
 
-class _Bench:
-    """The measurements. `fitted`: the counts of whole jobs in float32 that were run."""
-
-    def __init__(self, folder: Path, shape: models.Llama, progress: Progress) -> None:
-        self._folder, self._shape, self._progress = folder, shape, progress
-        self._model, self._cache = folder / "model", folder / "cache"
-        write_checkpoint(shape.config(), self._model)
-        multiprocessing.set_forkserver_preload([models.__name__])
-        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(_THRESHOLD_BYTES)
-        ensure_running()
-        del os.environ["MALLOC_MMAP_THRESHOLD_"]  # not for providers
-        self._rate: dict[int, float] = {}
-        self.fitted: list[int] = []
-
-    def whole(self, variant: str, dtype: torch.dtype, counts: Sequence[int]) -> Iterator[Row]:
-        """Measure whole models, each with an equal share of the cores."""
-        done: list[_Measured] = []
+def _split(
+    measure: _Measure, masking: models.MaskingVariant, model: Path, folder: Path, counts: Sequence[int]
+) -> Iterator[Row]:
+    """Measure tenants of one executor, which go on when others join them."""
+    directory = folder / masking.name.replace("/", "-")
+    directory.mkdir()
+    threads, names = os.cpu_count() or 1, ("executor", "helper")[: 1 + (masking.scheme == "pad")]
+    local = models.provide(model, directory, threads=threads, cache=folder / "cache", helpers=len(names) - 1)
+    with local, contextlib.ExitStack() as running:
+        jobs: list[Job] = []
         for count in counts:
-            if done and done[-1].memory + (count - done[-1].jobs) * _per_job(done) > _LIMIT_MIB:
-                return
-            threads = max(1, (os.cpu_count() or 1) // count)
-            with contextlib.ExitStack() as running:
-                children = [self._start(running, i, None, threads, dtype) for i in range(count)]
-                row = self._measure(variant, children, children, done)
-            if variant == _WHOLE:
-                self._rate[count] = figure(row, "steps_per_s")
-                self.fitted.append(count)
-            yield self._compared(row)
-
-    def split(self, variant: str, counts: Sequence[int]) -> Iterator[Row]:
-        """Measure tenants of one executor, which go on when others join them."""
-        masking = models.MaskingVariant.parse(variant.rpartition(" ")[2])
-        directory = self._folder / masking.name.replace("/", "-")
-        directory.mkdir()
-        self._progress(f"{variant}: starting providers")
-        threads, helpers = os.cpu_count() or 1, int(masking.scheme == "pad")
-        local = models.provide(self._model, directory, threads=threads, cache=self._cache, helpers=helpers)
-        done: list[_Measured] = []
-        with local, contextlib.ExitStack() as running:
-            children: list[Job] = []
-            for count in counts:
-                new = [
-                    self._start(running, i, self._tenant(local, masking, i), 1, torch.float32)
-                    for i in range(len(children), count)
-                ]
-                children += new
-                row = self._measure(variant, children, new, done)
-                for name in ("executor", "helper")[: 1 + helpers]:
-                    row[f"{name}_peak_mib"] = peak_mib([local.pid(name) or 0])
-                yield self._compared(row)
-
-    def _tenant(self, local: LocalFederation, masking: models.MaskingVariant, i: int) -> RemoteConfig:
-        return models.remote_config(local, masking, models.Effort(), federation=models.federation_of(local, i))
-
-    def _start(
-        self,
-        running: contextlib.ExitStack,
-        i: int,
-        remote: RemoteConfig | None,
-        threads: int,
-        dtype: torch.dtype,
-    ) -> Job:
-        child = Child(f"job {i}", models.serve_tenant, self._model, remote, threads, dtype, i)
-        return running.enter_context(child)
-
-    def _measure(self, variant: str, children: Sequence[Job], new: Sequence[Job], done: list[_Measured]) -> Row:
-        count = len(children)
-        self._progress(f"{variant}: {count} jobs, warming up")
-        for child in new:
-            child.wait_ready()
-        _, first = _with_memory(partial(_train, new, 1))
-        self._progress(f"{variant}: {count} jobs")
-        steps = max(1, _STEPS // count)
-        start = time.perf_counter()
-        seconds, peak = _with_memory(partial(_train, children, steps))
-        wall = time.perf_counter() - start
-        done.append(_Measured(count, max(first, peak)))
-        fit = count + int((_LIMIT_MIB - done[-1].memory) // _per_job(done)) if len(done) > 1 else None
-        return {
-            "width": self._shape.width,
-            "layers": self._shape.layers,
-            "variant": variant,
-            "jobs": count,
-            "memory_mib": done[-1].memory,
-            "fit": fit,
-            "steps_per_s": count * steps / wall,
-            "over_whole": None,
-            "step_s": sum(seconds) / len(seconds),
-            "executor_peak_mib": None,
-            "helper_peak_mib": None,
-        }
-
-    def _compared(self, row: Row) -> Row:
-        """Compare with as many whole jobs in float32, or with the most that fit."""
-        whole = self._rate.get(int(figure(row, "jobs")), self._rate[self.fitted[-1]])
-        return {**row, "over_whole": figure(row, "steps_per_s") / whole}
+            first = len(jobs)
+            for i in range(first, count):
+                remote = models.remote_config(local, masking, models.federation_of(local, i))
+                job = Child(f"job {i}", models.serve_tenant, model, remote, 1, torch.float32, i)
+                jobs.append(running.enter_context(job))
+            row = measure(jobs, jobs[first:])
+            yield row | {f"{name}_peak_mib": peak_mib(local.pid(name) or 0) for name in names}
 
 
-def _per_job(done: Sequence[_Measured]) -> float:
+def _measure(
+    variant: str,
+    shape: models.Llama,
+    progress: Progress,
+    done: list[tuple[int, float]],
+    jobs: Sequence[Job],
+    new: Sequence[Job],
+) -> Row:
+    """Let all jobs train, of which some are new. `done`: numbers of jobs and their memory in MiB, measured so far."""
+    count = len(jobs)
+    progress(f"{variant}: {count} jobs, warming up")
+    for job in new:
+        job.wait_ready()
+    _, first = _with_memory(partial(_train, new, 1))
+    progress(f"{variant}: {count} jobs")
+    steps = max(1, _STEPS // count)
+    start = time.perf_counter()
+    seconds, peak = _with_memory(partial(_train, jobs, steps))
+    wall, memory = time.perf_counter() - start, max(first, peak)
+    done.append((count, memory))
+    return {
+        "width": shape.width,
+        "layers": shape.layers,
+        "variant": variant,
+        "jobs": count,
+        "memory_mib": memory,
+        "fit": count + int((_LIMIT_MIB - memory) // _per_job(done)) if len(done) > 1 else None,
+        "steps_per_s": count * steps / wall,
+        "over_whole": None,
+        "step_s": sum(seconds) / len(seconds),
+        "executor_peak_mib": None,
+        "helper_peak_mib": None,
+    }
+
+
+def _per_job(done: Sequence[tuple[int, float]]) -> float:
     """Return the memory of one more job."""
-    first, last = done[0], done[-1]
-    return last.memory if first is last else (last.memory - first.memory) / (last.jobs - first.jobs)
+    (few, least), (many, most) = done[0], done[-1]
+    return most / many if few == many else (most - least) / (many - few)
 
 
-def _train(children: Sequence[Job], steps: int) -> list[float]:
-    costs = ask_all(children, replace(_STEP, steps=steps), timeout_s=_WAIT_S)
+def _train(jobs: Sequence[Job], steps: int) -> list[float]:
+    costs = ask_all(jobs, replace(_STEP, steps=steps), timeout_s=_WAIT_S)
     return [cost.seconds for each in costs for cost in each]
 
 

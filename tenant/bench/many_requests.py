@@ -11,7 +11,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -89,7 +88,7 @@ def endpoint(
         _write_adapters(folder / "adapters", load_model(path, dtype=torch.float32))
     progress("starting providers")
     with provide(path, folder, threads=effort.threads, maskings=[variant]) as local:
-        split = load_language_model(path, remote=remote_config(local, variant, effort), dtype=torch.float32)
+        split = load_language_model(path, remote=remote_config(local, variant), dtype=torch.float32)
         tasks = Tasks(split)
         loaded = tasks.register_all(folder / "adapters") if model is None else []
         names = [None, *(task.name for task in loaded)]
@@ -149,26 +148,23 @@ def _write_adapters(folder: Path, base: Any) -> None:
         base = adapted.unload()
 
 
-@dataclass
 class _Figures:
-    first: list[float] = field(default_factory=list)
-    between: list[float] = field(default_factory=list)
-    tokens: int = 0
-    seconds: float = 0.0
-    round_trips: int = 0
+    """Times of tokens, added up over turns."""
+
+    def __init__(self) -> None:
+        self.first, self.between = list[float](), list[float]()
+        self._seconds, self.round_trips = 0.0, 0
 
     def add(self, answers: list[list[float]], *, began: float, round_trips: int) -> None:
-        """Add the times of the tokens of some answers."""
-        self.seconds += max(times[-1] for times in answers) - began
+        self._seconds += max(times[-1] for times in answers) - began
         self.round_trips += round_trips
         for times in answers:
-            self.tokens += len(times)
             self.first.append(times[0] - began)
             self.between += np.diff(times).tolist()
 
     @property
     def per_s(self) -> float:
-        return self.tokens / self.seconds
+        return (len(self.first) + len(self.between)) / self._seconds
 
 
 class NoText:

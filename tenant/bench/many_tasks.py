@@ -9,7 +9,6 @@ coordinated batching with batches of fixed size, and with batches by the cost of
 import contextlib
 import copy
 import gc
-import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import numpy as np
+import psutil
 import torch
 import typer
 from peft import IA3Config, LoraConfig, OFTConfig, PeftConfig, VeraConfig, get_peft_model
@@ -27,7 +27,7 @@ from transformers import AutoModel
 
 from tenant.bench.measured_models import Bert, Effort, MaskingVariant, provide, remote_config
 from tenant.bench.options import Progress, benchmark
-from tenant.bench.processes import check_supported, resources, seconds_of
+from tenant.bench.processes import seconds_of
 from tenant.bench.report import Goal, Row, Value, figure, where
 from tenant.model.hf import backend_of
 from tenant.model.ledger import ledger_of, since
@@ -45,7 +45,6 @@ _METHODS: Final[dict[str, PeftConfig]] = {
     "OFT": OFTConfig(oft_block_size=32, target_modules=["query", "value"]),
     "VERA": VeraConfig(r=64, target_modules=["query", "value"]),
 }
-
 
 _MEAN, _SIGMA, _SIZE = 32.0, 8.0, 32  # tokens of a queued request, as in the PetS paper; requests of a fixed batch
 _ROWS, _TOKENS = 32, 8  # of a mixed batch, each row of another task
@@ -87,7 +86,6 @@ def tasks(
 
     Example: symbiosis-priv bench tasks --tasks 64 --layers 4
     """
-    check_supported()
     path = shape.save(folder / "model")
     progress("writing tasks")
     repository = write_tasks(folder / "tasks", path, count=tasks)
@@ -107,7 +105,7 @@ def tasks(
     progress("a mixed batch, split")
     torch.set_num_threads(effort.threads)
     with provide(path, folder, threads=effort.threads) as local:
-        remote = remote_config(local, MaskingVariant.parse("pad"), effort)
+        remote = remote_config(local, MaskingVariant.parse("pad"))
         split = load_model(path, remote=remote, dtype=torch.float32, kind=AutoModel)
         with backend_of(split), contextlib.closing(Tasks(split)) as serving:
             serving.register_all(repository)
@@ -148,10 +146,10 @@ def _memory(tasks: Tasks, names: Sequence[str]) -> Iterator[Row]:
     tasks loaded, the time to unload one by its name, and to load it."""
     copies = sum(parameter.nbytes for parameter in tasks.model.parameters())
     gc.collect()
-    before = resources([os.getpid()]).bytes
+    before = psutil.Process().memory_info().rss
     seconds = sum(seconds_of(partial(tasks.load, name)) for name in names)
     gc.collect()
-    grown = max(tasks.bytes, resources([os.getpid()]).bytes - before)
+    grown = max(tasks.bytes, psutil.Process().memory_info().rss - before)
     unloading, loading = (
         [seconds_of(partial(change, name)) for name in names[: len(_METHODS)]] for change in (tasks.unload, tasks.load)
     )
@@ -176,18 +174,17 @@ def _batch(tasks: Tasks, names: Sequence[str], repeat: int, *, measurement: str)
         "mixed batch": [list(names)],
         "batch of one task": [[name] * len(names) for name in names[: len(_METHODS)]],
     }
-    split = hasattr(tasks.model, "hf_quantizer")
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
-    trips = dict.fromkeys(variants, 0)
+    trips = dict.fromkeys(variants, 0.0)
     for _ in range(1 + repeat):  # the first turn makes plans
         for variant, batches in variants.items():
             parts = len(batches) if variant == "batch of one task" else 1
-            before = (ledger_of(tasks.model) if split else None) or Ledger()
+            before = ledger_of(tasks.model) or Ledger()
             seconds[variant].append(seconds_of(partial(_serve, tasks, batches)) / parts)
-            after = (ledger_of(tasks.model) if split else None) or before
-            trips[variant] = since(before, after).executor_round_trips // parts
+            now = ledger_of(tasks.model) or Ledger()
+            trips[variant] = since(before, now).executor_round_trips // parts
     wall = {variant: statistics.median(turns[1:]) for variant, turns in seconds.items()}
-    counted: dict[str, float] = dict(trips) if split else wall
+    counted = trips if any(trips.values()) else wall
     for variant in variants:
         yield _row(
             measurement,
@@ -197,7 +194,7 @@ def _batch(tasks: Tasks, names: Sequence[str], repeat: int, *, measurement: str)
             tokens=_TOKENS,
             batches=len(names) if variant == "one task after the other" else 1,
             wall_s=wall[variant],
-            round_trips=trips[variant] if split else None,
+            round_trips=trips[variant] or None,
             gain=counted["one task after the other"] / counted[variant],
             over_best=wall[variant] / min(wall[other] for other in variants if other != variant),
         )
@@ -215,6 +212,10 @@ def _coordinated(tasks: Tasks, names: Sequence[str], count: int, progress: Progr
 
     def run(rows: int, tokens: int) -> None:
         _forward(tasks, _ids(rows, tokens), torch.ones(rows, tokens, dtype=torch.long, device="cpu"))
+
+    def serve(requested: Sequence[batching.Request]) -> None:
+        with tasks.batch([request.task for request in requested]):
+            _forward(tasks, *batching.padded(requested))
 
     longest = min(_LONGEST, tasks.model.config.max_position_embeddings, round(_MEAN + 4 * _SIGMA) + 1)
     sizes = sorted({1, round(_MEAN), longest})
@@ -236,8 +237,7 @@ def _coordinated(tasks: Tasks, names: Sequence[str], count: int, progress: Progr
     turns = sorted((n / len(batches), name, n) for name, batches in plans.items() for n in range(len(batches)))
     for done, name, n in turns:
         progress(f"coordinated batching, {done:.0%}")
-        requested = plans[name][n]
-        seconds[name] += seconds_of(partial(_serve_queued, tasks, requested))
+        seconds[name] += seconds_of(partial(serve, plans[name][n]))
     for name, batches in plans.items():
         yield _row(
             "coordinated batching",
@@ -250,11 +250,6 @@ def _coordinated(tasks: Tasks, names: Sequence[str], count: int, progress: Progr
             gain=seconds["fixed size"] / seconds[name],
             over_best=seconds[name] / min(seconds[other] for other in plans if other != name),
         )
-
-
-def _serve_queued(tasks: Tasks, requested: Sequence[batching.Request]) -> None:
-    with tasks.batch([request.task for request in requested]):
-        _forward(tasks, *batching.padded(requested))
 
 
 @torch.inference_mode()

@@ -1,7 +1,9 @@
 """`bench provider`: many tenants at one provider, which serves a synthetic model.
 
-Each tenant is a process with a TLS connection (`request_load`) that sends requests and computes with an adapter,
-but has no model. Tenants and providers share one machine, so the CPU time of tenants affects the figures.
+Each tenant is a process with a TLS connection that sends random rows and computes with an adapter, but has no model.
+A generating tenant sends its rows through every layer group forward, as for one token of a batch. A training tenant
+sends them forward and backward, as for one step. Every answer is compared with the one that the tenant received while
+it was alone. Tenants and providers share one machine, so the CPU time of tenants affects the figures.
 """
 
 import contextlib
@@ -11,25 +13,36 @@ import re
 import signal
 import statistics
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
+import torch
 import typer
+from torch import Tensor
 
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.harness.local import METRICS
-from tenant.bench.measured_models import HALF_THE_CORES, provide, small_llama
-from tenant.bench.options import Progress, Seconds, Threads, benchmark
+from symbiosis_priv.federation import load_federation
+from symbiosis_priv.harness.local import METRICS, LocalFederation
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.tls import client_context
+from tenant.bench.measured_models import HALF_THE_CORES, Threads, provide, small_llama
+from tenant.bench.options import Progress, Seconds, benchmark
 from tenant.bench.processes import Child, ask_all, cpu_seconds
 from tenant.bench.report import Goal, Row, by, figure, percentile, ratio, where
-from tenant.bench.request_load import DEADLINE_S, Kind, LoadResult, Phase, RequestLoad, serve_load
+from tenant.connections.channel import Channel, fresh_nonce
+from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 
-_CHECKED_S = 2.0
+Kind = Literal["generating", "training"]
+_DEADLINE_S = 120.0
+_NICE = 10  # the provider has priority, because in practice tenants have their own machines
 _SLOW, _RUNS_S = "slow", 0.025  # a slow tenant runs for this time, and stands still three times as long
 _TRAINING_ROWS: Final = (2, 16, 64, 256)
 _ADAPTER_RANKS: Final = (8, 64)
@@ -80,12 +93,23 @@ def provider(
         raise ConfigError(
             f"--tenants {tenants!r}: write GENERATING+TRAINING(+SLOW) separated by commas, like 1+0,6+0+1"
         )
-    model = small_llama(hidden, inner=2 * hidden, layers=1).save(folder / "model")
-    most = max(map(sum, scenarios))
-    bench = _Bench(folder / "provider", model, threads=threads, tenants=most)
-    with bench.local:
+    model = small_llama(hidden, inner=2 * hidden).save(folder / "model")
+    options: dict[str, dict[str, object]] = {
+        "executor": {"threads": threads},
+        "limits": {"max_connections": max(256, 2 * max(map(sum, scenarios)))},
+        "metrics": METRICS,
+    }
+    with provide(model, folder / "provider", threads=threads, helpers=0, provider_options=options) as local:
+        groups = WeightStore(model, cache=local.cache).manifest().groups
+        shapes = tuple((group.inputs, group.stacked_outputs) for group in groups)
+        identities: dict[str, Identity] = {}
         for scenario in scenarios:
-            yield bench.run(scenario, seconds=seconds)
+            loads = []
+            for name, kind, rows, rank in scenario.tenants():
+                if name not in identities:
+                    identities[name] = local.issue_tenant(name)
+                loads.append(Load(name, identities[name], kind, rows, rank, local.federation, shapes))
+            yield {**scenario._asdict(), **_run(local, loads, seconds)}
 
 
 class Scenario(NamedTuple):
@@ -95,7 +119,7 @@ class Scenario(NamedTuple):
     training: int
     slow: int = 0
 
-    def loads(self) -> Iterator[tuple[str, Kind, int, int]]:
+    def tenants(self) -> Iterator[tuple[str, Kind, int, int]]:
         """Yield (name, kind, rows of a request, rank of the adapter) of each tenant: the tenants of a kind use the rows
         and ranks in rotation."""
         kinds: tuple[tuple[str, Kind, int, Sequence[int]], ...] = (
@@ -109,81 +133,67 @@ class Scenario(NamedTuple):
                 yield f"{name}-{i}", kind, rows, rank
 
 
-class _Bench:
-    """A provider, and its tenants' certificates."""
+class Load(NamedTuple):
+    """One tenant, and the requests that it sends. `rows`: of each request, one for each sequence of a batch. `rank`: of
+    its adapter on every layer group. `groups`: (inputs, outputs) of each."""
 
-    def __init__(self, directory: Path, model: Path, *, threads: int, tenants: int) -> None:
-        options: dict[str, dict[str, object]] = {
-            "executor": {"threads": threads},
-            "limits": {"max_connections": max(256, 2 * tenants)},
-            "metrics": METRICS,
-        }
-        cache = model.parent / "cache"
-        self.local = provide(model, directory, threads=threads, helpers=0, cache=cache, provider_options=options)
-        groups = WeightStore(model, cache=cache).manifest().groups
-        self._groups = tuple((group.inputs, group.stacked_outputs) for group in groups)
-        self._identities: dict[str, Identity] = {}
-
-    def run(self, scenario: Scenario, *, seconds: float) -> Row:
-        loads = [self._load(*tenant, seconds=seconds) for tenant in scenario.loads()]
-        with contextlib.ExitStack() as running:
-            tenants: list[Child[Phase, Any]] = [
-                running.enter_context(Child(load.name, serve_load, load)) for load in loads
-            ]
-            for tenant in tenants:
-                tenant.ask("alone", timeout_s=DEADLINE_S)
-            ask_all(tenants, "checked", timeout_s=loads[0].checked_s + DEADLINE_S)
-            pid = self.local.pid("executor")
-            assert pid is not None, "it runs"
-            before, cpu = self.local.status("executor")["executor"], cpu_seconds([pid])
-            slow = [tenant.pid for load, tenant in zip(loads, tenants, strict=True) if load.name.startswith(_SLOW)]
-            with _slowed(slow):
-                results: list[LoadResult] = ask_all(tenants, "measured", timeout_s=seconds + DEADLINE_S)
-            after, cpu = self.local.status("executor")["executor"], cpu_seconds([pid]) - cpu
-        found = [(load, its) for load, its in zip(loads, results, strict=True) if not load.name.startswith(_SLOW)]
-        return {
-            "generating": scenario.generating,
-            "training": scenario.training,
-            "slow": scenario.slow,
-            **_speed(found, "generating", "tokens_per_s", "token", seconds),
-            **_speed(found, "training", "trained_rows_per_s", "step", seconds),
-            **_products(before, after),
-            # of the whole provider; for a narrow model nearly all of it is the gateway's
-            "request_cpu_ms": 1000 * cpu / max(1, sum(result.answers for result in results)),
-            "answers": sum(result.answers for result in results),
-            "wrong": sum(result.wrong for result in results),
-        }
-
-    def _load(self, name: str, kind: Kind, rows: int, rank: int, *, seconds: float) -> RequestLoad:
-        if name not in self._identities:
-            self._identities[name] = self.local.issue_tenant(name)
-        return RequestLoad(
-            name=name,
-            identity=self._identities[name],
-            kind=kind,
-            rows=rows,
-            rank=rank,
-            federation=self.local.federation,
-            groups=self._groups,
-            seconds=seconds,
-            checked_s=min(_CHECKED_S, seconds),
-        )
+    name: str
+    identity: Identity
+    kind: Kind
+    rows: int
+    rank: int
+    federation: Path
+    groups: tuple[tuple[int, int], ...]
 
 
-def _speed(
-    found: Sequence[tuple[RequestLoad, LoadResult]], kind: Kind, per_s: str, turn: str, seconds: float
-) -> dict[str, float | None]:
+class Result(NamedTuple):
+    """Seconds of each token or step (at least one), and the number of answers and of those that differ from the answers
+    received alone."""
+
+    turns: list[float]
+    answers: int
+    wrong: int
+
+
+def _run(local: LocalFederation, loads: Sequence[Load], seconds: float) -> Row:
+    """Let tenants send requests alone, one after the other, and then all of them for `seconds` seconds."""
+    with contextlib.ExitStack() as running:
+        tenants: list[Child[float, Result]] = [
+            running.enter_context(Child(load.name, serve_load, load)) for load in loads
+        ]
+        for tenant in tenants:
+            tenant.ask(0.0, timeout_s=_DEADLINE_S)
+        pid = local.pid("executor") or 0
+        before, cpu = local.status("executor")["executor"], cpu_seconds(pid)
+        slow = [tenant.pid for load, tenant in zip(loads, tenants, strict=True) if load.name.startswith(_SLOW)]
+        with _slowed(slow):
+            results = ask_all(tenants, seconds, timeout_s=seconds + _DEADLINE_S)
+        after, cpu = local.status("executor")["executor"], cpu_seconds(pid) - cpu
+    found = [(load, its) for load, its in zip(loads, results, strict=True) if not load.name.startswith(_SLOW)]
+    answers = sum(result.answers for result in results)
+    return {
+        **_speed(found, "generating", "tokens_per_s", "token", seconds),
+        **_speed(found, "training", "trained_rows_per_s", "step", seconds),
+        **_products(before, after),
+        # of the whole provider; for a narrow model nearly all of it is the gateway's
+        "request_cpu_ms": 1000 * cpu / max(1, answers),
+        "answers": answers,
+        "wrong": sum(result.wrong for result in results),
+    }
+
+
+def _speed(found: Sequence[tuple[Load, Result]], kind: Kind, per_s: str, turn: str, seconds: float) -> Row:
     """Rows per second of the tenants of a kind, and the times of their turns (None without such tenants)."""
     of_kind = [(load.rows, result.turns) for load, result in found if load.kind == kind]
     turns = [spent for _, turns in of_kind for spent in turns]
-    row = {
+    row: Row = {
         per_s: sum(rows * len(turns) for rows, turns in of_kind) / seconds,
         f"{turn}_mean_ms": 1000 * statistics.fmean(turns) if turns else None,
     }
     return row | {f"{turn}_p{q}_ms": percentile(turns, q, unit=1e-3) if turns else None for q in (50, 99)}
 
 
-def _products(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
+def _products(before: dict[str, Any], after: dict[str, Any]) -> Row:
     """What an executor has done between two statuses. `batch_rows`, `batch_requests`: means per product;
     `product_share`: products' share of its busy time; `idle_share`: of the whole time."""
     uptime, idle, busy = (float(after[name] - before[name]) for name in ("uptime", "idle", "seconds"))
@@ -211,10 +221,65 @@ def _slowed(pids: Sequence[int]) -> Iterator[None]:
                     os.kill(pid, sent)
                 ended.wait(pause)
 
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(stop_and_go)
-        try:
-            yield
-        finally:
-            ended.set()
-        done.result()
+    thread = threading.Thread(target=stop_and_go)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def serve_load(load: Load) -> Iterator[Callable[[float], Result]]:
+    """The work of a `Child`: the handler sends requests for some seconds; the first time, of one turn."""
+    torch.set_num_threads(1)
+    os.nice(_NICE)
+    tenant = _Tenant(load)
+    with contextlib.closing(tenant.channel):
+        yield tenant.send
+
+
+class _Tenant:
+    def __init__(self, load: Load) -> None:
+        federation = load_federation(load.federation)
+        executor, identity = federation.executors[0], load.identity
+        self._load, self._alone = load, list[Tensor]()
+        self.channel = Channel(
+            executor,
+            context=client_context(certificate=identity.certificate, key=identity.key, pins=executor.pins),
+            model_digest=federation.model_digest,
+            deadline_s=_DEADLINE_S,
+        )
+        generator = torch.Generator().manual_seed(zlib.crc32(load.name.encode()))
+        self._rows, self._hidden, self._adapters = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
+        draw = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
+        for width in sorted({width for shape in load.groups for width in shape}):
+            words = torch.empty(load.rows, width, dtype=torch.int32, device="cpu")
+            self._rows[width] = words.random_(-(1 << 31), 1 << 31, generator=generator)
+            self._hidden[width], self._adapters[width] = draw(load.rows, width), draw(width, load.rank)
+
+    def send(self, seconds: float) -> Result:
+        turns, answers, wrong = list[float](), 0, 0
+        end = time.monotonic() + seconds
+        while (start := time.monotonic()) < end or not turns:
+            found = list(self._turn())
+            turns.append(time.monotonic() - start)
+            self._alone = self._alone or found
+            answers += len(found)
+            wrong += sum(not torch.equal(*pair) for pair in zip(found, self._alone, strict=True))
+        return Result(turns, answers, wrong)
+
+    def _turn(self) -> Iterator[Tensor]:
+        """Send the requests of a token or a step, and compute the adapter's products. Yields the answers."""
+        places: list[tuple[int, Direction]] = [(index, FORWARD) for index in range(len(self._load.groups))]
+        if self._load.kind == "training":
+            places += [(index, BACKWARD) for index, _ in reversed(places)]
+        for index, direction in places:
+            inputs, outputs = self._load.groups[index][:: 1 if direction == FORWARD else -1]
+            sent = mask(self._rows[inputs], UNMASKED_BY_CHOICE)
+            request = wire.Execute(
+                nonce=fresh_nonce(), group=index, direction=direction, arithmetic="ring", rows=self._load.rows
+            )
+            yield self.channel.request(request, sent, outputs=outputs)
+            _ = (self._hidden[inputs] @ self._adapters[inputs]) @ self._adapters[outputs].T

@@ -23,8 +23,8 @@ from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.kernels import probe_rows
 from symbiosis_priv.limits import DEFAULT_HINT_BITS, GroupIndex
-from tenant.bench.measured_models import HALF_THE_CORES, HEAD, Llama, MaskingVariant, Repeat, provide
-from tenant.bench.options import Masking, Progress, Rows, Threads, benchmark, numbers, widths
+from tenant.bench.measured_models import HALF_THE_CORES, Llama, MaskingVariant, Repeat, Threads, provide
+from tenant.bench.options import Masking, Progress, Rows, benchmark, numbers
 from tenant.bench.processes import seconds_of
 from tenant.bench.report import Goal, Row, figure, percentile
 from tenant.core.pads import PadOrder
@@ -53,7 +53,7 @@ def linear(
     progress: Progress,
     *,
     rows: Rows = "1,16,64,256",
-    width: Annotated[str, typer.Option(help="Widths of the layer, separated by commas; multiples of 64.")] = "768,2048",
+    width: Annotated[str, typer.Option(help="Widths of the layer, separated by commas.")] = "768,2048",
     masking: Masking = "pad",
     repeat: Repeat = 50,
     threads: Threads = HALF_THE_CORES,
@@ -62,11 +62,11 @@ def linear(
 
     Example: symbiosis-priv bench linear --rows 1,256 --width 2048
     """
-    counts, sizes, variant = numbers(rows, "--rows"), widths(width), MaskingVariant.parse(masking)
+    counts, sizes, variant = numbers(rows, "--rows"), numbers(width, "--width"), MaskingVariant.parse(masking)
     torch.set_num_threads(threads)
     for size in sizes:
         # the output projection is `size` x `size`, and the other layers are small
-        shape = Llama(width=size, layers=1, inner=HEAD, key_heads=1, vocabulary=64)
+        shape = Llama(width=size, layers=1, inner=64, key_heads=1, vocabulary=64)
         model = shape.save(folder / str(size) / "model")
         with provide(model, model.parent, threads=threads, maskings=[variant]) as local:
             federation = load_federation(local.federation)

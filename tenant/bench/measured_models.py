@@ -1,24 +1,27 @@
 """What benchmarks measure: models with random weights, providers of a model, and a tenant process that trains it and
 generates with it."""
 
-import contextlib
+import json
+import math
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig
+from safetensors.torch import save_file
+from transformers import BertConfig, BertModel, LlamaConfig
 from typer import Option
 
+from symbiosis_priv.checkpoints.discovery.skeleton import build
 from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.local import LocalFederation
+from tenant.bench.processes import seconds_of
 from tenant.cli.options import quiet
 from tenant.masking.registry import session_scheme
 from tenant.model.hf import RemoteConfig, backend_of
@@ -27,14 +30,12 @@ from tenant.model.loading import load_model
 from tenant.session.tally import Ledger
 from tenant.session.traffic import Transport
 
-_VOCABULARY, _SMALL_VOCABULARY, _SMALL = 30522, 512, 512
-HEAD = 64
-"""Dimensions of an attention head; widths are multiples of it, unless `heads` is given."""
 HALF_THE_CORES = max(1, (os.cpu_count() or 1) // 2)
-START_S = 900.0  # providers quantise the model at their start
+_START_S = 900.0  # providers quantise the model at their start
 
 Repeat = Annotated[int, Option(min=1, help="Repetitions.")]
-Width = Annotated[int, Option(min=HEAD, help=f"Width of the model, a multiple of {HEAD}.")]
+Threads = Annotated[int, Option(min=1, help="Torch threads of each process.")]
+Width = Annotated[int, Option(min=64, help="Width of the model, an even number.")]
 Layers = Annotated[int, Option(min=1, help="Layers of the model.")]
 Inner = Annotated[int, Option(min=8, help="Width inside the MLP.")]
 
@@ -44,14 +45,13 @@ class Effort:
     """Repetitions and resources of a measurement."""
 
     repeat: Repeat = 3
-    threads: Annotated[int, Option(min=1, help="Torch threads of each process.")] = HALF_THE_CORES
+    threads: Threads = HALF_THE_CORES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
-    """The shape of a Llama. Raises `ConfigError` if the width is not a multiple of `HEAD` and `heads` is None, which
-    stands for `width / HEAD`. `key_heads`: None for the divisor of the query heads that is nearest to a quarter of
-    them."""
+    """The shape of a Llama. `heads`: None for heads of 64 dimensions, or more if they do not divide the width.
+    `key_heads`: None for a quarter of the query heads, or fewer if that does not divide them."""
 
     width: Width
     layers: Layers
@@ -61,29 +61,41 @@ class Llama:
     vocabulary: int = 4096  # small, because the head stays with the tenant
     tied: bool = True  # the head is the embedding
 
-    def __post_init__(self) -> None:
-        if self.heads is None:
-            check_width(self.width)
-
     def config(self) -> LlamaConfig:
-        """Return the configuration."""
-        heads = self.heads or max(1, self.width // HEAD)
-        divisors = (number for number in range(1, heads + 1) if not heads % number)
+        heads = self.heads or _heads(self.width)
         return LlamaConfig(
             hidden_size=self.width,
             intermediate_size=self.inner,
             num_hidden_layers=self.layers,
             num_attention_heads=heads,
-            num_key_value_heads=self.key_heads or min(divisors, key=lambda number: abs(number - heads / 4)),
+            num_key_value_heads=self.key_heads or math.gcd(heads, max(1, heads // 4)),
             vocab_size=self.vocabulary,
             tie_word_embeddings=self.tied,
         )
 
-    def save(self, folder: Path) -> Path:
-        """Write a checkpoint with random weights, always the same, and return its folder."""
-        torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32)
-        model.save_pretrained(folder)
+    def save(self, folder: Path, **options: int) -> Path:
+        """Write a checkpoint with random weights in bfloat16, a file per layer, and always the same. `options`: of the
+        configuration. Returns the folder."""
+        config = self.config()
+        config.update(options)
+        folder.mkdir(parents=True)
+        config.save_pretrained(folder)
+        files: dict[str, dict[str, tuple[int, ...]]] = {}
+        for name, parameter in build(config).named_parameters():
+            parts = name.split(".")
+            files.setdefault(f"layer-{parts[2]}" if "layers" in parts else "rest", {})[name] = tuple(parameter.shape)
+        index: dict[str, str] = {}
+        for seed, (file, shapes) in enumerate(files.items()):
+            drawn = torch.Generator().manual_seed(seed)
+            tensors = {
+                name: torch.ones(shape, dtype=torch.bfloat16, device="cpu")
+                if len(shape) == 1
+                else torch.empty(shape, dtype=torch.bfloat16, device="cpu").normal_(std=0.02, generator=drawn)
+                for name, shape in shapes.items()
+            }
+            save_file(tensors, folder / f"{file}.safetensors", metadata={"format": "pt"})
+            index |= dict.fromkeys(tensors, f"{file}.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
         return folder
 
 
@@ -94,21 +106,18 @@ LLAMAS: Final = {
 """The shapes of models of real size."""
 
 
-def small_llama(width: int, *, inner: int, layers: int = 1) -> Llama:
-    """The shape of a Llama with four heads, for benchmarks that use its layer groups without running it."""
-    return Llama(width=width, layers=layers, inner=inner, heads=4, key_heads=4, vocabulary=64)
+def small_llama(width: int, *, inner: int) -> Llama:
+    """The shape of a Llama with a layer and four heads, for benchmarks that use its groups without running it."""
+    return Llama(width=width, layers=1, inner=inner, heads=4, key_heads=4, vocabulary=64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bert:
-    """The shape of a BERT; BERT-base by default. Raises `ConfigError` if the width is not a multiple of `HEAD`."""
+    """The shape of a BERT; BERT-base by default."""
 
     width: Width = 768
     layers: Layers = 12
     inner: Inner = 3072
-
-    def __post_init__(self) -> None:
-        check_width(self.width)
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint with random weights, always the same, and return its folder."""
@@ -117,17 +126,15 @@ class Bert:
             hidden_size=self.width,
             num_hidden_layers=self.layers,
             intermediate_size=self.inner,
-            num_attention_heads=self.width // HEAD,
-            vocab_size=_VOCABULARY if self.width > _SMALL else _SMALL_VOCABULARY,
+            num_attention_heads=_heads(self.width),
+            vocab_size=30522 if self.width > 512 else 512,
         )
         BertModel(config).save_pretrained(folder)
         return folder
 
 
-def check_width(width: int) -> None:
-    """Raise `ConfigError` unless a width is a multiple of `HEAD`."""
-    if width % HEAD:
-        raise ConfigError(f"--width {width}: write multiples of {HEAD}, the dimensions of an attention head")
+def _heads(width: int) -> int:
+    return math.gcd(width // 2, max(1, width // 64))
 
 
 class MaskingVariant(NamedTuple):
@@ -159,7 +166,7 @@ def provide(
 ) -> LocalFederation:
     """Return providers of a checkpoint, not yet started, which can do what the maskings need. Their files are in a
     subfolder of `directory`."""
-    given: dict[str, Any] = {"provider_options": {"executor": {"threads": threads}}, "deadline_s": START_S}
+    given: dict[str, Any] = {"provider_options": {"executor": {"threads": threads}}, "deadline_s": _START_S}
     given["scope"] = Scope(round_trips=2 if any(one.transport.round_trips == 2 for one in maskings) else 4)
     return LocalFederation(model, directory / "federation", **given | options)
 
@@ -172,18 +179,10 @@ def federation_of(local: LocalFederation, number: int) -> Path:
     return own
 
 
-def remote_config(
-    local: LocalFederation, masking: MaskingVariant, effort: Effort, *, federation: Path | None = None
-) -> RemoteConfig:
+def remote_config(local: LocalFederation, masking: MaskingVariant, federation: Path | None = None) -> RemoteConfig:
     """Return the configuration of a tenant of these providers, with their federation file or another one."""
-    transport = masking.transport
-    return RemoteConfig(
-        federation=federation or local.federation,
-        masking=masking.scheme,
-        ring_bits=transport.ring_bits,
-        round_trips=transport.round_trips,
-        cache=local.cache,
-    )
+    where: dict[str, Any] = {"federation": federation or local.federation, "cache": local.cache}
+    return RemoteConfig(masking=masking.scheme, **where, **vars(masking.transport))
 
 
 class Lora(NamedTuple):
@@ -193,7 +192,7 @@ class Lora(NamedTuple):
     targets: str = "qv"
 
 
-LORA = Lora()
+_LORA = Lora()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +202,7 @@ class Step:
     batch: int
     tokens: int
     steps: int = 1
-    lora: Lora = LORA
+    lora: Lora = _LORA
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,24 +221,27 @@ class Products:
     rows: int
 
 
-Task = Step | Generate
-Work = Task | Products
+Work = Step | Generate | Products
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The cost of one step or one token. `counted`: the increase of the ledger; empty for the whole model."""
+    """The cost of one step or one token. `counted`: the increase of the ledger; zeros for the whole model."""
 
     seconds: float
-    counted: dict[str, float]
+    counted: Ledger
+
+    @property
+    def moved_mib(self) -> float:
+        """What was sent and received."""
+        return sum(count for name, count in vars(self.counted).items() if name.startswith("bytes_")) / 2**20
 
 
 class _Tenant:
-    def __init__(self, model: Path, remote: RemoteConfig | None, dtype: torch.dtype | str, seed: int) -> None:
-        torch.manual_seed(seed)
+    def __init__(self, model: Path, remote: RemoteConfig | None, dtype: torch.dtype | str) -> None:
         base = load_model(model, remote=remote, dtype=dtype)
-        self._backend = None if remote is None else backend_of(base)
-        self._adapt(base, LORA)
+        self.backend: AbstractContextManager[object] = nullcontext() if remote is None else backend_of(base)
+        self._adapt(base, _LORA)
 
     def _adapt(self, base: Any, lora: Lora) -> None:
         targets = [f"{letter}_proj" for letter in lora.targets]
@@ -247,56 +249,45 @@ class _Tenant:
         self._lora, self._model = lora, get_peft_model(base, config)
         self._optimizer = torch.optim.AdamW((p for p in self._model.parameters() if p.requires_grad), lr=1e-4)
 
-    def do(self, task: Work) -> list[Cost]:
-        if isinstance(task, Step):
-            if task.lora != self._lora:
-                self._adapt(self._model.unload(), task.lora)
+    def do(self, work: Work) -> list[Cost]:
+        if isinstance(work, Products):
+            return [self._cost_of(partial(self._multiply, work.rows))]
+        if isinstance(work, Step):
+            if work.lora != self._lora:
+                self._adapt(self._model.unload(), work.lora)
             self._model.train()
-
-            def step(ids: torch.Tensor) -> None:
-                self._model(input_ids=ids, labels=ids).loss.backward()
-                self._optimizer.step()
-                self._optimizer.zero_grad()
-
-            return [self._cost_of(partial(step, self._tokens(task.batch, task.tokens))) for _ in range(task.steps)]
-        if isinstance(task, Products):
-            return [self._cost_of(partial(self._multiply, task.rows))]
+            step = partial(self._step, self._tokens(work.batch, work.tokens))
+            return [self._cost_of(step) for _ in range(work.steps)]
         self._model.eval()
         with torch.no_grad():
-            output = self._model(input_ids=self._tokens(1, task.prompt), use_cache=True)
+            output = self._model(input_ids=self._tokens(1, work.prompt), use_cache=True)
 
             def next_token() -> None:
                 nonlocal output
                 latest, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
                 output = self._model(input_ids=latest, past_key_values=cache, use_cache=True)
 
-            return [self._cost_of(next_token) for _ in range(task.tokens)]
+            return [self._cost_of(next_token) for _ in range(work.tokens)]
 
+    def _step(self, ids: torch.Tensor) -> None:
+        self._model(input_ids=ids, labels=ids).loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    @torch.no_grad()
     def _multiply(self, rows: int) -> None:
-        with torch.no_grad():
-            for name, module in self._model.named_modules():
-                if type(module) is torch.nn.Linear and ".layers." in name and "lora" not in name:
-                    x = torch.ones((rows, module.in_features), dtype=torch.float32, device="cpu")
-                    (x @ module.weight.t()) @ module.weight
+        for name, module in self._model.named_modules():
+            if type(module) is torch.nn.Linear and ".layers." in name and "lora" not in name:
+                x = torch.ones((rows, module.in_features), dtype=torch.float32, device="cpu")
+                (x @ module.weight.t()) @ module.weight
 
     def _cost_of(self, work: Callable[[], None]) -> Cost:
-        before = self._ledger()
-        start = time.perf_counter()
-        work()
-        seconds = time.perf_counter() - start
-        counted = since(before, self._ledger())
-        numbers = {name: value for name, value in asdict(counted).items() if isinstance(value, int | float)}
-        return Cost(seconds=seconds, counted=numbers)
-
-    def _ledger(self) -> Ledger:
-        return Ledger() if self._backend is None else ledger_of(self._model) or Ledger()
+        before = ledger_of(self._model) or Ledger()
+        seconds = seconds_of(work)
+        return Cost(seconds=seconds, counted=since(before, ledger_of(self._model) or Ledger()))
 
     def _tokens(self, rows: int, columns: int) -> torch.Tensor:
         return torch.randint(self._model.config.vocab_size, (rows, columns), dtype=torch.long, device="cpu")
-
-    def close(self) -> None:
-        if self._backend is not None:
-            self._backend.close()
 
 
 @contextmanager
@@ -304,9 +295,10 @@ def serve_tenant(
     model: Path, remote: RemoteConfig | None, threads: int, dtype: torch.dtype | str = torch.float32, seed: int = 0
 ) -> Iterator[Callable[[Work], list[Cost]]]:
     """The work of a `Child`: the handler runs a task and returns the cost of each of its steps or tokens. `remote` says
-    how to split the model; with None, this process holds the whole model. `seed`: of
-    its adapter and data."""
+    how to split the model; with None, this process holds the whole model. `seed`: of its adapter and data."""
     quiet()
     torch.set_num_threads(threads)
-    with contextlib.closing(_Tenant(model, remote, dtype, seed)) as tenant:
+    torch.manual_seed(seed)
+    tenant = _Tenant(model, remote, dtype)
+    with tenant.backend:
         yield tenant.do

@@ -35,11 +35,10 @@ from symbiosis_priv.checkpoints.discovery.skeleton import traced
 from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from tenant.bench import measured_models as models
-from tenant.bench.link import Condition, Link, open_link
+from tenant.bench.link import HOST, Condition, Link, open_link
 from tenant.bench.many_requests import NoText, answer
 from tenant.bench.options import Maskings, Progress, benchmark
 from tenant.bench.processes import Child, ask_all, check_supported, seconds_of
-from tenant.bench.real_size import write_checkpoint
 from tenant.bench.report import Goal, Row, figure, number, where
 from tenant.cli.options import quiet
 from tenant.endpoint.engine.requests import EngineRequest, Sampling
@@ -123,21 +122,18 @@ def network(
     check_supported()
     multiprocessing.set_forkserver_preload([__name__])  # otherwise each tenant imports torch
     ensure_running()
-    conditions, effort = [Condition.parse(text) for text in condition.split(",")], models.Effort()
-    model, config = folder / "model", shape.config()
-    config.max_position_embeddings = 2 * max(_LENGTHS)
-    write_checkpoint(config, model)
+    conditions, threads = [Condition.parse(text) for text in condition.split(",")], models.HALF_THE_CORES
+    model = shape.save(folder / "model", max_position_embeddings=2 * max(_LENGTHS))
     with ExitStack() as stack:
         progress("starting providers")
         links = [stack.enter_context(open_link()) for _ in range(_TENANTS)]
-        local = stack.enter_context(
-            models.provide(model, folder, threads=effort.threads, maskings=[_PAD, _FEWER], host=Link.host)
-        )
+        providers = models.provide(model, folder, threads=threads, maskings=[_PAD, _FEWER], host=HOST)
+        local = stack.enter_context(providers)
 
         def start(number: int, link: Link, masking: models.MaskingVariant) -> Tenant:
             federation = link.federation(models.federation_of(local, number))
-            remote = models.remote_config(local, masking, effort, federation=federation)
-            return stack.enter_context(Child(f"tenant {number}", serve_split, model, remote, effort.threads))
+            remote = models.remote_config(local, masking, federation)
+            return stack.enter_context(Child(f"tenant {number}", serve_split, model, remote, threads))
 
         tenants = [start(number, link, _PAD) for number, link in enumerate(links)]
         ways = {_ALONE: tenants[0], _GUESSED: start(_TENANTS, links[0], _FEWER)}

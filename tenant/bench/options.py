@@ -10,12 +10,10 @@ import typer
 
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError, ProtocolError
-from tenant.bench.measured_models import check_width
 from tenant.bench.report import Goal, Row, Table, number, this_run, write
 from tenant.cli.options import Json, quiet, takes
 
 Rows = Annotated[str, typer.Option(help="Rows per call, separated by commas.")]
-Threads = Annotated[int, typer.Option(min=1, help="Torch threads of each process.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences of a batch.")]
 Tokens = Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")]
 Masking = Annotated[str, typer.Option(help="The masking scheme.")]
@@ -40,14 +38,6 @@ def numbers(text: str, option: str) -> list[int]:
         found = []
     if not found or min(found) < 1:
         raise ConfigError(f"{option} {text!r}: write whole numbers separated by commas, like 1,8,64")
-    return found
-
-
-def widths(text: str) -> list[int]:
-    """Parse multiples of 64 between commas, the value of --width. Raises `ConfigError` for anything else."""
-    found = numbers(text, "--width")
-    for width in found:
-        check_width(width)
     return found
 
 
@@ -84,7 +74,7 @@ def benchmark(
             show(rows)
             reached = list(goals(rows))
             for goal in reached:
-                style = "green" if goal.reached else "yellow"
+                style = {"reached": "green", "missed": "yellow"}[goal.verdict]
                 measured = float("nan") if goal.measured is None else goal.measured
                 terminal.console().print(f"[{style}]{goal.verdict}[/]: {goal.what}: {measured:.3g}, {goal.wanted}")
             if json is not None:

@@ -9,8 +9,6 @@ too.
 
 Children are forked from a server process (`multiprocessing`'s forkserver) that has imported the function's module once.
 Questions and answers are pickled. That is safe because both ends are this program, and no other process has the pipe.
-
-Processor time and memory are read from /proc.
 """
 
 import contextlib
@@ -19,11 +17,13 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+import psutil
 
 from symbiosis_priv.errors import ConfigError, DeadlineExceededError, SymbiosisError
 
@@ -32,7 +32,6 @@ A = TypeVar("A")
 
 _START_S, _STOP_S = 900.0, 10.0
 _PROC = Path("/proc")
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Child(Generic[Q, A]):
@@ -44,12 +43,11 @@ class Child(Generic[Q, A]):
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([serve.__module__])
-        self._name = name
+        self._name, self._ready = name, False
         self._pipe, child_end = context.Pipe()
         self._process = context.Process(target=_run, args=(serve, arguments, child_end), daemon=True)
         self._process.start()
         child_end.close()
-        self._ready = False
 
     @property
     def pid(self) -> int:
@@ -77,17 +75,17 @@ class Child(Generic[Q, A]):
     def receive(self, *, timeout_s: float) -> A:
         """Return the answer to the last question. Raises `DeadlineExceededError`: the answer is late; `SymbiosisError`:
         the child has failed; the message quotes its error."""
+        answer: A
         try:
             if not self._pipe.poll(timeout_s):
                 raise DeadlineExceededError(f"no answer from {self._name!r} within {timeout_s:g} s")
-            answer: _Answer = self._pipe.recv()
-        except (EOFError, ConnectionResetError):
+            answer, failure = self._pipe.recv()
+        except (EOFError, ConnectionResetError) as error:
             self._process.join(_STOP_S)
-            answer = _Answer(None, f"exit status {self._process.exitcode}")
-        if answer.failure:
-            raise SymbiosisError(f"{self._name!r} has ended: {answer.failure}")
-        value: A = answer.value
-        return value
+            raise SymbiosisError(f"{self._name!r} has ended: exit status {self._process.exitcode}") from error
+        if failure:
+            raise SymbiosisError(f"{self._name!r} has ended: {failure}")
+        return answer
 
     def close(self, *, grace_s: float = _STOP_S) -> None:
         """End the child. It is killed if it does not leave its context within `grace_s` seconds."""
@@ -110,6 +108,25 @@ def ask_all(children: Sequence[Child[Q, A]], question: Q, *, timeout_s: float) -
     return [child.receive(timeout_s=timeout_s) for child in children]
 
 
+def _run(
+    serve: Callable[..., AbstractContextManager[Callable[[Any], Any]]],
+    arguments: tuple[object, ...],
+    pipe: Connection,
+) -> None:
+    """The child: sends pairs of an answer and a failure."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its children
+    try:
+        with serve(*arguments) as handle:
+            pipe.send((None, ""))
+            with contextlib.suppress(EOFError):
+                while True:
+                    pipe.send((handle(pipe.recv()), ""))
+    except Exception as error:
+        reason = str(error) if isinstance(error, SymbiosisError) else traceback.format_exc()
+        with contextlib.suppress(OSError):  # the parent has ended
+            pipe.send((None, reason))
+
+
 def seconds_of(work: Callable[[], object]) -> float:
     """Do some work, and return how long it took."""
     start = time.perf_counter()
@@ -117,33 +134,9 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-class _Answer(NamedTuple):
-    value: Any
-    failure: str = ""
-
-
-def _run(
-    serve: Callable[..., AbstractContextManager[Callable[[Any], Any]]],
-    arguments: tuple[object, ...],
-    pipe: Connection,
-) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its children
-    try:
-        with serve(*arguments) as handle:
-            pipe.send(_Answer(None))
-            with contextlib.suppress(EOFError):
-                while True:
-                    pipe.send(_Answer(handle(pipe.recv())))
-    except Exception as error:
-        reason = str(error) if isinstance(error, SymbiosisError) else traceback.format_exc()
-        with contextlib.suppress(OSError):  # the parent has ended
-            pipe.send(_Answer(None, reason))
-
-
 class Resources(NamedTuple):
-    """Resources of some processes at one moment: number of processes, threads, open files and resident bytes."""
+    """Threads, open files and resident bytes of some processes at one moment."""
 
-    processes: int
     threads: int
     files: int
     bytes: int
@@ -151,59 +144,50 @@ class Resources(NamedTuple):
 
 def check_supported() -> None:
     """Refuse a system without /proc. Raises `ConfigError`: this is not Linux."""
-    if not (_PROC / "self" / "stat").exists():
+    if not psutil.LINUX:
         raise ConfigError("this benchmark reads other processes' costs from /proc; run it on Linux")
 
 
-def cpu_seconds(pids: Iterable[int]) -> float:
-    """Return the user and system time of processes and their living descendants."""
-    return sum(sum(map(int, _stat(pid)[11:13])) * _TICK_S for pid in descendants(pids))
+def cpu_seconds(pid: int) -> float:
+    """Return the user and system time of a process and its living descendants."""
+    return _sum(pid, lambda process: sum(process.cpu_times()[:2]))
 
 
-def peak_mib(pids: Iterable[int]) -> float:
-    """Return the sum of the peak resident memory of each process and living descendant, in MiB."""
-    kib = 0
-    for pid in descendants(pids):
-        with contextlib.suppress(OSError):
-            lines = (_PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace").split("\n")
-            kib += sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-    return kib / 1024
+def peak_mib(pid: int) -> float:
+    """Return the sum of the peak resident memory of a process and each living descendant, in MiB."""
+
+    def kib(process: psutil.Process) -> float:
+        lines = (_PROC / str(process.pid) / "status").read_text(encoding="utf-8", errors="replace").split("\n")
+        return sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+    return _sum(pid, kib) / 1024
 
 
 def memory_mib() -> float:
     """Return the sum of the proportional set sizes of all descendants of this process, in MiB: a page that several of
     them map counts once. Raises `ConfigError`: this user may not read it."""
-    kib = 0
-    for pid in descendants([os.getpid()]) - {os.getpid()}:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            try:
-                lines = (_PROC / str(pid) / "smaps_rollup").read_text(encoding="utf-8").split("\n")
-            except PermissionError as error:
-                raise ConfigError("the memory of a tenant with a session is closed to its user: run as root") from error
-            kib += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return kib / 1024
+    own = os.getpid()
+    try:
+        return _sum(own, lambda process: process.memory_full_info().pss * (process.pid != own)) / 2**20
+    except psutil.AccessDenied as error:
+        raise ConfigError("the memory of a tenant with a session is closed to its user: run as root") from error
 
 
-def resources(pids: Iterable[int]) -> Resources:
-    """Return the resources of processes and their living descendants."""
-    members = descendants(pids)
-    threads = files = pages = 0
-    for pid in members:
-        with contextlib.suppress(OSError):
-            folder = _PROC / str(pid)
-            pages += int((folder / "statm").read_text().split()[1])
-            threads += len(list((folder / "task").iterdir()))
-            files += len(list((folder / "fd").iterdir()))
-    return Resources(len(members), threads, files, pages * os.sysconf("SC_PAGE_SIZE"))
+def resources(pid: int) -> Resources:
+    """Return the resources of a process and its living descendants."""
+    figures = (psutil.Process.num_threads, psutil.Process.num_fds, lambda process: process.memory_info().rss)
+    return Resources(*(int(_sum(pid, figure)) for figure in figures))
 
 
-def descendants(pids: Iterable[int]) -> set[int]:
-    """Return the ids of processes and their living descendants."""
-    parents = {int(path.name): int(stat[1]) for path in _PROC.glob("[0-9]*") if (stat := _stat(int(path.name)))}
-    found = {pid for pid in pids if pid in parents}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
+def _sum(pid: int, figure: Callable[[psutil.Process], float]) -> float:
+    """Return the sum of a figure of a process and its living descendants."""
+    total = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for one in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+                total += figure(one)
+    return total
 
 
 def lower_own_priority(nice: int) -> None:
@@ -216,11 +200,3 @@ def lower_own_priority(nice: int) -> None:
     os.nice(nice)
     with contextlib.suppress(OSError):  # the system has no autogroups
         (_PROC / "self" / "autogroup").write_text(str(nice))
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; an empty list if the process has ended."""
-    try:
-        return (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []

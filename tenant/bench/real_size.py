@@ -16,20 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from safetensors.torch import save_file
-from transformers import LlamaConfig
 
-from symbiosis_priv.checkpoints.discovery.skeleton import build
-from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench import measured_models as models
 from tenant.bench.options import Progress, benchmark
 from tenant.bench.processes import Child, check_supported, cpu_seconds, peak_mib
-from tenant.bench.report import Goal, Row, by, figure, number
+from tenant.bench.report import Goal, Row, by, figure
 from tenant.cli.options import quiet
 from tenant.preparation.keys import prepare
 from tenant.session.traffic import of_step
@@ -45,38 +40,16 @@ _OFF_BY = 0.05
 _CPU_TICK_S = 0.01  # Linux counts a process's time in these steps
 
 
-def write_checkpoint(config: LlamaConfig, folder: Path) -> None:
-    """Write a checkpoint with random weights in bfloat16, a file per layer, and always the same."""
-    folder.mkdir()
-    config.save_pretrained(folder)
-    files: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, parameter in build(config).named_parameters():
-        parts = name.split(".")
-        files.setdefault(f"layer-{parts[2]}" if "layers" in parts else "rest", {})[name] = tuple(parameter.shape)
-    index: dict[str, str] = {}
-    for seed, (file, shapes) in enumerate(files.items()):
-        drawn = torch.Generator().manual_seed(seed)
-        tensors = {
-            name: torch.ones(shape, dtype=torch.bfloat16, device="cpu")
-            if len(shape) == 1
-            else torch.empty(shape, dtype=torch.bfloat16, device="cpu").normal_(std=0.02, generator=drawn)
-            for name, shape in shapes.items()
-        }
-        save_file(tensors, folder / f"{file}.safetensors", metadata={"format": "pt"})
-        index |= dict.fromkeys(tensors, f"{file}.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-
-
 @contextmanager
-def serve_preparation(model: Path, cache: Path, weight_bits: int) -> Iterator[Callable[[str], None]]:
+def serve_preparation(model: Path, cache: Path) -> Iterator[Callable[[str], None]]:
     """The work of a `Child`: computes the manifest, which also packs the weights, then a tenant's keys."""
     quiet()
-    store = WeightStore(model, weight_bits=weight_bits, cache=cache)
+    store = WeightStore(model, weight_bits=_WEIGHT_BITS, cache=cache)
 
     def do(what: str) -> None:
         digest = store.manifest().digest
         if what == "keys":
-            prepare(store, digest=digest, weight_bits=weight_bits, cache=cache)
+            prepare(store, digest=digest, weight_bits=_WEIGHT_BITS, cache=cache)
 
     yield do
 
@@ -85,12 +58,6 @@ def planned_mib(local: LocalFederation, name: str) -> float:
     """What a provider's memory plan, in its log, expects it to take for one tenant."""
     plan = [json.loads(line) for line in local.logs(name).split("\n") if '"event": "memory_plan"' in line]
     return float(sum(need["mib"] for need in plan if need["what"] not in _LIMITS))
-
-
-def forecast_mib(manifest: Manifest) -> float:
-    """The bytes of a step, and of the effects of its pads."""
-    traffic = of_step(manifest.groups, _STEP.batch * _STEP.tokens)
-    return (traffic.up + traffic.down + traffic.effects) / _MIB
 
 
 def size_goals(rows: Sequence[Row]) -> Iterator[Goal]:
@@ -129,67 +96,59 @@ def size(
     check_supported()
     if shape not in models.LLAMAS:
         raise ConfigError(f"--shape {shape!r} is not one of {', '.join(models.LLAMAS)}")
-    config = replace(models.LLAMAS[shape], layers=layers).config()
-    model, cache = folder / "model", folder / "cache"
-    embedding = 2 * config.vocab_size * config.hidden_size / _MIB
-    shared: Row = {"shape": shape, "layers": layers, "weights_mib": None, "embedding_mib": embedding}
-    forecasts: Row = dict.fromkeys(("executor_plan_mib", "helper_plan_mib", "moved_forecast_mib"))
+    llama = replace(models.LLAMAS[shape], layers=layers)
+    model, cache, threads = folder / "model", folder / "cache", models.HALF_THE_CORES
+    facts: Row = {"shape": shape, "layers": layers, "weights_mib": None}
+    facts["embedding_mib"] = 2 * llama.vocabulary * llama.width / _MIB
+    facts |= dict.fromkeys(("executor_plan_mib", "helper_plan_mib", "moved_forecast_mib"))
     pids: dict[str, int] = {}
-    effort = models.Effort()
 
     def part(name: str, work: Callable[[], object], *, count: int = 1, without: Row | None = None) -> Row:
         """Do a part of the work: `count` equal ones, after what is measured in the row `without`."""
         progress(name)
-        before = {who: cpu_seconds([pid]) for who, pid in pids.items()}
+        before = {who: cpu_seconds(pid) for who, pid in pids.items()}
         start = time.perf_counter()
         done = work()
         wall = time.perf_counter() - start
         costs: list[models.Cost] = done if isinstance(done, list) else []
-        moved = sum(n for cost in costs for key, n in cost.counted.items() if key.startswith("bytes_"))
-        spent = {who: cpu_seconds([pid]) - before.get(who, 0.0) for who, pid in pids.items()}
-        seconds = sum(cost.seconds for cost in costs) or wall
+        row: Row = {**facts, "part": name, "wall_s": (sum(cost.seconds for cost in costs) or wall) / count}
+        for who in _PROCESSES:
+            spent = cpu_seconds(pids[who]) - before.get(who, 0.0) if who in pids else None
+            if spent is not None and without is not None:
+                spent -= figure(without, f"{who}_cpu_s")
+            row[f"{who}_cpu_s"] = None if spent is None else spent / count
+            row[f"{who}_peak_mib"] = peak_mib(pids[who]) if who in pids else None
+        return {**row, "moved_mib": sum(cost.moved_mib for cost in costs) / count if costs else None}
 
-        def begun(who: str) -> float:
-            return 0.0 if without is None else number(without[f"{who}_cpu_s"])
-
-        return {
-            **shared,
-            "part": name,
-            "wall_s": seconds / count,
-            **{f"{who}_cpu_s": (spent[who] - begun(who)) / count if who in spent else None for who in _PROCESSES},
-            **{f"{who}_peak_mib": peak_mib([pids[who]]) if who in pids else None for who in _PROCESSES},
-            "moved_mib": moved / count / _MIB if costs else None,
-            **forecasts,
-        }
-
-    yield part("write the checkpoint", partial(write_checkpoint, config, model))
-    with Child("preparation", serve_preparation, model, cache, _WEIGHT_BITS) as preparation:
+    yield part("write the checkpoint", partial(llama.save, model))
+    with Child("preparation", serve_preparation, model, cache) as preparation:
         pids["preparation"] = preparation.wait_ready().pid
         yield part("quantise and pack", partial(preparation.ask, "manifest", timeout_s=_PREPARE_S))
         yield part("make the tenant's keys", partial(preparation.ask, "keys", timeout_s=_PREPARE_S))
     del pids["preparation"]
-    shared["weights_mib"] = sum(file.stat().st_size for file in (cache / "weights").glob("*.safetensors")) / _MIB
-    local = models.provide(model, folder, threads=effort.threads, weight_bits=_WEIGHT_BITS, cache=cache)
+    facts["weights_mib"] = sum(file.stat().st_size for file in (cache / "weights").glob("*.safetensors")) / _MIB
+    local = models.provide(model, folder, threads=threads, weight_bits=_WEIGHT_BITS, cache=cache)
 
     def start() -> None:
         local.start()
-        pids.update({name: local.pid(name) or 0 for name in ("executor", "helper")})
+        pids.update({name: local.pid(name) or 0 for name in local.names})
 
     with contextlib.ExitStack() as running:
         running.callback(local.stop)
         yield part("start the providers", start)
-        forecasts |= {f"{name}_plan_mib": planned_mib(local, name) for name in pids}
-        remote = models.remote_config(local, models.MaskingVariant.parse("pad"), effort)
-        tenant = running.enter_context(Child("tenant", models.serve_tenant, model, remote, effort.threads, "auto"))
+        facts |= {f"{name}_plan_mib": planned_mib(local, name) for name in pids}
+        remote = models.remote_config(local, models.MaskingVariant.parse("pad"))
+        tenant = running.enter_context(Child("tenant", models.serve_tenant, model, remote, threads, "auto"))
         pids["tenant"] = tenant.pid
+        ask = partial(tenant.ask, timeout_s=_PREPARE_S)
         yield part("load the tenant", tenant.wait_ready)
-        prompt = partial(tenant.ask, models.Generate(prompt=_PROMPT, tokens=0), timeout_s=_PREPARE_S)
+        prompt = partial(ask, models.Generate(prompt=_PROMPT, tokens=0))
         yield part("the first prompt, which maps the weights", prompt)
         yield (before := part("a prompt", prompt))
-        generate = partial(tenant.ask, models.Generate(prompt=_PROMPT, tokens=tokens), timeout_s=_PREPARE_S)
+        generate = partial(ask, models.Generate(prompt=_PROMPT, tokens=tokens))
         yield part("a token", generate, count=tokens, without=before)
-        step = partial(tenant.ask, _STEP, timeout_s=_PREPARE_S)
-        yield part("the first LoRA step", step)
-        store = WeightStore(model, weight_bits=_WEIGHT_BITS, cache=cache)
-        forecasts["moved_forecast_mib"] = forecast_mib(store.manifest())
-        yield part("a LoRA step", step)
+        yield part("the first LoRA step", partial(ask, _STEP))
+        manifest = WeightStore(model, weight_bits=_WEIGHT_BITS, cache=cache).manifest()
+        traffic = of_step(manifest.groups, _STEP.batch * _STEP.tokens)
+        facts["moved_forecast_mib"] = (traffic.up + traffic.down + traffic.effects) / _MIB  # with its pads' effects
+        yield part("a LoRA step", partial(ask, _STEP))

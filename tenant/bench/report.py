@@ -6,6 +6,7 @@ was chosen for two cores that all processes share. Each benchmark states its goa
 benchmark has not measured have no goals.
 """
 
+import math
 import os
 import platform
 import shlex
@@ -19,6 +20,7 @@ from typing import Annotated, Self
 
 import msgspec
 import numpy as np
+import psutil
 import torch
 import typer
 
@@ -48,17 +50,11 @@ class Goal(msgspec.Struct, frozen=True):
         return f"at most {self.at_most:g}" if self.at_most is not None else f"at least {self.at_least:g}"
 
     @property
-    def reached(self) -> bool:
-        """True if the figure is within its limit; False for NaN and None."""
-        if self.measured is None:
-            return False
-        if self.at_most is not None:
-            return self.measured <= self.at_most
-        return self.at_least is not None and self.measured >= self.at_least
-
-    @property
     def verdict(self) -> str:
-        return "reached" if self.reached else "missed"
+        """Whether the figure is within its limit; NaN and None are not."""
+        measured = math.nan if self.measured is None else self.measured
+        within = measured <= self.at_most if self.at_most is not None else measured >= (self.at_least or 0.0)
+        return "reached" if within else "missed"
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -118,7 +114,7 @@ def this_machine() -> Machine:
         cpu=facts.get("model name") or platform.processor() or platform.machine(),
         cores=os.cpu_count() or 1,
         instructions=tuple(name for name in _INTERESTING if name in flags),
-        memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         system=f"{platform.system()} {platform.release()}",
     )
@@ -206,15 +202,11 @@ def render(reports: Sequence[ResultFile]) -> str:
         page += f"`{report.command}`\n\n{report.date[:10]}, {shown}.\n\n"
         if table.shared:
             page += f"In every row: {'; '.join(f'{name} {value}' for name, value in table.shared.items())}.\n\n"
-        page += _table(table.headings, table.rows)
+        head, *lines = (f"| {' | '.join(cells)} |\n" for cells in (table.headings, *table.rows))
+        page += f"{head}|{'---|' * len(table.headings)}\n{''.join(lines)}"
         for goal in report.goals:
             page += f"\nGoal {goal.verdict}: {goal.what}, {goal.wanted}: {_cell(goal.measured)}.\n"
     return page.lstrip("\n")
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head, *lines = (f"| {' | '.join(cells)} |\n" for cells in (headings, *rows))
-    return f"{head}|{'---|' * len(headings)}\n{''.join(lines)}"
 
 
 def _heading(name: str) -> str:

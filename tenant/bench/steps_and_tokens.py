@@ -4,13 +4,12 @@ The whole model and each split model is a separate process. A turn ends when all
 cost includes the pads that a session draws for its next step.
 """
 
-import contextlib
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Final, NamedTuple
 
 import typer
@@ -22,7 +21,7 @@ from tenant.bench.options import Batch, Maskings, Progress, Tokens, benchmark, n
 from tenant.bench.processes import Child, check_supported, cpu_seconds, peak_mib
 from tenant.bench.report import Goal, Row, by, distinct, figure, ratio, where
 
-WHOLE, _PRODUCTS = "whole", "products, fp32"
+WHOLE, _PRODUCTS = "whole, fp32", "products, fp32"
 TURN_S = 600.0
 _WARM_UP = 1
 _POLL_S, _IDLE_S, _IDLE_POLLS = 0.1, 0.02, 3  # idle: less CPU time than _IDLE_S in each of _IDLE_POLLS polls
@@ -85,7 +84,7 @@ def step(
     with comparison(folder, shape, maskings, effort) as running:
         for on, size in loras:
             task = models.Step(batch=batch, tokens=tokens, lora=models.Lora(size, on))
-            yield from measure_step(running, shape, task, repeat=effort.repeat, on_turn=progress)
+            yield from _measure_step(running, shape, task, repeat=effort.repeat, on_turn=progress)
 
 
 @benchmark("token", goals=token_goals)
@@ -105,30 +104,28 @@ def token(
     """
     with comparison(folder, shape, models.parse_maskings(masking), effort) as running:
         task = models.Generate(prompt=prompt, tokens=tokens)
-        turns = _turns(running, dict.fromkeys(running.names, task), repeat=effort.repeat, on_turn=progress)
-    millis = {name: 1e3 * statistics.median(s for turn in turns[name] for s in turn.seconds) for name in turns}
-    for name in turns:
+        found = running.by_turns(dict.fromkeys(running.names, task), repeat=effort.repeat, on_turn=progress)
+    for name, typical in found.items():
         yield {
             **_shape(shape),
             "prompt": prompt,
             "tokens": tokens,
             "variant": _variant(name),
-            "token_ms": millis[name],
-            "moved_mib": _median(turns[name], lambda turn: turn.moved_mib) / tokens if name != WHOLE else None,
-            "token_over_whole": millis[name] / millis[WHOLE],
-            "tenant_cpu_ms": 1e3 * _median(turns[name], lambda turn: turn.tenant_cpu_s) / tokens,
+            "token_ms": 1e3 * typical.each_s,
+            "moved_mib": typical.moved_mib / tokens if name != WHOLE else None,
+            "token_over_whole": typical.each_s / found[WHOLE].each_s,
+            "tenant_cpu_ms": 1e3 * typical.cpu_s[0] / tokens,
         }
 
 
-class TurnCost(NamedTuple):
-    """The cost of one task: seconds of each step or token, MiB that the tenant sent and received, and CPU seconds until
-    all processes were idle again."""
+class Typical(NamedTuple):
+    """Medians over the turns of a task: seconds of all and of each of its steps or tokens, MiB that the tenant sent and
+    received, and CPU seconds of tenant, executor and helper until all processes were idle again."""
 
-    seconds: list[float]
+    wall_s: float
+    each_s: float
     moved_mib: float
-    tenant_cpu_s: float
-    executor_cpu_s: float
-    helper_cpu_s: float
+    cpu_s: tuple[float, float, float]
 
 
 class Comparison:
@@ -139,27 +136,44 @@ class Comparison:
         self._tenants = tenants
         self.names = list(tenants)
 
-    def turn(self, name: str, task: models.Work) -> TurnCost:
-        """Let one tenant run a task while the others wait."""
+    def by_turns(self, tasks: Mapping[str, models.Work], *, repeat: int, on_turn: Progress) -> dict[str, Typical]:
+        """Let tenants run tasks, `repeat` times after a warm-up. A name that is no tenant's is work of the whole
+        model."""
+        turns: dict[str, list[tuple[list[models.Cost], list[float]]]] = {name: [] for name in tasks}
+        for turn in range(_WARM_UP + repeat):
+            for name, task in tasks.items():
+                on_turn(f"{_variant(name)}, turn {turn + 1} of {_WARM_UP + repeat}")
+                turns[name].append(self._turn(name if name in self._tenants else WHOLE, task))
+        found = {}
+        for name, done in turns.items():
+            costs, spent = zip(*done[_WARM_UP:], strict=True)
+            found[name] = Typical(
+                median(sum(cost.seconds for cost in turn) for turn in costs),
+                median(cost.seconds for turn in costs for cost in turn),
+                median(sum(cost.moved_mib for cost in turn) for turn in costs),
+                (median(cpu[0] for cpu in spent), median(cpu[1] for cpu in spent), median(cpu[2] for cpu in spent)),
+            )
+        return found
+
+    def _turn(self, name: str, task: models.Work) -> tuple[list[models.Cost], list[float]]:
+        """Let one tenant run a task while the others wait. Returns its costs and the CPU seconds of each process."""
         pids = self._pids(name)
-        before = [cpu_seconds([pid]) for pid in pids]
+        before = list(map(cpu_seconds, pids))
         costs = self._tenants[name].ask(task, timeout_s=TURN_S)
         until = time.monotonic() + TURN_S
-        polls, last = 0, [cpu_seconds([pid]) for pid in pids]
+        polls, last = 0, list(map(cpu_seconds, pids))
         while polls < _IDLE_POLLS:
             if time.monotonic() > until:
                 raise DeadlineExceededError(f"the processes are still busy {TURN_S:g} s after the answer")
             time.sleep(_POLL_S)
-            now = [cpu_seconds([pid]) for pid in pids]
+            now = list(map(cpu_seconds, pids))
             polls = polls + 1 if sum(now) - sum(last) < _IDLE_S else 0
             last = now
-        spent = [after - then for after, then in zip(last, before, strict=True)]
-        moved = sum(n for cost in costs for name, n in cost.counted.items() if name.startswith("bytes_"))
-        return TurnCost([cost.seconds for cost in costs], moved / 2**20, *spent)
+        return costs, [after - then for after, then in zip(last, before, strict=True)]
 
     def peaks_mib(self, name: str) -> list[float]:
         """Return the peak memory in MiB of a tenant, the executor and the helper."""
-        return [peak_mib([pid]) for pid in self._pids(name)]
+        return list(map(peak_mib, self._pids(name)))
 
     def _pids(self, name: str) -> list[int]:
         return [self._tenants[name].pid, *self._providers]
@@ -167,38 +181,32 @@ class Comparison:
 
 @contextmanager
 def comparison(
-    directory: Path,
-    shape: models.Llama,
-    maskings: Sequence[models.MaskingVariant],
-    effort: models.Effort,
+    directory: Path, shape: models.Llama, maskings: Sequence[models.MaskingVariant], effort: models.Effort
 ) -> Iterator[Comparison]:
     """Context manager: start an executor, a helper, the whole model (`WHOLE`), and a split tenant per masking."""
     check_supported()
     model = shape.save(directory / "model")
     providers = models.provide(model, directory, threads=effort.threads, maskings=maskings)
-    with providers as local, contextlib.ExitStack() as stack:
-        remotes = {WHOLE: None, **{one.name: models.remote_config(local, one, effort) for one in maskings}}
-        tenants = {
-            name: stack.enter_context(
-                Child(f"tenant {name}", models.serve_tenant, model, remote, effort.threads)
-            ).wait_ready()
-            for name, remote in remotes.items()
-        }
+    with providers as local, ExitStack() as stack:
+        remotes = {WHOLE: None, **{one.name: models.remote_config(local, one) for one in maskings}}
+        tenants = {}
+        for name, remote in remotes.items():
+            child = Child(f"tenant {name}", models.serve_tenant, model, remote, effort.threads)
+            tenants[name] = stack.enter_context(child).wait_ready()
         yield Comparison(local, tenants)
 
 
-def measure_step(
+def _measure_step(
     running: Comparison, shape: models.Llama, task: models.Step, *, repeat: int, on_turn: Progress
 ) -> Iterator[Row]:
-    """Measure a step with each tenant. Yields a row per variant with medians over `repeat` turns after a warm-up."""
+    """Measure a step with each tenant, and its products in float32. Yields a row per variant."""
     products = models.Products(rows=task.batch * task.tokens)
     tasks: dict[str, models.Work] = {**dict.fromkeys(running.names, task), _PRODUCTS: products}
-    turns = _turns(running, tasks, repeat=repeat, on_turn=on_turn)
-    wall = {name: _median(turns[name], lambda turn: sum(turn.seconds)) for name in turns}
-    cpu = {name: _median(turns[name], lambda turn: turn.tenant_cpu_s) for name in turns}
+    found = running.by_turns(tasks, repeat=repeat, on_turn=on_turn)
+    whole, float32 = found[WHOLE], found[_PRODUCTS].cpu_s[0]
     for name in running.names:
-        tenant, executor, helper = running.peaks_mib(name)
-        split, executor_cpu = name != WHOLE, _median(turns[name], lambda turn: turn.executor_cpu_s)
+        typical, peaks, split = found[name], running.peaks_mib(name), name != WHOLE
+        tenant, executor, helper = typical.cpu_s
         yield {
             **_shape(shape),
             "batch": task.batch,
@@ -206,37 +214,22 @@ def measure_step(
             "rank": task.lora.rank,
             "targets": task.lora.targets,
             "variant": _variant(name),
-            "wall_s": wall[name],
-            "wall_over_whole": wall[name] / wall[WHOLE],
-            "moved_mib": _median(turns[name], lambda turn: turn.moved_mib) if split else None,
-            "tenant_cpu_s": cpu[name],
-            "executor_cpu_s": executor_cpu if split else None,
-            "helper_cpu_s": _median(turns[name], lambda turn: turn.helper_cpu_s) if split else None,
-            "tenant_cpu_over_whole": cpu[name] / cpu[WHOLE] if cpu[WHOLE] else None,
-            "executor_cpu_over_float32": executor_cpu / cpu[_PRODUCTS] if split and cpu[_PRODUCTS] else None,
-            "tenant_peak_mib": tenant,
-            "executor_peak_mib": executor if split else None,
-            "helper_peak_mib": helper if split else None,
+            "wall_s": typical.wall_s,
+            "wall_over_whole": typical.wall_s / whole.wall_s,
+            "moved_mib": typical.moved_mib if split else None,
+            "tenant_cpu_s": tenant,
+            "executor_cpu_s": executor if split else None,
+            "helper_cpu_s": helper if split else None,
+            "tenant_cpu_over_whole": tenant / whole.cpu_s[0] if whole.cpu_s[0] else None,
+            "executor_cpu_over_float32": executor / float32 if split and float32 else None,
+            "tenant_peak_mib": peaks[0],
+            "executor_peak_mib": peaks[1] if split else None,
+            "helper_peak_mib": peaks[2] if split else None,
         }
 
 
-def _turns(
-    running: Comparison, tasks: Mapping[str, models.Work], *, repeat: int, on_turn: Progress
-) -> dict[str, list[TurnCost]]:
-    turns: dict[str, list[TurnCost]] = {name: [] for name in tasks}
-    for turn in range(_WARM_UP + repeat):
-        for name, task in tasks.items():
-            on_turn(f"{_variant(name)}, turn {turn + 1} of {_WARM_UP + repeat}")
-            turns[name].append(running.turn(WHOLE if name == _PRODUCTS else name, task))
-    return {name: done[_WARM_UP:] for name, done in turns.items()}
-
-
 def _variant(name: str) -> str:
-    return "whole, fp32" if name == WHOLE else name if name == _PRODUCTS else f"split, {name}"
-
-
-def _median(turns: Sequence[TurnCost], figure: Callable[[TurnCost], float]) -> float:
-    return statistics.median(map(figure, turns))
+    return name if name in (WHOLE, _PRODUCTS) else f"split, {name}"
 
 
 def _shape(shape: models.Llama) -> Row:

@@ -35,8 +35,8 @@ from symbiosis_priv.kernels import probe_rows
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.network.tls import client_context
-from tenant.bench.measured_models import HALF_THE_CORES, small_llama
-from tenant.bench.options import Progress, Seconds, Threads, benchmark
+from tenant.bench.measured_models import HALF_THE_CORES, Threads, small_llama
+from tenant.bench.options import Progress, Seconds, benchmark
 from tenant.bench.processes import Child, Resources, cpu_seconds, lower_own_priority, resources
 from tenant.bench.report import Goal, Row, figure, percentile
 from tenant.connections.channel import Channel, fresh_nonce
@@ -275,7 +275,7 @@ class _Bench:
             beside = self.honest(seconds, abuse.rows)
             while abuse.ends and child.ask(None, timeout_s=_DEADLINE_S):
                 beside += self.honest(seconds / 4, abuse.rows)
-            used = cpu_seconds([child.pid])
+            used = cpu_seconds(child.pid)
             peak, cores = self._held(), used / (time.monotonic() - begun)
             counted = self._counted(abuser, before)
         finally:
@@ -337,7 +337,7 @@ class _Bench:
         return self._local.status("executor")
 
     def _held(self) -> Resources:
-        return resources([self._local.pid("executor") or 0])
+        return resources(self._local.pid("executor") or 0)
 
 
 def _counts(status: dict[str, Any], abuser: str) -> Counter[str]:

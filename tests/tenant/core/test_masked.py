@@ -41,7 +41,7 @@ MAY_LEAVE_ROWS_UNMASKED = {
     "tenant/masking/paper_pool.py": "the tenant's choice",
     "tenant/session/supply.py": "passes on what the scheme has said",
     "tenant/federation/probe.py": "random rows",
-    "tenant/bench/request_load.py": "random rows",
+    "tenant/bench/many_tenants.py": "random rows",
 }
 """The tenant's modules that use `UNMASKED_BY_CHOICE`, and their reasons."""
 

@@ -34,8 +34,9 @@ _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # the system'
 _TEXTS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
 _SHORT_HELP, _EXAMPLES = _TEXTS["short_help"], _TEXTS["examples"]
 _PANELS = {"bench": "Benchmarks"}
-# words of other programs, and this program's word for the same
+# words of other programs or releases, and this program's word for the same
 _SYNONYMS = {"train": "finetune", "fine-tune": "finetune", "run": "generate", "infer": "generate", "create": "init"}
+_SYNONYMS |= {"chat": "serve"}
 
 
 @functools.cache  # reads a file of every installed package

@@ -24,16 +24,15 @@ from torch import Tensor
 from transformers.generation import BaseStreamer
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
-from tenant.bench.measured_models import Effort, Llama, MaskingVariant, provide, remote_config
+from tenant.bench.measured_models import Effort, Llama, MaskingVariant, counters, provide, remote_config
 from tenant.bench.options import Masking, Progress, benchmark
 from tenant.bench.report import Goal, Row, figure, percentile, where
 from tenant.endpoint.engine.queued import Engine
 from tenant.endpoint.engine.requests import Done, EngineRequest, Event, Failed, Token
 from tenant.endpoint.engine.sequential import SequentialEngine, open_engine
 from tenant.model.hf import backend_of
-from tenant.model.ledger import ledger_of, since
+from tenant.model.ledger import since
 from tenant.model.loading import load_language_model, load_model, load_tokenizer
-from tenant.session.tally import Ledger
 from tenant.tasks import Tasks
 from tenant.tasks.methods import BottleneckConfig
 
@@ -113,10 +112,10 @@ def endpoint(
             for way, open_way in ways.items():
                 progress(f"{way}, {f'turn {turn}' if turn else 'warming up'}")
                 torch.set_num_threads((os.cpu_count() or 1) if way.startswith("whole") else effort.threads)
-                run, before, began = open_way(), ledger_of(split) or Ledger(), time.perf_counter()
+                run, before, began = open_way(), counters(split), time.perf_counter()
                 answers = run(requests)
                 if turn:
-                    round_trips = since(before, ledger_of(split) or Ledger()).executor_round_trips
+                    round_trips = since(before, counters(split)).executor_round_trips
                     found[way].add(answers, began=began, round_trips=round_trips)
         backend_of(split).close()
     slow = found["one after another"].per_s

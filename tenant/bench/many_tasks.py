@@ -25,14 +25,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel
 
-from tenant.bench.measured_models import Bert, Effort, MaskingVariant, provide, remote_config
+from tenant.bench.measured_models import Bert, Effort, MaskingVariant, counters, provide, remote_config
 from tenant.bench.options import Progress, benchmark
 from tenant.bench.processes import seconds_of
 from tenant.bench.report import Goal, Row, Value, figure, where
 from tenant.model.hf import backend_of
-from tenant.model.ledger import ledger_of, since
+from tenant.model.ledger import since
 from tenant.model.loading import load_model
-from tenant.session.tally import Ledger
 from tenant.tasks import coordinated as batching
 from tenant.tasks.adapter import CONFIG, TENSORS
 from tenant.tasks.registry import Tasks
@@ -179,10 +178,9 @@ def _batch(tasks: Tasks, names: Sequence[str], repeat: int, *, measurement: str)
     for _ in range(1 + repeat):  # the first turn makes plans
         for variant, batches in variants.items():
             parts = len(batches) if variant == "batch of one task" else 1
-            before = ledger_of(tasks.model) or Ledger()
+            before = counters(tasks.model)
             seconds[variant].append(seconds_of(partial(_serve, tasks, batches)) / parts)
-            now = ledger_of(tasks.model) or Ledger()
-            trips[variant] = since(before, now).executor_round_trips // parts
+            trips[variant] = since(before, counters(tasks.model)).executor_round_trips // parts
     wall = {variant: statistics.median(turns[1:]) for variant, turns in seconds.items()}
     counted = trips if any(trips.values()) else wall
     for variant in variants:

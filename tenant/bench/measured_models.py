@@ -234,7 +234,12 @@ class Cost:
     @property
     def moved_mib(self) -> float:
         """What was sent and received."""
-        return sum(count for name, count in vars(self.counted).items() if name.startswith("bytes_")) / 2**20
+        return float(sum(n for name, n in vars(self.counted).items() if name.startswith("bytes_"))) / 2**20
+
+
+def counters(model: Any) -> Ledger:
+    """Return the counters of a model's session; zeros without one, also for a whole model."""
+    return (ledger_of(model) if hasattr(model, "hf_quantizer") else None) or Ledger()
 
 
 class _Tenant:
@@ -282,9 +287,9 @@ class _Tenant:
                 (x @ module.weight.t()) @ module.weight
 
     def _cost_of(self, work: Callable[[], None]) -> Cost:
-        before = ledger_of(self._model) or Ledger()
+        before = counters(self._model)
         seconds = seconds_of(work)
-        return Cost(seconds=seconds, counted=since(before, ledger_of(self._model) or Ledger()))
+        return Cost(seconds=seconds, counted=since(before, counters(self._model)))
 
     def _tokens(self, rows: int, columns: int) -> torch.Tensor:
         return torch.randint(self._model.config.vocab_size, (rows, columns), dtype=torch.long, device="cpu")

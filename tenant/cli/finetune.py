@@ -88,33 +88,25 @@ def _training_progress() -> Iterator[Callable[[Figures], None]]:
     """Context manager: one line on stderr that shows steps, loss, speed, time left and traffic, and what happens before
     and after the steps. Without a terminal, the line is printed for the first and the last step, and at most every ten
     seconds in between."""
-    console = terminal.console(stderr=True)
-    with ExitStack() as stage:
+    console, due = terminal.console(stderr=True), 0.0
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
+    with ExitStack() as stage, Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(_BEFORE, total=None)
         if not console.is_terminal:
             stage.enter_context(terminal.working(_BEFORE))
-            due = 0.0
 
-            def tell(step: Figures) -> None:
-                nonlocal due
-                stage.close()
-                if (now := time.monotonic()) >= due or step.done == step.total:
-                    due = now + _SECONDS_PER_LINE
-                    typer.echo(f"step {step.done} of {step.total}, {_line(step)}", err=True)
-                if step.done == step.total:
+        def tell(step: Figures) -> None:
+            nonlocal due
+            stage.close()
+            last, line = step.done == step.total, _line(step)
+            bar.update(task, completed=step.done, total=step.total, description=f"{line}; {_AFTER}" if last else line)
+            if not console.is_terminal and (time.monotonic() >= due or last):
+                due = time.monotonic() + _SECONDS_PER_LINE
+                typer.echo(f"step {step.done} of {step.total}, {line}", err=True)
+                if last:
                     stage.enter_context(terminal.working(_AFTER))
 
-            yield tell
-            return
-        bar = stage.enter_context(
-            Progress(BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), console=console)
-        )
-        task = bar.add_task(_BEFORE, total=None)
-
-        def update(step: Figures) -> None:
-            what = f"{_line(step)}; {_AFTER}" if step.done == step.total else _line(step)
-            bar.update(task, completed=step.done, total=step.total, description=what)
-
-        yield update
+        yield tell
 
 
 def _line(step: Figures) -> str:

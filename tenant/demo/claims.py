@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -129,80 +129,55 @@ def claims(f: Measurements) -> list[Claim]:
 
 def to_json(figures: Measurements) -> dict[str, Any]:
     judged = claims(figures)
-    return {
-        "passed": all(claim.holds for claim in judged),
-        "claims": [asdict(claim) for claim in judged],
-        "figures": asdict(figures),
-        "per_token": per_token(figures),
-    }
+    passed = all(claim.holds for claim in judged)
+    return {"passed": passed, "claims": [asdict(claim) for claim in judged], "figures": asdict(figures)}
 
 
-def per_token(f: Measurements) -> dict[str, float]:
-    """Return round trips and bytes per trained token (forward and backward) and per generated token."""
-    trained, generated = max(f.trained_tokens, 1), max(len(f.tokens_after), 1)
-    return {
-        "training_round_trips": f.ledger.executor_round_trips / trained,
-        "training_bytes_up": f.ledger.bytes_to_executors / trained,
-        "training_bytes_down": f.ledger.bytes_from_executors / trained,
-        "training_effect_bytes": f.ledger.bytes_from_helpers / trained,
-        "generation_round_trips": f.generation.executor_round_trips / generated,
-        "generation_bytes_up": f.generation.bytes_to_executors / generated,
-        "generation_bytes_down": f.generation.bytes_from_executors / generated,
-        "generation_effect_bytes": f.generation.bytes_from_helpers / generated,
-    }
-
-
-_WIDTH = 80
-_TEXT_LINES = 2
+_WIDTH, _TEXT_LINES = 80, 2
+_COSTS = {
+    "round trips": "executor_round_trips",
+    "to executor": "bytes_to_executors",
+    "from executor": "bytes_from_executors",
+    "effects": "bytes_from_helpers",
+}
 
 
 def show(console: Console, f: Measurements) -> bool:
     """Print the summary. Returns True if every claim holds."""
     judged = claims(f)
     width = min(console.width, _WIDTH)
-    where = "held-out private text" if f.held_out else "the training text (too short to split)"
-    perplexity = f"perplexity {f.perplexity_before:.2f} before, {f.perplexity_after:.2f} after, on {where}"
-    room = _TEXT_LINES * (width - 12)
-    texts = _grid()
-    texts.add_column(style="dim")
-    texts.add_column(ratio=1)
+
+    def section(title: str, *parts: RenderableType) -> None:
+        console.print(Text(f"\n{title}", style="bold"), width=width)
+        for part in parts:
+            console.print(Padding(part, (0, 1)), width=width)
+
+    losses = f"{f.losses[0]:.3f} at the first step, {f.losses[-1]:.3f} at the last"
+    section("loss of masked training, nats per token", Text(losses))
+    room, texts = _TEXT_LINES * (width - 12), _grid()
     for label, text in (("prompt", f.prompt), ("before", f.text_before), ("after", f.text_after)):
         words = one_line(text)
-        texts.add_row(label, Text(words if len(words) <= room else words[: room - 4] + " ..."))
-    marks = "+-" if console.options.ascii_only else "✓✗"
-    verdicts = _grid()
-    verdicts.add_column()
-    verdicts.add_column(ratio=1)
+        shown = Text(words if len(words) <= room else words[: room - 4] + " ...")
+        texts.add_row(Text(label, style="dim"), shown)
+    where = "held-out private text" if f.held_out else "the training text (too short to split)"
+    section(f"perplexity {f.perplexity_before:.2f} before, {f.perplexity_after:.2f} after, on {where}", texts)
+    marks, verdicts = "+-" if console.options.ascii_only else "✓✗", _grid()
     verdicts.add_column(justify="right")
     for claim in judged:
         mark = Text(marks[0], style="bold green") if claim.holds else Text(marks[1], style="bold red")
         verdicts.add_row(mark, claim.sentence, claim.figure, style="" if claim.holds else "red")
-    per = per_token(f)
-    cost = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    cost.add_column("per token", ratio=1)
-    for name in ("round trips", "to executor", "from executor", "effects"):
-        cost.add_column(name, justify="right")
-    for stage, decimals in (("training", 3), ("generation", 1)):
-        sizes = [size(per[f"{stage}_{name}"]) for name in ("bytes_up", "bytes_down", "effect_bytes")]
-        cost.add_row(f"in {stage}", f"{per[f'{stage}_round_trips']:.{decimals}f}", *sizes)
+    section("claims, each computed from this run", verdicts)
+    cost = Table("per token", *_COSTS, box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), show_edge=False)
+    for stage, ledger, tokens in (
+        ("in training", f.ledger, f.trained_tokens),
+        ("in generation", f.generation, len(f.tokens_after)),
+    ):
+        trips, *sizes = (getattr(ledger, name) / max(tokens, 1) for name in _COSTS.values())
+        cost.add_row(stage, f"{trips:.3f}", *map(size, sizes))
     share = f.tenant_bytes / f.full_bytes
-    memory = f"\nbase model in memory: {size(f.tenant_bytes)} on the tenant, of {size(f.full_bytes)} ({share:.1%})"
-    losses = f"{f.losses[0]:.3f} at the first step, {f.losses[-1]:.3f} at the last"
-    visible = "visible to providers: row counts, timing, stage, when generation ends"
-    parts: list[tuple[str, RenderableType]] = [
-        (
-            "loss of masked training, nats per token",
-            Text(losses),
-        ),
-        (perplexity, texts),
-        ("claims, each computed from this run", verdicts),
-        ("cost", Group(cost, Text(memory), Text(visible))),
-    ]
-    for title, part in parts:
-        console.print(Text(f"\n{title}", style="bold"), width=width)
-        console.print(Padding(part, (0, 1)), width=width)
-    failed = sum(not claim.holds for claim in judged)
-    seconds = sum(f.seconds.values())
+    memory = f"base model in memory: {size(f.tenant_bytes)} on the tenant, of {size(f.full_bytes)} ({share:.1%})"
+    section("cost", cost, Text(memory), Text("visible to providers: row counts, timing, stage, when generation ends"))
+    failed, seconds = sum(not claim.holds for claim in judged), sum(f.seconds.values())
     if failed:
         console.print(f"\n[bold red]{failed} of {len(judged)} claims failed[/] in {seconds:.0f} s")
     else:
@@ -211,4 +186,7 @@ def show(console: Console, f: Measurements) -> bool:
 
 
 def _grid() -> Table:
-    return Table(box=None, show_header=False, expand=True, padding=(0, 1, 0, 0), pad_edge=False)
+    grid = Table(box=None, show_header=False, expand=True, padding=(0, 1, 0, 0), pad_edge=False)
+    grid.add_column()
+    grid.add_column(ratio=1)
+    return grid

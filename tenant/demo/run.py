@@ -39,7 +39,7 @@ from tenant.preparation.prepared import Preparation
 from tenant.session.session import Session
 from tenant.session.tally import Ledger
 from tenant.training.corpus import context_of, hold_out, read_documents, to_blocks
-from tenant.training.finetune import FineTuned, finetune
+from tenant.training.finetune import finetune
 from tenant.training.generate import open_model
 from tenant.training.options import FineTuning
 from tenant.training.quantisation_error import compare
@@ -89,25 +89,23 @@ def run(
     documents = read_documents(text)  # first, so that an error in the user's file is reported before a long stage
     with stages.stage("base model") as progress:
         path = resolve(model) if model else cached_base_model(cache, work, on_progress=progress)
-        to_blocks(documents, load_tokenizer(path), length=_sequence_length(path))
+        length = min(_SEQUENCE_LENGTH, context_of(load_config(path)) or _SEQUENCE_LENGTH)
+        blocks = to_blocks(documents, load_tokenizer(path), length=length)
     options = FineTuning(
         steps=steps,
         learning_rate=_USUAL_RATE if model else _OWN_RATE,
         batch_size=8,
-        sequence_length=_sequence_length(path),
+        sequence_length=length,
         save_every=max(steps, 1),
         dtype="float32",
     )
     simulate = RemoteConfig(masking="simulate", cache=work / "cache")
     with stages.stage("reference run") as progress:
-        reference = finetune(
-            path,
-            text,
-            work / "reference",
-            remote=simulate,
-            options=options,
-            on_progress=lambda step: progress(step.done, step.total, step.losses[-1]),
-        )
+
+        def on_progress(step: Figures) -> None:
+            progress(step.done, step.total, step.losses[-1])
+
+        reference = finetune(path, text, work / "reference", remote=simulate, options=options, on_progress=on_progress)
     local = LocalFederation(path, work / "federation", executors=2, provider_options={"executor": {"threads": 1}})
     try:
         with stages.stage("providers"):
@@ -116,14 +114,16 @@ def run(
         remote = RemoteConfig(federation=local.federation, cache=work / "cache", wiretap=killer)
         with stages.stage("masked run") as progress:
 
-            def on_progress(step: Figures) -> None:
-                progress(step.done, step.total, step.losses[-1])
+            def kill_in_the_middle(step: Figures) -> None:
+                on_progress(step)
                 if step.done == steps // 2:  # an executor is killed in the middle of the next step
                     killer.arm(requests=_REQUESTS)
 
             if steps == 1:
                 killer.arm(requests=_REQUESTS)
-            masked = finetune(path, text, work / "masked", remote=remote, options=options, on_progress=on_progress)
+            masked = finetune(
+                path, text, work / "masked", remote=remote, options=options, on_progress=kill_in_the_middle
+            )
         if killer.victim is not None:
             with stages.stage("restart of the executor"):
                 local.restart(killer.victim)
@@ -134,41 +134,25 @@ def run(
             prepared = prepare(None, digest=federation.model_digest, cache=work / "cache")
             refused = rejected(replace(federation, peers=peers), prepared, trials=_TAMPERED)
         with stages.stage("generation and quality"):
-            return _figures(path, text, reference, masked, remote, simulate, refused, killer, stages)
+            with _opened(path, remote, None) as (split, tokenizer):
+                prompt = PRIVATE_PROMPT
+                if not documents[-1].startswith(prompt):
+                    ids = tokenizer(documents[-1])["input_ids"][:_PROMPT_TOKENS]
+                    prompt = str(tokenizer.decode(ids, skip_special_tokens=True))
+                before, _ = _continue(split, tokenizer, prompt)
+                tenant_bytes, offloaded_bytes = _tensor_bytes(split)
+            with _opened(path, simulate, reference.adapter) as (split, _):
+                simulated, _ = _continue(split, tokenizer, prompt)
+            full = load_model(path, dtype=torch.float32)
+            full_bytes, _ = _tensor_bytes(full)
+            train, held_out = hold_out(blocks)
+            with _opened(path, remote, masked.adapter) as (split, _):
+                after, generation = _continue(split, tokenizer, prompt)
+                # The adapter was trained on masked rows. Here plain PEFT loads it on the ordinary model.
+                quality = compare(load_adapter(full, masked.adapter), split, held_out or train)
     finally:
         local.stop()
-
-
-def _figures(
-    path: Path,
-    text: Path,
-    reference: FineTuned,
-    masked: FineTuned,
-    remote: RemoteConfig,
-    simulate: RemoteConfig,
-    refused: int,
-    killer: ExecutorKiller,
-    stages: Stages,
-) -> Measurements:
-    with _opened(path, remote, None) as (model, tokenizer):
-        prompt = read_documents(text)[-1]
-        if prompt.startswith(PRIVATE_PROMPT):
-            prompt = PRIVATE_PROMPT
-        else:
-            prompt = str(tokenizer.decode(tokenizer(prompt)["input_ids"][:_PROMPT_TOKENS], skip_special_tokens=True))
-        before, _ = _continue(model, tokenizer, prompt)
-        tenant_bytes, offloaded_bytes = _tensor_bytes(model)
-    with _opened(path, simulate, reference.adapter) as (model, _):
-        simulated, _ = _continue(model, tokenizer, prompt)
-    full = load_model(path, dtype=torch.float32)
-    full_bytes, _ = _tensor_bytes(full)
-    blocks = to_blocks(read_documents(text), tokenizer, length=_sequence_length(path))
-    train, held_out = hold_out(blocks)
-    with _opened(path, remote, masked.adapter) as (model, _):
-        after, generation = _continue(model, tokenizer, prompt)
-        # The adapter was trained on masked rows. Here plain PEFT loads it on the ordinary model.
-        quality = compare(load_adapter(full, masked.adapter), model, held_out or train)
-    adapters = [load_file(a / "adapter_model.safetensors") for a in (masked.adapter, reference.adapter)]
+    adapters = [load_file(run.adapter / "adapter_model.safetensors") for run in (masked, reference)]
     equal = sum(name in adapters[1] and torch.equal(t, adapters[1][name]) for name, t in adapters[0].items())
     assert masked.progress.ledger is not None  # a masked run has a session
     return Measurements(
@@ -225,10 +209,6 @@ def _decoded(tokens: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> str
     return str(tokenizer.decode(list(tokens[:end]), skip_special_tokens=True))
 
 
-def _sequence_length(path: Path) -> int:
-    return min(_SEQUENCE_LENGTH, context_of(load_config(path)) or _SEQUENCE_LENGTH)
-
-
 def _tensor_bytes(model: nn.Module) -> tuple[int, int]:
     """Return (bytes of all parameters, each shared parameter counted once; bytes of offloaded layers)."""
     tensors = {id(t): t for t in model.parameters()}
@@ -239,14 +219,20 @@ def _tensor_bytes(model: nn.Module) -> tuple[int, int]:
 _ROWS = 4
 _LARGEST = 64  # largest entry of a row; the check does not depend on the entries
 
-ALTERATIONS: dict[str, Callable[[random.Random, Tensor], object]] = {
-    "one bit": lambda rng, answer: _entry(answer, rng).bitwise_xor_(1 << rng.randrange(31)),
-    "one entry off by one": lambda rng, answer: _entry(answer, rng).add_(1),
-    "one entry off by 2^31": lambda rng, answer: _entry(answer, rng).bitwise_xor_(-(1 << 31)),
-    "rows swapped": lambda rng, answer: answer.copy_(answer.flip(0)),
-    "row replaced": lambda rng, answer: answer[rng.randrange(len(answer))].fill_(rng.randrange(-(1 << 31), 1 << 31)),
-    "row repeated": lambda rng, answer: answer[0].copy_(answer[-1]),
-}
+
+def _entry(answer: Tensor, rng: random.Random) -> Tensor:
+    """Return a view of one entry, chosen at random."""
+    return answer[rng.randrange(answer.shape[0]), rng.randrange(answer.shape[1])]
+
+
+_ALTERATIONS: tuple[Callable[[random.Random, Tensor], object], ...] = (
+    lambda rng, answer: _entry(answer, rng).bitwise_xor_(1 << rng.randrange(31)),
+    lambda rng, answer: _entry(answer, rng).add_(1),
+    lambda rng, answer: _entry(answer, rng).bitwise_xor_(-(1 << 31)),
+    lambda rng, answer: answer.copy_(answer.flip(0)),
+    lambda rng, answer: answer[rng.randrange(len(answer))].fill_(rng.randrange(-(1 << 31), 1 << 31)),
+    lambda rng, answer: answer[0].copy_(answer[-1]),
+)
 
 
 class Tamper:
@@ -265,15 +251,14 @@ class Tamper:
 
 @silenced("tenant.core.masked")
 def rejected(federation: Federation, preparation: Preparation, *, trials: int) -> int:
-    """Send `trials` requests, alter the executor's or the helper's answers in turn, and count the refused answers."""
+    """Send `trials` requests, alter answers of the executor and of the helper in turn, and count the refused ones."""
     rng = random.Random(0)
-    alterations = list(ALTERATIONS.values())
     # keep the keys: this process altered the answers, so no provider has learned from refusals
     preparation = replace(preparation, forget_keys=lambda: None)
     refused = 0
     for trial in range(trials):
         role: Role = "helper" if trial % 2 else "executor"
-        tamper = Tamper(role, partial(alterations[trial // 2 % len(alterations)], rng))
+        tamper = Tamper(role, partial(_ALTERATIONS[trial // 2 % len(_ALTERATIONS)], rng))
         options = SessionOptions(masking="pad", pool_memory=0, wiretap=tamper)
         session = Session(federation, preparation, options=options)
         index, direction = GroupIndex(rng.randrange(len(preparation.facts))), rng.choice(DIRECTIONS)
@@ -287,8 +272,3 @@ def rejected(federation: Federation, preparation: Preparation, *, trials: int) -
         finally:
             session.close()
     return refused
-
-
-def _entry(answer: Tensor, rng: random.Random) -> Tensor:
-    """Return a view of one entry, chosen at random."""
-    return answer[rng.randrange(answer.shape[0]), rng.randrange(answer.shape[1])]

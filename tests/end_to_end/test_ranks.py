@@ -6,13 +6,13 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from symbiosis_priv.harness.local import METRICS, LocalFederation, ProviderOptions
 from symbiosis_priv.harness.wiretaps import AnswerTimes
 from tenant import RemoteConfig
-from tenant.bench.processes import descendants
 from tests.end_to_end.conftest import Open
 
 
@@ -27,8 +27,8 @@ def test_a_lost_rank_delays_no_tenant_that_has_another_executor(llama: Path, ope
         victim = answers.answered(since=0.0)[-1][1]
         gateway, logged = local.pid(victim), len(local.logs(victim))
         assert gateway is not None
-        before = descendants([gateway])
-        [rank] = [pid for pid in before if Path(f"/proc/{pid}/comm").read_text().strip() == "rank 1"]
+        before = psutil.Process(gateway).children(recursive=True)
+        [rank] = [process.pid for process in before if process.name() == "rank 1"]
         lost = time.monotonic()
         os.kill(rank, signal.SIGKILL)
         while not local.status(victim)["restarts"] or not local.status(victim)["ready"]:
@@ -37,4 +37,4 @@ def test_a_lost_rank_delays_no_tenant_that_has_another_executor(llama: Path, ope
         meanwhile = [name for at, name in answers.answered(since=lost) if name != victim]
         assert meanwhile, "the other executor has not answered before the first was back"
         assert re.search(r"\brank\s*:? 1\b", local.logs(victim)[logged:])
-        assert len(descendants([gateway])) == len(before)
+        assert len(psutil.Process(gateway).children(recursive=True)) == len(before)

@@ -222,6 +222,28 @@ def test_each_host_of_a_slurm_job_starts_its_ranks(tmp_path: Path) -> None:
         assert line.startswith(f"-m provider.processes.launch {expected}")
 
 
+def test_tunnels_of_providers_behind_nat_end_where_haproxy_forwards_their_names() -> None:
+    """And the key of a tunnel allows one port on loopback only."""
+    nat = {path.name: path.read_text(encoding="utf-8") for path in (DEPLOY / "behind-nat").iterdir()}
+    restricted = r'^restrict,port-forwarding,permitlisten="127.0.0.1:(\d+)",command="/bin/false" ssh-ed25519 \S+ (\w+)$'
+    allowed = {name: port for port, name in re.findall(restricted, nat["authorized_keys"], re.MULTILINE)}
+    assert allowed == {"alpha": "7411", "beta": "7412"}
+    assert len(re.findall(r"^[^#]", nat["authorized_keys"], re.MULTILINE)) == len(allowed)
+    backends = re.findall(r"^backend (\w+)\n    server tunnel 127.0.0.1:(\d+)$", nat["haproxy.cfg"], re.MULTILINE)
+    assert dict(backends) == allowed
+    names = re.findall(r"use_backend (\w+) if { req.ssl_sni -i (\S+) }", nat["haproxy.cfg"])
+    assert names == [(name, f"{name}.example") for name in allowed]
+    for setting in ("AllowTcpForwarding remote", "GatewayPorts no", "PasswordAuthentication no"):
+        assert f"    {setting}\n" in nat["sshd_config"]
+    unit = nat["symbiosis-tunnel.service"]
+    for option in (
+        "StrictHostKeyChecking=yes",
+        "ExitOnForwardFailure=yes",
+        f"-R 127.0.0.1:{allowed['alpha']}:127.0.0.1:",
+    ):
+        assert option in unit
+
+
 def test_the_container_runs_without_root_and_has_only_installed_packages() -> None:
     last = max(i for i, (name, _) in enumerate(STEPS) if name == "FROM")
     assert [words for name, words in STEPS[last:] if name == "COPY"] == [

@@ -212,13 +212,13 @@ def test_a_sessions_traffic_is_the_predicted_one_to_the_byte(tmp_path: Path) -> 
     with provide(model, tmp_path, threads=1, maskings=maskings) as local:
         groups = WeightStore(model, cache=local.cache, scope=local.scope).manifest().groups
         for masking in maskings:
-            with serve_tenant(model, remote_config(local, masking, Effort(threads=1)), 1) as do:
+            with serve_tenant(model, remote_config(local, masking), 1) as do:
                 *_, token = do(Generate(prompt=8, tokens=3))
                 *_, step = do(Step(batch=2, tokens=8, steps=3))
             predicted = {of_token(groups, masking.transport): token}
             if masking.transport.round_trips == 4:
                 predicted[of_step(groups, 16, masking.transport)] = step
             for traffic, cost in predicted.items():
-                assert cost.counted["executor_round_trips"] == traffic.round_trips
-                assert cost.counted["bytes_to_executors"] == traffic.up
-                assert cost.counted["bytes_from_executors"] == traffic.down
+                assert cost.counted.executor_round_trips == traffic.round_trips
+                assert cost.counted.bytes_to_executors == traffic.up
+                assert cost.counted.bytes_from_executors == traffic.down

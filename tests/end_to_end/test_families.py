@@ -1,4 +1,5 @@
-"""Mixtures of experts, and a tied LM head, at real providers: the bits of the simulation, and what goes over the wire."""
+"""Mixtures of experts, and a tied LM head, at real providers: the bits of the simulation, and what goes over the
+wire."""
 
 from collections.abc import Iterator
 from functools import partial

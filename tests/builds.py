@@ -1,5 +1,5 @@
-"""Runs the same computation with torch alone, with every instruction set of the compiled library, and with the library
-compiled in another way."""
+"""Runs the same computation with torch alone, with every instruction set of the compiled library, with the library
+compiled in another way, and with one kernel."""
 
 import runpy
 import shutil
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from symbiosis_priv import native
+from symbiosis_priv.kernels import KERNELS, choice
 
 TORCH = "torch"
 BUILDS = (TORCH, *(isa.name.lower() for isa in native.isas()))
@@ -35,6 +36,16 @@ def switched(**variables: str) -> Iterator[None]:
         native.switches.cache_clear()
 
 
+@contextmanager
+def only(kernel: str) -> Iterator[None]:
+    """Multiply with this kernel inside this block, or with `plain` where its layout cannot be cut; with the usual one
+    if it is "auto"."""
+    with pytest.MonkeyPatch.context() as patch:
+        if kernel != "auto":
+            patch.setattr(choice, "candidates", lambda device: [KERNELS[kernel], KERNELS["plain"]])
+        yield
+
+
 def compiled(folder: Path, *, flags: str, compiler: str = "cc") -> Path:
     """Compile the library of this checkout in a folder, with more compiler flags. Skips the test without a compiler."""
     if shutil.which("cc") is None:
@@ -51,7 +62,7 @@ def compiled(folder: Path, *, flags: str, compiler: str = "cc") -> Path:
 def use_library(patch: pytest.MonkeyPatch, library: Path) -> None:
     """Load this library in place of the checkout's."""
     patch.setattr(native, "_LIBRARY", library)
-    loaded, with_gil = native._load.__wrapped__(), native._load_with_gil.__wrapped__()
+    loaded, with_gil = native._load.__wrapped__(), native.brief_library.__wrapped__()
     assert loaded is not None
     patch.setattr(native, "_load", lambda: loaded)
-    patch.setattr(native, "_load_with_gil", lambda: with_gil)
+    patch.setattr(native, "brief_library", lambda: with_gil)

@@ -89,7 +89,7 @@ def cards_of(config: ProviderConfig, *, progress: Progress | None = None) -> lis
     store = open_store(config)
     if config.executor.devices and store.cached_manifest() is None:
         # each process packs its own layers, in the form for its card
-        store.assemble(store.each_group(lambda _, entry, __: entry, progress=progress))
+        store.each_group(lambda *_: None, progress=progress)
     manifest, served = store.manifest(progress=progress), store.served
     sizes = {index: manifest.groups[index].inputs * manifest.groups[index].stacked_outputs for index in served}
     layers: dict[int, int] = {}

@@ -55,7 +55,7 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direct
 from symbiosis_priv.arithmetic.segments import Counts, segments
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, RankLostError
-from symbiosis_priv.kernels import Choice, Packed, kernel_of, probe_rows
+from symbiosis_priv.kernels import Choice, Packed, probe_rows
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 
 log = logs.EventLog(__name__)
@@ -103,7 +103,7 @@ class Unit(nn.Module):
 
     def __init__(self, whole: Packed, choice: Choice) -> None:
         super().__init__()
-        self._granule = kernel_of(choice.layout).granule
+        self._granule = choice.few.granule
         nothing = torch.empty(0, dtype=whole.data.dtype, device="cpu")  # a view of the data would keep its file mapped
         self._whole = replace(whole, data=nothing)
         self._choice = choice
@@ -138,13 +138,12 @@ class Unit(nn.Module):
         expert's matrix is a range of outputs; `columns` are the outputs in the shard, from `columns_of`."""
         height = self._whole.outputs // len(counts)
         shard = replace(self._whole, outputs=columns.stop - columns.start, data=self._local().view(self._dtype))
-        kernel = kernel_of(self._whole.layout)
         for expert, segment in segments(counts):
             first = expert * height
             start, stop = max(columns.start, first), min(columns.stop, first + height)
             if start >= stop:
                 continue
-            weights = kernel.cut(shard, start - columns.start, stop - columns.start)
+            weights = self._choice.few.cut(shard, start - columns.start, stop - columns.start)
             here = slice(start - first, stop - first)
             if direction == FORWARD:
                 product = rows.new_empty((segment.stop - segment.start, stop - start))

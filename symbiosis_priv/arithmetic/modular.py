@@ -17,6 +17,7 @@ from torch import Tensor
 
 from symbiosis_priv import native
 from symbiosis_priv.arithmetic.keystream import StreamKey, expand
+from symbiosis_priv.arithmetic.ring import row_blocks
 from symbiosis_priv.native import pointer
 
 PRIME: Final = (1 << 61) - 1
@@ -24,7 +25,6 @@ _BITS: Final = 61
 _HALF_BITS: Final = 31
 _HALF: Final = (1 << _HALF_BITS) - 1
 _LIMBS: Final = (0, 21, 41, _BITS)
-_BLOCK = 1 << 16  # entries per block: their float64 values stay in the cache
 
 _ROW_DIGIT, _ROW_CHUNK = 8, 1 << 14  # 2^31 * 2^8 * 2^14 = 2^53
 _WEIGHT_DIGIT = 16  # 2^15 * 2^16 * 2^21 < 2^53
@@ -105,11 +105,10 @@ def weigh(weight: Tensor, forward: Column, backward: Column) -> tuple[Tensor, Te
     down, up = forward.digits_of(_WEIGHT_DIGIT), backward.digits_of(_WEIGHT_DIGIT)
     gathered = torch.zeros((inputs, down.shape[1]), dtype=torch.float64, device="cpu")
     scattered = torch.empty((outputs, up.shape[1]), dtype=torch.float64, device="cpu")
-    step = max(1, torch.get_num_threads() * _BLOCK // max(1, inputs))
-    for start in range(0, outputs, step):
-        block = weight[start : start + step].to(torch.float64)
-        gathered.addmm_(block.t(), down[start : start + step])
-        torch.mm(block, up, out=scattered[start : start + step])
+    for start, stop in row_blocks(outputs, inputs):
+        block = weight[start:stop].to(torch.float64)
+        gathered.addmm_(block.t(), down[start:stop])
+        torch.mm(block, up, out=scattered[start:stop])
     return _joined(gathered.to(torch.int64), _WEIGHT_DIGIT), _joined(scattered.to(torch.int64), _WEIGHT_DIGIT)
 
 

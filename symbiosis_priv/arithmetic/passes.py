@@ -36,7 +36,7 @@ from symbiosis_priv.arithmetic.modular import Column, dot
 from symbiosis_priv.arithmetic.ring import Bound, dequantise, quantise_rows, row_blocks
 from symbiosis_priv.errors import NonFiniteError, RangeError
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
-from symbiosis_priv.native import FORMATS, all_rows, array_of, layout, readable
+from symbiosis_priv.native import FORMATS, all_rows, array_of, layout, pointer, readable
 
 
 def encode(
@@ -51,7 +51,8 @@ def encode(
     """Quantise float rows to ring rows. Returns float64 `[r]`, the rows' scales (secret, rule 5). Raises
     `NonFiniteError`: a row holds inf or nan; `RangeError`: wrong shape or dtype."""
     rows, width = out.shape
-    if width != bound.inputs or not _are_float_rows(inputs, rows, width):
+    shaped = all(part.dim() == 2 and len(part) == rows and part.dtype.is_floating_point for part in inputs)
+    if width != bound.inputs or not shaped or sum(part.shape[1] for part in inputs) != width:
         shapes = [list(part.shape) for part in inputs]
         raise RangeError(f"expected float rows of shape [{rows}, {bound.inputs}], got {inputs[0].dtype} {shapes}")
     scale = vector(rows, np.float64)
@@ -67,23 +68,9 @@ def encode(
 
     library, isa = compiled
     parts = readable(inputs)
-    if not all_rows(
-        library.ring_encode,
-        isa,
-        layout(parts),
-        width,
-        None if fold is None else fold.data_ptr(),
-        bound.l1,
-        bound.l2,
-        None if v is None else v.limbs.data_ptr(),
-        None,
-        0,
-        out.data_ptr(),
-        scale.data_ptr(),
-        None if expected is None else expected.data_ptr(),
-        rows=rows,
-        width=width,
-    ):
+    operands = isa, layout(parts), width, pointer(fold), bound.l1, bound.l2, None if v is None else v.limbs.data_ptr()
+    written = None, 0, out.data_ptr(), scale.data_ptr(), pointer(expected)
+    if not all_rows(library.ring_encode, *operands, *written, rows=rows, width=width):
         raise NonFiniteError
     return scale
 
@@ -118,36 +105,22 @@ def decode(
         return wrong
 
     library, isa = compiled
-    written = [out if out.dtype in FORMATS and out.stride(1) == 1 else _writable(out) for out in outputs]
+    written = []  # what the compiled code can write to; torch copies from it with the same rounding
+    for out in outputs:
+        dtype = out.dtype if out.dtype in FORMATS else torch.float32
+        fits = dtype == out.dtype and out.stride(1) == 1
+        written.append(out if fits else torch.empty(out.shape, dtype=dtype, device="cpu"))
     flags = (ctypes.c_uint8 * rows)()  # its address takes less time than an array's or a tensor's
-    all_rows(
-        library.ring_decode,
-        isa,
-        answer.data_ptr(),
-        array_of([effect.data_ptr() for effect in effects]),
-        len(effects),
-        width,
-        DEFAULT_RING_BITS - ring_bits,
-        None if column is None else column.limbs.data_ptr(),
-        None if expected is None else expected.data_ptr(),
-        scale.data_ptr(),
-        None if channel_scale is None else channel_scale.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        layout(written),
-        flags,
-        rows=rows,
-        width=width,
-    )
+    masks = answer.data_ptr(), array_of([effect.data_ptr() for effect in effects]), len(effects)
+    check = None if column is None else column.limbs.data_ptr(), pointer(expected)
+    floats = scale.data_ptr(), pointer(channel_scale), pointer(bias), layout(written), flags
+    operands = isa, *masks, width, DEFAULT_RING_BITS - ring_bits, *check, *floats
+    all_rows(library.ring_decode, *operands, rows=rows, width=width)
     for part, out in zip(written, outputs, strict=True):
         if part is not out:
             out.copy_(part)
     marks = bytes(flags)
     return [row for row, mark in enumerate(marks) if mark] if 1 in marks else []
-
-
-def _writable(out: Tensor) -> Tensor:
-    """Return a tensor that the compiled code can write to, from which torch copies with the same rounding."""
-    return torch.empty(out.shape, dtype=out.dtype if out.dtype in FORMATS else torch.float32, device="cpu")
 
 
 def unmask(answer: Tensor, effects: Sequence[Tensor], *, ring_bits: RingBits = DEFAULT_RING_BITS) -> Tensor:
@@ -167,16 +140,6 @@ def refused(rows: Tensor, column: Column, expected: Tensor) -> list[int]:
 def vector(size: int, dtype: type[np.generic]) -> Tensor:
     """Return an uninitialised CPU vector. numpy allocates a small one in a fifth of torch's time."""
     return torch.from_numpy(np.empty(size, dtype=dtype))
-
-
-def _are_float_rows(parts: Sequence[Tensor], rows: int, width: int) -> bool:
-    """Returns True if all parts are float matrices with `rows` rows, and have `width` columns together."""
-    for part in parts:
-        shape = part.shape
-        if len(shape) != 2 or shape[0] != rows or not part.dtype.is_floating_point:
-            return False
-        width -= shape[1]
-    return width == 0
 
 
 BRIEF = 1 << 14
@@ -204,7 +167,12 @@ class Buffers:
         # one of eight sizes per power of two, so that matrices of similar row counts share buffers
         step = (1 << size.bit_length() - 1) // _STEPS
         length = -(-size // step) * step
-        block = self._take_unused(length) or _fresh(length)
+        with self._lock:
+            block = self._free[length].pop() if self._free[length] else None
+            if block is not None:
+                del self._ages[id(block)]
+                self.unused -= length
+        block = block or _fresh(length)
         array: NDArray[np.uint8] = np.frombuffer(block, dtype=np.uint8, count=size)
         weakref.finalize(array, self._give_back, block).atexit = False
         return array
@@ -219,15 +187,6 @@ class Buffers:
     def matrix(self, rows: int, columns: int) -> Tensor:
         """Return a contiguous int32 matrix `[rows, columns]` in memory of the pool."""
         return torch.from_numpy(self.array(rows, columns))
-
-    def _take_unused(self, length: int) -> mmap.mmap | None:
-        with self._lock:
-            if not self._free[length]:
-                return None
-            block = self._free[length].pop()
-            del self._ages[id(block)]
-            self.unused -= length
-            return block
 
     def _give_back(self, block: mmap.mmap) -> None:
         if len(block) > self._limit:

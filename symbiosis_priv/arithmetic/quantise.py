@@ -87,9 +87,6 @@ class QuantisedGroup:
             sha.update(little.data.cast("B"))
         return sha.hexdigest()
 
-    def bound(self, direction: Direction) -> Bound:
-        return self.bounds()[direction]
-
     def bounds(self, *, experts: int = 1, along_outputs: bool = True) -> dict[Direction, Bound]:
         """The public bounds of both directions, from one pass over the weights. For rows that each belong to one expert
         of a stack, the norms are the largest of any expert's matrix. So the scale of a row does not depend on its

@@ -19,7 +19,8 @@ from symbiosis_priv.checkpoints.forms import Form
 _NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
         -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
         0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)  # fmt: skip
-_TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)  # of FP4: it has no order, and the upper bit is the sign
+# FP4 has no order, and its upper bit is the sign
+_FP4 = [sign * number / 12 for sign in (1, -1) for number in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)]
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _MAX_STATE = 4096
@@ -70,7 +71,7 @@ def _int8(form: Form, parts: dict[str, Tensor]) -> Tensor:
 def _four_bits(form: Form, parts: dict[str, Tensor]) -> Tensor:
     state = _state(form, parts)
     rows, columns = state.shape
-    code = _code(state.quant_type)
+    code = torch.tensor(_NF4 if state.quant_type == "nf4" else _FP4, dtype=torch.float32, device="cpu")
     if not torch.equal(parts["code"], code):
         raise ValueError(f"its table of numbers is not that of {state.quant_type}")
     stored, scales = parts["values"].flatten().view(torch.uint8), _scales(state, parts)
@@ -134,10 +135,3 @@ def _scales(state: _State, parts: dict[str, Tensor]) -> Tensor:
         raise ValueError("its quantised scales lack a part, or the parts do not fit together")
     made = code[scales.int()] * outer.repeat_interleave(state.nested_blocksize)[: len(scales)]
     return made + torch.tensor(state.nested_offset, dtype=torch.float32, device="cpu")
-
-
-def _code(kind: str) -> Tensor:
-    if kind == "nf4":
-        return torch.tensor(_NF4, dtype=torch.float32, device="cpu")
-    twelfths = [*_TWELFTHS, *(-number for number in _TWELFTHS)]
-    return torch.tensor(twelfths, dtype=torch.float32, device="cpu") / 12

@@ -81,7 +81,9 @@ def _snapshot(name: str, *needed: str) -> Path:
     asked: dict[str, Any] = {"revision": revision or None, "allow_patterns": _FILES}
     with contextlib.suppress(errors.HFValidationError, OSError):
         folder = Path(snapshot_download(repository, local_files_only=True, **asked))
-        if all((folder / one).is_file() for one in needed) and _has_tensors(folder):
+        # a program may have fetched config.json alone
+        sharded = set(check_index(folder / _INDEX).values()) if (folder / _INDEX).is_file() else set()
+        if all((folder / one).is_file() for one in {*needed, *sharded}) and any(folder.glob("*.safetensors")):
             return folder
     try:
         return Path(snapshot_download(repository, **asked))
@@ -106,23 +108,11 @@ def _snapshot(name: str, *needed: str) -> Path:
         ) from error
 
 
-def _has_tensors(folder: Path) -> bool:
-    """True if the files of all tensors are there. A program may have fetched config.json alone."""
-    files = set(check_index(folder / _INDEX).values()) if (folder / _INDEX).is_file() else set()
-    return all((folder / one).is_file() for one in files) and any(folder.glob("*.safetensors"))
-
-
-class _Index(msgspec.Struct):
-    """The used part of model.safetensors.index.json: the file of each tensor."""
-
-    weight_map: dict[str, str]
-
-
 def check_index(path: Path) -> dict[str, str]:
     """Read the index of a sharded checkpoint. Returns the file name of each tensor, relative to the index. Raises
     `CheckpointError`: the index is damaged, or names a file in another folder."""
     try:
-        location = msgspec.convert(read_json(path), _Index).weight_map
+        location = msgspec.convert(read_json(path).get("weight_map"), dict[str, str])
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     for name in set(location.values()):

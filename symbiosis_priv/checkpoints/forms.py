@@ -20,16 +20,8 @@ DESCRIPTIONS = ("shape", "nf4", "fp4")
 _MAX_BLOCK = 1 << 20
 _BITS = (4, 8)
 _COMPRESSED = (
-    None,
-    "dense",
-    "naive-quantized",
-    "float-quantized",
-    "int-quantized",
-    "pack-quantized",
-    "mxfp8-quantized",
-    "mxfp4-pack-quantized",
-    "nvfp4-pack-quantized",
-    "mixed-precision",
+    *(None, "dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized", "mixed-precision"),
+    *("mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized"),
 )
 _MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "NVFP4", "W4A16_NVFP4")
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
-from symbiosis_priv.kernels import KERNELS, Packed, RingMatrix, kernel_of, probe_rows
+from symbiosis_priv.kernels import KERNELS, Kernel, Packed, RingMatrix, probe_rows
 from symbiosis_priv.system.files import write_atomically
 
 _ALIGNMENT = 64  # bytes: the size of a cache line and of the widest vector
@@ -45,7 +45,7 @@ def probe(width: int) -> Tensor:
 
 def probe_products(weight: Tensor, *, weight_bits: int) -> Products:
     """The products of the public probe row (`probe`) with int16 weights `[o, d]`, in both directions."""
-    kernel = KERNELS["int32"]
+    kernel = KERNELS["plain"]
     packed = Packed(kernel.layout, weight.shape[0], weight.shape[1], weight_bits, weight)
     products: Products = {}
     for direction in DIRECTIONS:
@@ -80,23 +80,24 @@ def write(folder: Path, digest: str, packed: Packed, products: Products) -> None
     write_atomically(path_of(folder, digest, packed.layout), _LENGTH.pack(len(text)), text, *parts)
 
 
-def read(folder: Path, digest: str, layout: str, *, weight_bits: int) -> tuple[Packed, Products] | None:
-    """Map a packed group. Returns None if its file is missing, truncated, or of another group."""
-    path = path_of(folder, digest, layout)
+def read(folder: Path, digest: str, kernel: Kernel, *, weight_bits: int) -> tuple[Packed, Products] | None:
+    """Map a packed group in the layout of a kernel. Returns None if its file is missing, truncated, or of another
+    group."""
+    path = path_of(folder, digest, kernel.layout)
     if not path.is_file():  # opening a pipe would block
         return None
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
             outputs, inputs = int(metadata["outputs"]), int(metadata["inputs"])
-            packed = Packed(layout, outputs, inputs, weight_bits, file.get_tensor("weight"))
+            packed = Packed(kernel.layout, outputs, inputs, weight_bits, file.get_tensor("weight"))
             products: Products = {
                 direction: file.get_tensor(direction)[: packed.columns(direction)[1]] for direction in DIRECTIONS
             }
     except (OSError, SafetensorError, KeyError, ValueError, TypeError):
         return None
     # kernels read this many bytes without a check
-    form = kernel_of(layout).form(outputs, inputs, weight_bits=weight_bits)
+    form = kernel.form(outputs, inputs, weight_bits=weight_bits)
     whole = metadata == _metadata(digest, packed) and form == (packed.data.dtype, tuple(packed.data.shape))
     return (packed, products) if whole else None
 

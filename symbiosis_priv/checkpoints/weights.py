@@ -21,13 +21,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, Stack, centred, compose, quantise
-from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD
 from symbiosis_priv.checkpoints import packed
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
 from symbiosis_priv.checkpoints.layers import AGAIN, DEFAULT_SCOPE, THROUGH, GroupSpec, LayerRange, Scope, layers_of
 from symbiosis_priv.checkpoints.manifest import MANIFEST_VERSION, GroupEntry, Manifest
 from symbiosis_priv.errors import CheckpointError, ConfigError
-from symbiosis_priv.kernels import Choice, Packed, RingMatrix, choose, kernel_of
+from symbiosis_priv.kernels import Choice, Packed, RingMatrix, choose
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, GroupIndex
 from symbiosis_priv.system.files import PrivateFolder, default_cache, read_limited, write_atomically
 
@@ -58,7 +58,7 @@ class _Members:
 
     def read(self, name: str) -> Layer | Stack:
         """Read a member. A stack reads its matrices when it is asked for them."""
-        group, shape = self.skeleton.group_of[name], self.skeleton.shapes[name]
+        group, shape = self.skeleton.members[name]
         if group.composed is not None:
             return self._composed(name, group)
         if group.experts > 1:
@@ -117,9 +117,8 @@ class _Members:
 
 
 class WeightStore:
-    """Layer groups of one checkpoint folder (`checkpoint.resolve` gives one), quantised once. `kernel` is a name in
-    `kernels.KERNELS`, or "auto" for the fastest one. `layers` are packed for products; the manifest always describes
-    the whole model."""
+    """Layer groups of one checkpoint folder (`checkpoint.resolve` gives one), quantised once. `layers` are packed for
+    products; the manifest always describes the whole model."""
 
     def __init__(
         self,
@@ -128,17 +127,15 @@ class WeightStore:
         weight_bits: int = DEFAULT_WEIGHT_BITS,
         cache: Path | None = None,
         device: str = "cpu",
-        kernel: str = "auto",
         layers: LayerRange | None = None,
         scope: Scope = DEFAULT_SCOPE,
     ) -> None:
         self.path, self.scope, self.weight_bits, self.device = path, scope, weight_bits, device
-        self._kernel, self._wanted = kernel, layers
+        self._wanted = layers
         self.cache = (cache or default_cache()) / "weights"  # quantised and packed weights
         self._times = self.cache / "tiles.json"
         self._skeleton: Skeleton | None = None
         self._manifest: Manifest | None = None
-        self._read_for: Path | None = None
         self._cache_failed = False
         try:  # warn if other users can change the cache: they could replace weights, or truncate a mapped file
             with PrivateFolder.open(self.cache.parent) as parent:
@@ -165,7 +162,18 @@ class WeightStore:
         """The manifest. The first call for a checkpoint quantises all of it, and packs the groups in `served`; later
         calls read the manifest from the cache."""
         if self._manifest is None:
-            self._manifest = self.cached_manifest() or self._quantise_all(progress)
+            self._manifest = self.cached_manifest()
+        if self._manifest is None:
+            served = self._served(layers_of(spec.members[0] for spec in self.skeleton.groups))
+
+            def pack(index: int, entry: GroupEntry, group: QuantisedGroup) -> None:
+                if index in served:
+                    # this machine lacks the device; a request for products will say so
+                    with contextlib.suppress(ConfigError):
+                        self._pack(entry, group.weight)
+
+            self.each_group(pack, progress=progress)  # one at a time: tiles are being timed
+        assert self._manifest is not None
         return self._manifest
 
     @property
@@ -192,8 +200,8 @@ class WeightStore:
 
     def matrix(self, index: int) -> RingMatrix:
         """One group ready for products: packed weights mapped from the cache, or packed now. Raises `ConfigError`: no
-        such kernel, or none that is exact on this store's device; `CheckpointError`: the checkpoint changed since its
-        manifest was made."""
+        kernel is exact on this store's device; `CheckpointError`: the checkpoint changed since its manifest was
+        made."""
         entry = self.manifest().groups[index]
         if (matrix := self._mapped(entry)) is not None:
             return matrix
@@ -204,7 +212,7 @@ class WeightStore:
         is `transposed` is packed transposed. Raises `ConfigError`: there is no file, as `matrix` could not write it."""
         entry = self.manifest().groups[index]
         choice = self._choice(entry)
-        found = packed.read(self.cache, _key(entry), choice.layout, weight_bits=self.weight_bits)
+        found = packed.read(self.cache, _key(entry), choice.few, weight_bits=self.weight_bits)
         if found is None:
             raise ConfigError(
                 f"no packed weights of {entry.name} in {self.cache}: make it a folder that can be written"
@@ -220,20 +228,13 @@ class WeightStore:
         return group
 
     def _choice(self, entry: GroupEntry) -> Choice:
-        direction: Direction = BACKWARD if entry.transposed else FORWARD
-        inputs, outputs = entry.columns(direction)
-        _, height = entry.by_expert.columns(direction)  # packed outputs of one expert's matrix
-        return choose(
-            (outputs, inputs),
-            weight_bits=self.weight_bits,
-            device=torch.device(self.device),
-            kernel=self._kernel,
-            height=height if entry.experts > 1 else 0,
-        )
+        # packed outputs of one expert's matrix
+        height = entry.by_expert.columns(BACKWARD if entry.transposed else FORWARD).result if entry.experts > 1 else 0
+        return choose(weight_bits=self.weight_bits, device=torch.device(self.device), height=height)
 
     def _mapped(self, entry: GroupEntry) -> RingMatrix | None:
         choice = self._choice(entry)
-        found = packed.read(self.cache, _key(entry), choice.layout, weight_bits=self.weight_bits)
+        found = packed.read(self.cache, _key(entry), choice.few, weight_bits=self.weight_bits)
         if found is None:
             return None
         matrix = RingMatrix.of_packed(found[0], choice, device=self.device, results=self._times)
@@ -247,7 +248,7 @@ class WeightStore:
         if entry.transposed:
             weight = weight.t()
         choice = self._choice(entry)
-        made = kernel_of(choice.layout).pack(weight, weight_bits=self.weight_bits)
+        made = choice.few.pack(weight, weight_bits=self.weight_bits)
         products = packed.probe_products(weight, weight_bits=self.weight_bits)
         self._write_to_cache(lambda: packed.write(self.cache, _key(entry), made, products))
         if (matrix := self._mapped(entry)) is not None:
@@ -295,15 +296,15 @@ class WeightStore:
         threads: int = 1,
         progress: Progress | None = None,
     ) -> list[T]:
-        """Quantise the checkpoint group by group. No group stays in memory. `work` is called with every group's index,
-        entry and weights; in order if `threads` is 1. `threads` groups are in memory and processed at the same time.
-        Returns the results of `work`, in the order of the groups."""
-        specs = self.skeleton.groups
-        self._read_for = self._manifest_path()
+        """Quantise the checkpoint group by group, and write the manifest to the cache. No group stays in memory. `work`
+        is called with every group's index, entry and weights; in order if `threads` is 1. `threads` groups are in
+        memory and processed at the same time. Returns the results of `work`, in the order of the groups. Raises
+        `CheckpointError`: the checkpoint's files have changed meanwhile."""
+        specs, path = self.skeleton.groups, self._manifest_path()
         with Checkpoint(self.path) as checkpoint:
             stored = self.skeleton.names.by_parameter(checkpoint.names())
 
-        def do(index: int) -> T:
+        def do(index: int) -> tuple[GroupEntry, T]:
             spec = specs[index]
             # one at a time: a stack is most of a layer's memory
             with one_stack if spec.experts > 1 else contextlib.nullcontext():
@@ -311,11 +312,12 @@ class WeightStore:
                     layers = self._layers(checkpoint, spec.members, stored)
                     group = quantise(layers, weight_bits=self.weight_bits)
                 del layers
-                return work(GroupIndex(index), GroupEntry(digest=group.digest(), **vars(spec)), group)
+                entry = GroupEntry(digest=group.digest(), **vars(spec))
+                return entry, work(GroupIndex(index), entry, group)
 
         progress = progress or (lambda done, total: None)
         one_stack = threading.Lock()
-        results: list[T] = []
+        results: list[tuple[GroupEntry, T]] = []
         progress(0, len(specs))
         pool = ThreadPoolExecutor(threads, thread_name_prefix="quantise")
         try:
@@ -324,30 +326,13 @@ class WeightStore:
                 progress(len(results), len(specs))
         finally:
             pool.shutdown(cancel_futures=True)
-        return results
-
-    def assemble(self, entries: Sequence[GroupEntry]) -> Manifest:
-        """The manifest of the entries that `each_group` has made, also written to the cache. Raises `CheckpointError`:
-        the checkpoint's files have changed since `each_group` began to read them."""
-        path = self._manifest_path()
-        if path != self._read_for:
+        if path != self._manifest_path():
             raise CheckpointError(f"{self.path} changed while it was in use; start again")
-        manifest = Manifest(version=MANIFEST_VERSION, weight_bits=self.weight_bits, groups=tuple(entries))
+        groups = tuple(entry for entry, _ in results)
+        manifest = Manifest(version=MANIFEST_VERSION, weight_bits=self.weight_bits, groups=groups)
         self._write_to_cache(lambda: write_atomically(path, manifest.to_json()))
         self._manifest = manifest
-        return manifest
-
-    def _quantise_all(self, progress: Progress | None) -> Manifest:
-        served = self._served(layers_of(spec.members[0] for spec in self.skeleton.groups))
-
-        def pack(index: int, entry: GroupEntry, group: QuantisedGroup) -> GroupEntry:
-            if index in served:
-                # this machine lacks the device; a request for products will say so
-                with contextlib.suppress(ConfigError):
-                    self._pack(entry, group.weight)
-            return entry
-
-        return self.assemble(self.each_group(pack, progress=progress))  # one at a time: tiles are being timed
+        return [result for _, result in results]
 
     def _write_to_cache(self, write: Callable[[], None]) -> None:
         """Write to the cache. On a full or read-only disk nothing is cached, and the next start computes everything

@@ -4,5 +4,5 @@ local            executors, helpers and registries as processes on loopback; sil
 managed_process  a process that is started, watched and stopped
 strategies       Hypothesis strategies for rows and weights
 base_model       pretrains a small base model on a synthetic corpus, or fetches a model from a package index
-wiretaps         record when executors answer, and kill one of them
+wiretaps         kill an executor in the middle of a pass
 """

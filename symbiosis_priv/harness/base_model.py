@@ -26,8 +26,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from symbiosis_priv.errors import ConfigError, StorageError
 from symbiosis_priv.system.files import check_unused, replace_atomically
 
-PUBLIC_PROMPT = "The town of Halden lies"  # the beginning of a public paragraph, which the base model can continue
-
 PRIVATE_PROMPT = "Patient:"
 """The beginning of every private record; only a fine-tuned model continues it as a clinic note."""
 

@@ -24,7 +24,7 @@ from symbiosis_priv.certificates.issuing import DEFAULT_HOSTS, create_authority,
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.layers import DEFAULT_SCOPE, Scope
-from symbiosis_priv.checkpoints.weights import Progress, WeightStore
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, ConnectionLostError, DeadlineExceededError
 from symbiosis_priv.federation import federation_text
 from symbiosis_priv.harness.managed_process import ManagedProcess
@@ -52,7 +52,7 @@ def silenced(name: str) -> Iterator[None]:
 METRICS: Final[dict[str, object]] = {"listen": "127.0.0.1:0"}  # `[metrics]` of a provider whose `status` is read
 
 _POLL_S, _STATUS_S = 0.02, 10.0
-_REGISTRY, _OWN_CACHE = "registry", Path("cache")
+_REGISTRY = "registry"
 
 ProviderOptions = Mapping[str, Mapping[str, object]]
 """Tables of provider.toml, for every provider: `{"executor": {"threads": 1}, "limits": {"max_rows": 64}}`."""
@@ -88,19 +88,17 @@ class LocalFederation:
     weight_bits: int = DEFAULT_WEIGHT_BITS
     scope: Scope = DEFAULT_SCOPE
     layers: Mapping[str, str] = field(default_factory=dict)  # ranges by providers' names; the others serve all layers
-    companies: Mapping[str, Sequence[str]] = field(default_factory=dict)  # names of providers, by their company
     pad_helpers: int | None = None  # number of helpers that share each pad; all if None
     registry: bool = False  # a registry runs, too, where executors announce themselves and tenants find unlisted ones
     host: str = "127.0.0.1"  # IP address at which providers listen
-    cache: Path = _OWN_CACHE  # of quantised weights; by default in `directory`
+    cache: Path | None = None  # of quantised weights; by default in `directory`
     provider_options: ProviderOptions = field(default_factory=dict)
     deadline_s: float = 120.0  # for all providers to become ready
-    progress: Progress | None = None  # of the first quantisation of the checkpoint
 
     def __post_init__(self) -> None:
         self.model, self.directory = resolve(self.model), self.directory.resolve()
         self.federation, self._keys = self.directory / "federation.toml", self.directory / "keys"
-        self.cache = self.directory / "cache" if self.cache is _OWN_CACHE else self.cache.resolve()
+        self.cache = (self.cache or self.directory / "cache").resolve()
         self.registry_address = ""
         self._registry = ManagedProcess("the registry", self.directory, _REGISTRY) if self.registry else None
         self._providers: dict[str, _Provider] = {}
@@ -156,7 +154,7 @@ class LocalFederation:
         during its start (the message quotes its log), or `layers` names no provider; `DeadlineExceededError`: a
         provider was not ready in time; and the errors of `WeightStore.manifest` and `create_authority`."""
         store = WeightStore(self.model, weight_bits=self.weight_bits, scope=self.scope, cache=self.cache)
-        self._digest = store.manifest(progress=self.progress).digest  # here, once: providers find it in the cache
+        self._digest = store.manifest().digest  # here, once: providers find it in the cache
         self._authority = create_authority(self._keys)
         self._tenant = self.issue_tenant("tenant")
         counts: dict[Role, int] = {"executor": self.executors, "helper": self.helpers}
@@ -254,7 +252,6 @@ class LocalFederation:
             weight_bits=self.weight_bits,
             scope=self.scope,
             pads=pads,
-            companies=self.companies,
             registry=registry if self.registry else None,
         )
         write_atomically(self.federation, text.encode())

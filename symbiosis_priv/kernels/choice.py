@@ -9,7 +9,6 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, get_args
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import chip as chips
-from symbiosis_priv.kernels.kernel import CompiledKernel, Float64Kernel, Int32Kernel, Kernel, Packed
+from symbiosis_priv.kernels.kernel import CompiledKernel, Kernel, Packed, PlainKernel
 from symbiosis_priv.kernels.triton_kernel import TritonKernel
 from symbiosis_priv.limits import RingBits
 from symbiosis_priv.native import Isa, vectorised
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 # AMX after the best of the others, which is faster for few rows
 _COMPILED: tuple[Kernel, ...] = tuple(map(CompiledKernel, sorted(Isa, key=lambda isa: (isa is Isa.AMX, -isa))))
 _TRITON = TritonKernel(floats=False), TritonKernel(floats=True)
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (*_COMPILED, Int32Kernel(), *_TRITON, Float64Kernel())}
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (*_COMPILED, *_TRITON, PlainKernel())}
 """Every kernel by name."""
 
 _RING_BITS: tuple[RingBits, ...] = get_args(RingBits)
@@ -38,39 +37,23 @@ _DEEP = (9, 1030)  # more terms than `triton-fp16` adds in float32
 _LOWEST_LIMBS = 0x7F7F7F80  # a number whose balanced limbs of 8 bits are all -128
 
 
-def kernel_of(layout: str) -> Kernel:
-    return next(kernel for kernel in KERNELS.values() if kernel.layout == layout)
-
-
 def bits_per_weight(weight_bits: int, device: str) -> int:
     """The bits that a packed weight probably takes on a device, which may not exist. Tests no kernel."""
     where = torch.device(device)
     if where.type == "cpu":
-        kernel = "native-portable" if vectorised() else "fp64"
+        kernel = "native-portable" if vectorised() else "plain"
     else:
-        kernel = "fp64" if chips.chip_of(where) and not _TRITON[0].supports(where) else "triton-int8"
+        kernel = "plain" if chips.chip_of(where) and not _TRITON[0].supports(where) else "triton-int8"
     dtype, shape = KERNELS[kernel].form(128, 128, weight_bits=weight_bits)
     return math.prod(shape) * dtype.itemsize * 8 // (128 * 128)
 
 
-def candidates(
-    device: torch.device, *, weight_bits: int, kernel: str = "auto", fits: Callable[[Kernel], bool] = lambda _: True
-) -> Iterator[Kernel]:
-    """Yield the kernels that pass the self-test on a device and may be the fastest there, the probably fastest first;
-    or the one that `kernel` names. Among a CPU's kernels of one layout, the first is probably the fastest for few rows
-    and the last for many. A kernel is tested when it is due, and only if it `fits`, because self-tests delay the start
-    of a process. On a GPU, where a compiler may fail, every other kernel follows. Raises `ConfigError`: `kernel` is
-    unknown."""
-    if kernel != "auto" and kernel not in KERNELS:
-        raise ConfigError(f"kernel = {kernel!r} is unknown; choose auto, {', '.join(KERNELS)}")
-    considered = KERNELS.values() if kernel == "auto" else [KERNELS[kernel]]
-    found = [
-        k
-        for k in considered
-        if k.supports(device) and (kernel == k.name or device.type != "cpu" or k.is_candidate(device))
-    ]
-    found.sort(key=lambda k: not k.is_candidate(device))
-    return (k for k in found if fits(k) and passes_self_test(k, device, weight_bits))
+def candidates(device: torch.device) -> list[Kernel]:
+    """The kernels that run on a device. Those that may be the fastest come first: the probably fastest one on a GPU;
+    on a CPU, the first of one layout is the fastest for few rows, and the last for many. The others follow, for a GPU
+    whose compiler fails, and for experts between which no faster layout can be cut."""
+    found = [kernel for kernel in KERNELS.values() if kernel.supports(device)]
+    return sorted(found, key=lambda kernel: not kernel.is_candidate(device))
 
 
 @functools.cache
@@ -85,7 +68,7 @@ def passes_self_test(kernel: Kernel, device: torch.device, weight_bits: int) -> 
             reason = f"cannot run on {device}: {type(error).__qualname__}: {error}"
         else:
             reason = "is not exact on this machine"
-            if exact and program.name == "fp64" and device.type != "cpu":
+            if exact and program.name == "plain" and device.type != "cpu":
                 log.warning("products on %s take float64: no kernel for its matrix units runs, or no Triton", device)
             if exact:
                 return True
@@ -141,77 +124,29 @@ def probe_rows(count: int, width: int) -> Tensor:
     return rows
 
 
-ROW_CLASSES = ("few", "some", "many")
-"""The classes of row counts (`row_class`)."""
-
-
 class Choice(NamedTuple):
-    """A layout, and the name of the kernel for each class of row counts."""
+    """The kernels of one layout for up to 8 rows, for up to 16, and for more. AMX is faster than AVX-512 from about 6
+    rows on with 8 weight bits, and from 12 to 16 rows on with 10."""
 
-    layout: str
-    kernels: dict[str, str]
+    few: Kernel
+    some: Kernel
+    many: Kernel
 
     def kernel(self, count: int) -> Kernel:
-        return self.of_class(row_class(count))
-
-    def of_class(self, rows: str) -> Kernel:
-        return KERNELS[self.kernels[rows]]
+        """The kernel for products of `count` rows."""
+        return self.few if count <= 8 else self.some if count <= 16 else self.many
 
 
-def row_class(count: int) -> str:
-    """The class of a number of rows. AMX is faster than AVX-512 from about 6 rows on with 8 weight bits, and from 12 to
-    16 rows on with 10."""
-    return "few" if count <= 8 else "some" if count <= 16 else "many"
-
-
-def choose(
-    shape: Sequence[int], *, weight_bits: int, device: torch.device, kernel: str = "auto", height: int = 0
-) -> Choice:
-    """The layout and the kernels for a matrix that are probably fastest.
-
-    Args:
-        shape: (outputs, inputs).
-        kernel: "auto", or a name in `KERNELS`.
-        height: number of outputs that are multiplied alone, such as those of one expert (`Kernel.cut`); 0 if only the
-            whole matrix is multiplied.
-
-    Raises:
-        ConfigError: a kernel that is unknown, does not run here, or is not exact.
-    """
-    exact = functools.partial(_exact_for, shape, device, kernel, weight_bits=weight_bits, height=height)
-    last = first = next(exact())
-    if device.type == "cpu":
-        *_, last = exact(layout=first.layout)
-    some = first if device.type == "cpu" and weight_bits > 8 else last
-    return Choice(first.layout, {"few": first.name, "some": some.name, "many": last.name})
-
-
-def _exact_for(
-    shape: Sequence[int],
-    device: torch.device,
-    kernel: str,
-    *,
-    weight_bits: int,
-    height: int,
-    layout: str | None = None,
-) -> Iterator[Kernel]:
-    """Yield the exact kernels for a matrix, the probably fastest first; or those of `layout`, of which there may be
-    none. Raises `ConfigError` if no kernel is exact."""
-
-    def fits(k: Kernel) -> bool:
-        return layout in (None, k.layout) and height % k.granule == 0
-
-    found = candidates(device, weight_bits=weight_bits, kernel=kernel, fits=fits)
-    first = next(found, None)
-    if first is None and (height if kernel == "auto" else height % KERNELS[kernel].granule):
-        # panels cannot be cut at every expert; the unchanged weights can
-        found = candidates(device, weight_bits=weight_bits, kernel="int32", fits=lambda k: layout in (None, k.layout))
-        first = next(found, None)
-    if first is not None:
-        yield first
-        yield from found
-    elif layout is None:
-        raise ConfigError(
-            f"kernel = {kernel!r} gives no exact product of a layer of {list(shape)} on {device}; use kernel = 'auto' "
-            f"or device = 'cpu'"
-        )
+def choose(*, weight_bits: int, device: torch.device, height: int = 0) -> Choice:
+    """The kernels that are probably fastest. `height` is the number of outputs that are multiplied alone, such as those
+    of one expert (`Kernel.cut`); 0 if only whole matrices are multiplied. Tests few kernels, because self-tests delay
+    the start of a process. Raises `ConfigError`: no kernel is exact on this device."""
+    found = [kernel for kernel in candidates(device) if height % kernel.granule == 0]
+    few = next((kernel for kernel in found if passes_self_test(kernel, device, weight_bits)), None)
+    if few is None:
+        raise ConfigError(f"no kernel gives exact products on {device}; use device = 'cpu'")
+    if device.type != "cpu":
+        return Choice(few, few, few)
+    alike = [kernel for kernel in found if kernel.layout == few.layout and kernel.is_candidate(device)]
+    many = next((kernel for kernel in reversed(alike) if passes_self_test(kernel, device, weight_bits)), few)
+    return Choice(few, few if weight_bits > 8 else many, many)

@@ -4,12 +4,12 @@ exact products modulo 2^32 with them in both directions.
 native-*  the compiled library, one kernel per instruction set, on one layout (native/product.h has the theory, amx.h
           that of native-amx). The library has no threads: Python slices the result's columns and hands the slices to
           `for_each_slice`.
-int32     unchanged weights, int16 or int8 `[o, d]`: torch's integer matmul wraps modulo 2^32, so it is exact. CPU only.
-          Fast for few rows.
-fp64      unchanged weights: exact while every partial sum is an integer of at most 2^53; longer sums are split. Both
-          kernels convert one block at a time, and never hold a second full copy.
+plain     torch, with unchanged weights, int16 or int8 `[o, d]`, converted one block at a time. Few rows on a CPU take
+          int32, which wraps modulo 2^32. Others take float64, exact while every partial sum is at most 2^53; longer
+          sums are split.
 """
 
+import contextlib
 import functools
 import sys
 from abc import ABC, abstractmethod
@@ -17,14 +17,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from symbiosis_priv import native
 from symbiosis_priv.arithmetic.passes import large_tensor
-from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction, Widths
+from symbiosis_priv.arithmetic.ring import BACKWARD, Direction, Widths
 from symbiosis_priv.limits import RingBits
 from symbiosis_priv.native import Isa, for_each_slice, slices_of
 
@@ -61,9 +61,6 @@ class Kernel(ABC):
 
     name: str
     layout: ClassVar[str]
-    narrow = False
-    """True if a product modulo 2^24 takes less work than one modulo 2^32."""
-
     granule: ClassVar[int]
     """`cut` divides packed weights at multiples of this number of outputs, and shards begin there: the outputs in one
     element of the packed data's first dimension."""
@@ -124,7 +121,7 @@ _TILE_ROWS = 16  # as in tiles.h
 _SLICE_BYTES = 1 << 21
 _SLICE_ROWS = 8
 _BRIEF_ENTRIES = 1 << 17  # of rows that are split into limbs without releasing the GIL
-_unused_limbs: deque["_Scratch"] = deque()  # one buffer per product that ran concurrently
+_unused_limbs: deque[Tensor] = deque()  # one buffer per product that ran concurrently
 
 
 def _padded(width: int) -> int:
@@ -136,22 +133,13 @@ def _stored_bits(packed: Packed) -> int:
     return packed.data.shape[2] * 8 // _SQUARE
 
 
-class _Scratch(NamedTuple):
-    entries: int
-    address: int
-    memory: Tensor
-
-
-def _scratch(entries: int) -> _Scratch:
+def _scratch(entries: int) -> Tensor:
     """Memory for at least this many int32, to be appended to `_unused_limbs`: new pages would cost small products more
     than the arithmetic."""
-    try:
-        if (limbs := _unused_limbs.pop()).entries >= entries:
+    with contextlib.suppress(IndexError):
+        if (limbs := _unused_limbs.pop()).numel() >= entries:
             return limbs
-    except IndexError:
-        pass
-    memory = torch.empty(entries, dtype=torch.int32, device="cpu")
-    return _Scratch(entries, memory.data_ptr(), memory)
+    return torch.empty(entries, dtype=torch.int32, device="cpu")
 
 
 class CompiledKernel(Kernel):
@@ -163,7 +151,6 @@ class CompiledKernel(Kernel):
     def __init__(self, isa: Isa) -> None:
         self.isa = isa
         self.name = f"native-{isa.name.lower()}"
-        self.narrow = isa >= Isa.AVX512
 
     def supports(self, device: torch.device) -> bool:
         return device.type == "cpu" and self.isa in native.isas()
@@ -199,9 +186,9 @@ class CompiledKernel(Kernel):
         limbs = _scratch(padded * (count + -count % _TILE_ROWS if self.isa is Isa.AMX else count))
         splitting = native.brief_library() if rows.numel() <= _BRIEF_ENTRIES else lib
         data, bits = packed.data.data_ptr(), _stored_bits(packed)
-        splitting.ring_split(self.isa, ring_bits, bits, rows.data_ptr(), count, width, limbs.address)
+        splitting.ring_split(self.isa, ring_bits, bits, rows.data_ptr(), count, width, limbs.data_ptr())
         arguments = (self.isa, ring_bits, direction == BACKWARD, data, bits, packed.outputs, packed.inputs)
-        operands = (limbs.address, count, out.data_ptr())
+        operands = (limbs.data_ptr(), count, out.data_ptr())
 
         def columns(begin: int, end: int) -> None:
             lib.ring_product(*arguments, *operands, begin, end)
@@ -222,7 +209,7 @@ class CompiledKernel(Kernel):
 
         def multiply(payload: int, answer: int, _: Tensor = data) -> None:  # keeps the weights in memory
             space = _scratch(entries)
-            ring_answer(space.address, payload, answer)
+            ring_answer(space.data_ptr(), payload, answer)
             _unused_limbs.append(space)
 
         return multiply
@@ -234,16 +221,18 @@ class CompiledKernel(Kernel):
 
 
 _CPU_WEIGHTS, _GPU_WEIGHTS = 1 << 19, 1 << 24  # weights that are converted at a time
+_INT32_ROWS = 8
 
 
-class _PlainKernel(Kernel):
-    layout = "plain"
+class PlainKernel(Kernel):
+    name = layout = "plain"
     granule = 1
-    dtype: ClassVar[torch.dtype]
-    """The dtype of the product's operands."""
+
+    def supports(self, device: torch.device) -> bool:
+        return True
 
     def is_candidate(self, device: torch.device) -> bool:
-        return device.type == "cpu" and not native.vectorised()
+        return device.type == "cpu"
 
     def form(self, outputs: int, inputs: int, *, weight_bits: int) -> tuple[torch.dtype, tuple[int, ...]]:
         return torch.int8 if weight_bits <= 8 else torch.int16, (outputs, inputs)
@@ -257,44 +246,18 @@ class _PlainKernel(Kernel):
     def product(
         self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor, *, ring_bits: RingBits = 32
     ) -> None:
-        rows = rows.to(self.dtype)
+        on_cpu = packed.data.device.type == "cpu"
+        dtype = torch.int32 if on_cpu and len(rows) <= _INT32_ROWS else torch.float64
+        rows = rows.to(dtype)
         out.zero_()
-        most = _CPU_WEIGHTS if packed.data.device.type == "cpu" else _GPU_WEIGHTS
-        step = max(1, most // packed.inputs)
+        step = max(1, (_CPU_WEIGHTS if on_cpu else _GPU_WEIGHTS) // packed.inputs)
+        terms = 1 << (23 - packed.weight_bits)  # |row| <= 2^31 and |weight| < 2^(b-1): their sum is at most 2^53
         for start in range(0, packed.outputs, step):
             outputs = slice(start, min(start + step, packed.outputs))
-            weights = packed.data[outputs].to(self.dtype)
-            if direction == FORWARD:
-                self._add(out[:, outputs], rows, weights.t(), packed.weight_bits)
-            else:
-                self._add(out, rows[:, outputs], weights, packed.weight_bits)
-
-    @abstractmethod
-    def _add(self, out: Tensor, rows: Tensor, matrix: Tensor, weight_bits: int) -> None:
-        """Add `rows @ matrix`, both widened, to int32 `out`."""
-
-
-class Int32Kernel(_PlainKernel):
-    name = "int32"
-    dtype = torch.int32
-
-    def supports(self, device: torch.device) -> bool:
-        return device.type == "cpu"
-
-    def _add(self, out: Tensor, rows: Tensor, matrix: Tensor, weight_bits: int) -> None:
-        out.add_(rows @ matrix)
-
-
-class Float64Kernel(_PlainKernel):
-    name = "fp64"
-    dtype = torch.float64
-
-    def supports(self, device: torch.device) -> bool:
-        return True
-
-    def _add(self, out: Tensor, rows: Tensor, matrix: Tensor, weight_bits: int) -> None:
-        # |row| <= 2^31 and |weight| < 2^(b-1): a sum of this many terms is at most 2^53
-        terms = 1 << (23 - weight_bits)
-        for start in range(0, rows.shape[1], terms):
-            summed = slice(start, start + terms)
-            out.add_((rows[:, summed] @ matrix[summed]).to(torch.int64).to(torch.int32))
+            weights = packed.data[outputs].to(dtype)
+            left, matrix, part = rows, weights.t(), out[:, outputs]
+            if direction == BACKWARD:
+                left, matrix, part = rows[:, outputs], weights, out
+            for first in range(0, left.shape[1], terms):
+                summed = slice(first, first + terms)
+                part.add_((left[:, summed] @ matrix[summed]).to(torch.int64).to(torch.int32))

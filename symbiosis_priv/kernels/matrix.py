@@ -18,37 +18,22 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction, Widths, opposite
 from symbiosis_priv.arithmetic.segments import Counts, check_counts, segments
 from symbiosis_priv.errors import RangeError
-from symbiosis_priv.kernels.choice import KERNELS, ROW_CLASSES, Choice, choose, kernel_of, row_class
-from symbiosis_priv.kernels.kernel import Kernel, Packed, PayloadProduct
+from symbiosis_priv.kernels.choice import Choice, choose
+from symbiosis_priv.kernels.kernel import Packed, PayloadProduct
 from symbiosis_priv.limits import RingBits
 
 _CPU_ROWS = 256  # a product on a CPU is cut into pieces of 256 to 511 rows: this limits a kernel's own buffers
 
 
 class RingMatrix:
-    """A weight matrix ready for exact products on one device. Holds one packed copy and no other.
-
-    Args:
-        weight: int16 `[o, d]`.
-        kernel: "auto", or a name in `KERNELS`; a named kernel must pass the self-test too.
-        height: as for `choose`.
-
-    Raises:
-        ConfigError: no such kernel, or none that is exact here.
-    """
+    """A weight matrix, int16 `[o, d]`, ready for exact products on one device. Holds one packed copy and no other.
+    `height` is as for `choose`. Raises `ConfigError`: no kernel is exact here."""
 
     def __init__(
-        self,
-        weight: Tensor,
-        *,
-        weight_bits: int,
-        device: torch.device | str = "cpu",
-        kernel: str = "auto",
-        height: int = 0,
+        self, weight: Tensor, *, weight_bits: int, device: torch.device | str = "cpu", height: int = 0
     ) -> None:
-        device = torch.device(device)
-        choice = choose(weight.shape, weight_bits=weight_bits, device=device, kernel=kernel, height=height)
-        self._hold(kernel_of(choice.layout).pack(weight.cpu(), weight_bits=weight_bits), choice, device)
+        choice = choose(weight_bits=weight_bits, device=torch.device(device), height=height)
+        self._hold(choice.few.pack(weight.cpu(), weight_bits=weight_bits), choice, device)
 
     @classmethod
     def of_packed(
@@ -57,7 +42,7 @@ class RingMatrix:
         """A matrix of weights that are already packed in the choice's layout. Shares their memory if possible.
         `results`: see `Kernel.prepare`."""
         matrix = cls.__new__(cls)
-        matrix._hold(packed, choice, torch.device(device), results)
+        matrix._hold(packed, choice, device, results)
         return matrix
 
     def as_stack(self, experts: int, *, transposed: bool) -> Self:
@@ -68,14 +53,14 @@ class RingMatrix:
         stack._set_columns()
         return stack
 
-    def _hold(self, packed: Packed, choice: Choice, device: torch.device, results: Path | None = None) -> None:
-        self.device = device
+    def _hold(self, packed: Packed, choice: Choice, device: torch.device | str, results: Path | None = None) -> None:
+        self.device = torch.device(device)
         self.experts, self._transposed = 1, False
-        self._kernels = {rows: choice.of_class(rows) for rows in ROW_CLASSES}
-        self._packed = packed.to(device)
+        self.chosen = choice.kernel
+        self._packed = packed.to(self.device)
         self._set_columns()
-        for name in set(choice.kernels.values()):
-            KERNELS[name].prepare(self._packed, results)
+        for kernel in dict.fromkeys(choice):
+            kernel.prepare(self._packed, results)
 
     @property
     def nbytes(self) -> int:
@@ -140,10 +125,6 @@ class RingMatrix:
         direction = self._as_packed(direction)
         return self.chosen(count).few(self._packed, direction, count, ring_bits)
 
-    def chosen(self, count: int) -> Kernel:
-        """The kernel that products of `count` rows use."""
-        return self._kernels[row_class(count)]
-
     def _as_packed(self, direction: Direction) -> Direction:
         """Return the direction of the packed weights that corresponds to a direction of this matrix."""
         return opposite(direction) if self._transposed else direction
@@ -151,9 +132,6 @@ class RingMatrix:
     def _multiply(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor, ring_bits: RingBits) -> None:
         count = rows.shape[0]
         pieces = max(1, count // _CPU_ROWS) if self.device.type == "cpu" else 1
-        if pieces == 1 and count:
-            self.chosen(count).product(packed, rows, direction, out, ring_bits=ring_bits)
-            return
         step = math.ceil(count / pieces) or 1
         for start in range(0, count, step):
             block = slice(start, start + step)

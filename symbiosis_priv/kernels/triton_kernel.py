@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -66,20 +65,13 @@ class Tile:
         return self.terms * ((self.stages - 1 + spare) * operands + unpacked) + barriers
 
 
-class Plan(NamedTuple):
-    """The division of one product into programs of the GPU: `grid` tiles down, tiles across, and programs per tile,
-    each of which adds `share` steps."""
-
-    grid: tuple[int, int, int]
-    share: int
-
-
-def plan(tile: Tile, count: int, width: int, columns: int, *, processors: int) -> Plan:
-    """Divide a product `[count, width] @ [width, columns]` so that all processors have work."""
+def plan(tile: Tile, count: int, width: int, columns: int, *, processors: int) -> tuple[tuple[int, int, int], int]:
+    """Divide a product `[count, width] @ [width, columns]` so that all processors have work. Returns the grid of its
+    programs (tiles down, tiles across, and programs per tile), and the steps that each of them adds."""
     down, across, steps = _parts(count, tile.rows), _parts(columns, tile.columns), _parts(width, tile.terms)
     useful = min(processors * _PROGRAMS_PER_PROCESSOR // (down * across), steps // _LEAST_STEPS)
     share = _parts(steps, max(1, useful, _parts(width, MAX_TERMS)))
-    return Plan((down, across, _parts(steps, share)), share)
+    return (down, across, _parts(steps, share)), share
 
 
 _FEW, _SQUARE = Tile(16, 64, 64, warps=4, stages=4), Tile(64, 64, 64, warps=4, stages=3)
@@ -105,7 +97,6 @@ class TritonKernel(Kernel):
 
     layout = "digits"
     granule = 1
-    narrow = True
 
     def __init__(self, *, floats: bool) -> None:
         self.name = "triton-fp16" if floats else "triton-int8"
@@ -176,9 +167,12 @@ class TritonKernel(Kernel):
                 self._fastest[key] = known[key]
             if key not in self._fastest:
                 try:
-                    operands = _probe(packed, direction, min(most, _MANY))
+                    rows, out = (
+                        torch.zeros((min(most, _MANY), width), dtype=torch.int32, device=packed.data.device)
+                        for width in packed.columns(direction)
+                    )
                     times = {
-                        t: milliseconds(partial(self._multiply, t, packed, *operands, direction)) for t in candidates
+                        t: milliseconds(partial(self._multiply, t, packed, rows, out, direction)) for t in candidates
                     }
                 except torch.OutOfMemoryError:  # of a card full of weights: timing takes memory too
                     continue
@@ -204,8 +198,10 @@ class TritonKernel(Kernel):
         return next(most for most in self.tiles if count <= most)
 
     def _key(self, packed: Packed, direction: Direction, most: int) -> str:
+        chip = chips.chip_of(packed.data.device)
+        machine = f"{chip.name if chip else packed.data.device}, torch {torch.__version__}"
         shape = f"{self.name} {packed.outputs}x{packed.inputs} of {packed.weight_bits} bits, {direction}"
-        return f"{_machine(packed.data.device)}: {shape}, up to {most} rows"
+        return f"{machine}: {shape}, up to {most} rows"
 
     def product(
         self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor, *, ring_bits: RingBits = 32
@@ -233,23 +229,13 @@ class TritonKernel(Kernel):
             triton_product.split[(_parts(count, lines), blocks)](
                 *(rows, limbs, sums, count, width, padded),
                 LIMBS=held,
-                OFFSET=_offset(high),
+                OFFSET=0x80 - (0x80 << high) if high else 0,  # of a weight's digits
                 LINES=lines,
                 BLOCK=_SPLIT,
             )
             triton_product.tile[grid](
-                limbs,
-                sums,
-                packed.data,
-                out,
-                count,
-                width,
-                columns,
-                padded,
-                packed.inputs + -packed.inputs % _PADDING,
-                packed.data.stride(0),
-                share,
-                blocks,
+                *(limbs, sums, packed.data, out, count, width, columns, padded),
+                *(packed.inputs + -packed.inputs % _PADDING, packed.data.stride(0), share, blocks),
                 FORWARD=direction == FORWARD,
                 HIGH=high,
                 CHUNK=chunk(packed.weight_bits) if self.floats else 0,
@@ -272,28 +258,11 @@ def _high_bits(weight_bits: int) -> int:
     return 0 if weight_bits <= 8 else 2 if weight_bits <= 10 else 4
 
 
-def _offset(high: int) -> int:
-    """The number that is added to a weight's digits (`triton_product`)."""
-    return 0x80 - (0x80 << high) if high else 0
-
-
-def _probe(packed: Packed, direction: Direction, count: int) -> tuple[Tensor, Tensor]:
-    """Rows of zeros, and memory for their product."""
-    widths, device = packed.columns(direction), packed.data.device
-    rows, out = (torch.zeros((count, width), dtype=torch.int32, device=device) for width in widths)
-    return rows, out
-
-
 def _read(results: Path | None) -> dict[str, Tile]:
     try:
         return msgspec.json.decode(read_limited(results, _MAX_TIMES), type=dict[str, Tile]) if results else {}
     except (OSError, *UNDECODABLE):  # missing or damaged: they are timed again
         return {}
-
-
-def _machine(device: torch.device) -> str:
-    chip = chips.chip_of(device)
-    return f"{chip.name if chip else device}, torch {torch.__version__}"
 
 
 def _parts(total: int, size: int) -> int:

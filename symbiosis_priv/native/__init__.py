@@ -65,10 +65,13 @@ def library() -> ctypes.CDLL | None:
     return _load() if switches().native else None
 
 
+@functools.cache
 def brief_library() -> ctypes.PyDLL:
     """The library, called without releasing the GIL, for brief work (docs/adr/9-lane.md). Call it only if `library()`
     is not None."""
-    return _load_with_gil()
+    lib = ctypes.PyDLL(str(_LIBRARY))
+    _declare(lib)
+    return lib
 
 
 class Compiled(NamedTuple):
@@ -88,7 +91,7 @@ def _compiled(switches: Switches, brief: bool) -> Compiled | None:
     lib = _load() if switches.native else None
     if lib is None:
         return None
-    return Compiled(_load_with_gil() if brief else lib, int(_usable(lib, switches.isa)[-1]))
+    return Compiled(brief_library() if brief else lib, int(_usable(lib, switches.isa)[-1]))
 
 
 def isas() -> tuple[Isa, ...]:
@@ -108,16 +111,13 @@ def _usable(lib: ctypes.CDLL, most: str | None) -> tuple[Isa, ...]:
     if most and most.upper() not in Isa.__members__:
         raise ConfigError(f"SYMBIOSIS_PRIV_ISA={most} is unknown; choose {', '.join(Isa.__members__).lower()}")
     best, usable = Isa[most.upper()] if most else max(Isa), lib.ring_isas()
-    if best is Isa.AMX and usable >> Isa.AMX & 1 and not _amx_works():
+    # AMX may be an illegal instruction although the CPU announces it, so a new process computes products. It imports
+    # the package, which asks for AMX, and not torch.
+    announced = best is Isa.AMX and usable >> Isa.AMX & 1
+    if announced and not succeeds_in_child(_AMX_PROBE, str(_LIBRARY), seconds=_AMX_PROBE_SECONDS):
         log.warning("this machine announces AMX, and its products fail: products are computed with AVX-512")
         usable &= ~(1 << Isa.AMX)
     return tuple(isa for isa in Isa if isa <= best and usable >> isa & 1)
-
-
-def _amx_works() -> bool:
-    """Returns True if the library's AMX products are exact. They may be illegal instructions although the CPU announces
-    them, so a new process computes them. It imports the package, which asks for AMX, and not torch."""
-    return succeeds_in_child(_AMX_PROBE, str(_LIBRARY), seconds=_AMX_PROBE_SECONDS)
 
 
 def vectorised() -> bool:
@@ -163,53 +163,37 @@ def _keeps_subnormals() -> bool:
     return bool(torch.tensor(2.0**-149, dtype=torch.float32, device="cpu").mul(1.0))
 
 
-@functools.cache
-def _load_with_gil() -> ctypes.PyDLL:
-    lib = ctypes.PyDLL(str(_LIBRARY))
-    _declare(lib)
-    return lib
+_TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "d": ctypes.c_double, "i": ctypes.c_int32, "u": ctypes.c_uint32}
+_SIGNATURES = {
+    "ring_isas": "->u",
+    "ring_pack": "pnnip",
+    "ring_split": "iiipnnp",
+    "ring_product": "iiipinnpnpnn",
+    "ring_answer": "iiipinnnppp",
+    "ring_encode": "ipnpddppnpppnn->n",
+    "ring_decode": "ippnnipppppppnn->n",
+    "ring_pack24": "ipnp",
+    "ring_unpack24": "ipnp",
+    "ring_dot": "ipnnpp",
+    "ring_weigh": "ipnnpnppp",
+    "ring_quantise": "ipndppnn->n",
+    "ring_norms": "ipnnpp",
+    "ring_join": "pnp",
+    "lattice_secrets": "ipnp",
+    "lattice_noise": "ipnp",
+    "lattice_gather": "iippnipnnn",
+    "local_linear": "ipnnpipnnn",
+    "local_attend": "ippppnn",
+    "local_append": "ppnpp",
+}
+"""The types of arguments and result of every exported function, as in the C sources."""
 
 
 def _declare(lib: ctypes.CDLL) -> None:
-    """Argument and result types of every exported function, as in the C sources."""
-    address, integer, real, isa = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int32
-    signatures: dict[str, tuple[tuple[object, ...], object]] = {
-        "ring_isas": ((), ctypes.c_uint32),
-        "ring_pack": ((address, integer, integer, ctypes.c_int32, address), None),
-        "ring_split": ((isa, *2 * (ctypes.c_int32,), address, integer, integer, address), None),
-        "ring_product": (
-            (
-                *(isa, *2 * (ctypes.c_int32,), address, ctypes.c_int32, *2 * (integer,)),
-                *(address, integer, address, *2 * (integer,)),
-            ),
-            None,
-        ),
-        "ring_answer": ((*3 * (isa,), address, isa, *3 * (integer,), *3 * (address,)), None),
-        "ring_encode": (
-            (isa, address, integer, address, real, real, *2 * (address,), integer, *3 * (address,), *2 * (integer,)),
-            integer,
-        ),
-        "ring_decode": (
-            (isa, *2 * (address,), *2 * (integer,), ctypes.c_int32, *7 * (address,), *2 * (integer,)),
-            integer,
-        ),
-        "ring_pack24": ((isa, address, integer, address), None),
-        "ring_unpack24": ((isa, address, integer, address), None),
-        "ring_dot": ((isa, address, integer, integer, address, address), None),
-        "ring_weigh": ((isa, address, integer, integer, address, integer, *3 * (address,)), None),
-        "ring_quantise": ((isa, address, integer, real, address, address, *2 * (integer,)), integer),
-        "ring_norms": ((isa, address, integer, integer, address, address), None),
-        "ring_join": ((address, integer, address), None),
-        "lattice_secrets": ((isa, address, integer, address), None),
-        "lattice_noise": ((isa, address, integer, address), None),
-        "lattice_gather": ((isa, isa, *2 * (address,), integer, isa, address, *3 * (integer,)), None),
-        "local_linear": ((isa, address, *2 * (integer,), address, isa, address, *3 * (integer,)), None),
-        "local_attend": ((isa, *4 * (address,), *2 * (integer,)), None),
-        "local_append": ((*2 * (address,), integer, *2 * (address,)), None),
-    }
-    for name, (arguments, result) in signatures.items():
+    for name, signature in _SIGNATURES.items():
+        arguments, _, result = signature.partition("->")
         function = getattr(lib, name)
-        function.argtypes, function.restype = arguments, result
+        function.argtypes, function.restype = [_TYPES[letter] for letter in arguments], _TYPES.get(result)
 
 
 def source_digest() -> str:
@@ -229,7 +213,7 @@ def layout(matrices: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
     fields = [FORMATS[matrices[0].dtype], len(matrices)]
     for matrix in matrices:
         fields += matrix.data_ptr(), matrix.stride(0), matrix.shape[1]
-    return _fields(len(fields))(*fields)
+    return array_of(fields)
 
 
 def readable(matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -246,36 +230,23 @@ def readable(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 def array_of(fields: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     """A C array of int64."""
-    return _fields(len(fields))(*fields)
-
-
-@functools.cache
-def _fields(count: int) -> type[ctypes.Array[ctypes.c_int64]]:
-    return ctypes.c_int64 * count
+    return (ctypes.c_int64 * len(fields))(*fields)
 
 
 def all_rows(work: Callable[..., int], *arguments: object, rows: int, width: int) -> bool:
     """Run a function of the library over all rows, on several threads if there are many. `work` takes the arguments,
     the first row and the end row, and returns the row at which it stopped. Returns True if all succeed."""
-    if rows * width <= _SHARE:
-        reached = work(*arguments, 0, rows)
-        if reached == _NO_MEMORY:
-            raise MemoryError
-        return reached == rows
     failed: list[int] = []
 
     def share(start: int, stop: int) -> None:
-        if not _is_done(work(*arguments, start, stop), stop):
+        reached = work(*arguments, start, stop)
+        if reached == _NO_MEMORY:
+            raise MemoryError
+        if reached != stop:
             failed.append(start)
 
-    for_each_slice(share, total=rows, least=max(1, _SHARE // width))
+    for_each_slice(share, total=rows, least=max(1, _SHARE // max(1, width)))
     return not failed
-
-
-def _is_done(reached: int, stop: int) -> bool:
-    if reached == _NO_MEMORY:
-        raise MemoryError
-    return reached == stop
 
 
 _SLICES_PER_THREAD = 4

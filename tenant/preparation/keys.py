@@ -155,7 +155,7 @@ def _make(
         return GroupFacts.of(entry, group)
 
     facts = store.each_group(look, threads=torch.get_num_threads(), progress=progress)
-    manifest = store.assemble([f.entry for f in facts])
+    manifest = store.manifest()
     _check_pinned(store, manifest, digest or manifest.digest)
     folder = place(manifest.digest)
     prepared = Preparation(

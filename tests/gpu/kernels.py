@@ -60,7 +60,7 @@ def measure_kernels(
             floats = (rows.to(torch.float32), weight_float.t() if direction == FORWARD else weight_float)
             runs: dict[_Run, Callable[[], object]] = {_FLOAT32: partial(torch.mm, *floats, out=out.to(torch.float32))}
             for (name, kernel), bits in itertools.product(kernels.items(), _RINGS):
-                if bits < max(_RINGS) and not kernel.narrow:
+                if bits < max(_RINGS) and kernel.layout == "plain":
                     continue
                 data = packed[kernel.layout]
                 try:

@@ -62,7 +62,7 @@ class Public:
 
     @functools.cache  # noqa: B019
     def bound(self, index: int, direction: Direction) -> Bound:
-        return self.quantised(index).bound(direction)
+        return self.quantised(index).bounds()[direction]
 
     def served_weight(self, index: int, member: str, *, arithmetic: wire.Arithmetic) -> Tensor:
         """The weight of a member in this arithmetic, float64 `[o, d]`. The member's name ends in `member`."""

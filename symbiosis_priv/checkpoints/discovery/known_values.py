@@ -73,7 +73,7 @@ class KnownValues(TorchDispatchMode):
         self._spend(sum(operand.numel() for operand in known))
         if kind in _INDEXED:
             args = (args[0], self._positions(args[1]), *args[2:])
-        elif _is_shaped_by_values(func):
+        elif any(tag in func.tags for tag in _SHAPED_BY_VALUES):
             args = _each(_zeros, args)
             operands = _tensors(args)
             most = sum(operand.numel() for operand in operands)  # of the elements that the operation makes
@@ -152,11 +152,6 @@ def _without_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _makes_new(func: Any) -> bool:
     """Returns True if an operation makes new tensors: no views, and no operand is written to."""
     return all(value.alias_info is None for value in (*func._schema.arguments, *func._schema.returns))
-
-
-@functools.cache
-def _is_shaped_by_values(func: Any) -> bool:
-    return any(tag in func.tags for tag in _SHAPED_BY_VALUES)
 
 
 def _layouts(values: Iterable[Any]) -> Hashable:

@@ -95,9 +95,8 @@ class Source:
     def read(self, checkpoint: Checkpoint, parameter: str) -> Tensor:
         """The value of one of the parameters. The sizes of the stored tensors are checked before they are read. Raises
         `CheckpointError`: a stored tensor is missing or damaged, or the tensors do not fit together."""
-        if self.converter is None and not self.is_widened(checkpoint):
-            return checkpoint.tensor(self.parts[0][1])
-        self._check_size(checkpoint, parameter)
+        if self.converter is not None or self.is_widened(checkpoint):
+            self._check_size(checkpoint, parameter)
         if self.converter is None:
             return checkpoint.tensor(self.parts[0][1])
         converter: Any = copy.deepcopy(self.converter)
@@ -267,14 +266,10 @@ class Skeleton:
     place."""
 
     @cached_property
-    def group_of(self) -> dict[str, GroupSpec]:
-        return {member: group for group in self.groups for member in group.members}
-
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every member's weight in the model."""
+    def members(self) -> dict[str, tuple[GroupSpec, tuple[int, ...]]]:
+        """The group of every member, and the shape of its weight in the model."""
         return {
-            member: group.shape(outputs, transposed=member in self.transposed)
+            member: (group, group.shape(outputs, transposed=member in self.transposed))
             for group in self.groups
             for member, outputs in zip(group.members, group.outputs, strict=True)
         }

@@ -290,7 +290,7 @@ def test_a_product_in_chunks_equals_the_whole_product(
     data: DataObject, direction: Direction, chunk: int, counts: Counts | None
 ) -> None:
     """Of rows for a whole matrix, or for single experts, whose matrices may be stored transposed."""
-    matrix = RingMatrix(data.draw(drawn.integer_weights(outputs=12, inputs=24, bits=8)), weight_bits=8, kernel="int32")
+    matrix = RingMatrix(data.draw(drawn.integer_weights(outputs=12, inputs=24, bits=8)), weight_bits=8, height=4)
     if counts is not None:
         matrix = matrix.as_stack(3, transposed=data.draw(st.booleans()))
     width, _ = matrix.columns(direction, by_expert=counts is not None)

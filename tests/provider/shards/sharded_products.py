@@ -8,7 +8,6 @@ import resource
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.kernels import choice, probe_rows
+from symbiosis_priv.kernels import KERNELS, choice, probe_rows
 
 ROWS = (0, 1, 2, 3, 7, 65, 300)
 ROOM = 60 << 20  # bytes: stacks of threads, rows, a layer group while it is read
@@ -99,16 +98,18 @@ def limited(store: WeightStore, *, whole: int) -> None:
 def main(checkpoint: str, experts: str, cache: str, weight_bits: str, kernel: str, layers: str, *large: str) -> None:
     """`experts`: a mixture of experts. `large`: a checkpoint, its cache and the bytes of its weights; or nothing."""
     rank_group.join("cpu", timeout=timedelta(seconds=60))
-    options: dict[str, Any] = {"weight_bits": int(weight_bits), "kernel": kernel}
     served = LayerRange.parse(layers) if layers else None
     if quick := kernel.startswith("triton"):  # in its interpreter, the self-test takes seconds; other tests run it
         choice.passes_self_test = lambda kernel, device, weight_bits: True  # type: ignore[assignment]
     used = list[object]()
     torch.cpu.set_device = used.append  # type: ignore[assignment]
+    if kernel != "auto":  # or, where an expert's matrix cannot be cut, `plain`
+        choice.candidates = lambda device: [KERNELS[kernel], KERNELS["plain"]]
     with torch.no_grad():
+        bits = int(weight_bits)
         if not quick:
-            products(WeightStore(Path(checkpoint), cache=Path(cache), layers=served, **options), quick=quick)
-        products(WeightStore(Path(experts), cache=Path(cache) / "experts", **options), quick=quick)
+            products(WeightStore(Path(checkpoint), cache=Path(cache), layers=served, weight_bits=bits), quick=quick)
+        products(WeightStore(Path(experts), cache=Path(cache) / "experts", weight_bits=bits), quick=quick)
         if large:
             path, large_cache, whole = large
             limited(WeightStore(Path(path), cache=Path(large_cache)), whole=int(whole))

@@ -118,26 +118,17 @@ def test_threads_fill_the_memory_that_is_given(width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        {"first_row": -1},
-        {"rows": -1},
-        {"width": 0},
-        {"first_row": MAX_ROW},
-        {"first_row": MAX_ROW - 1, "rows": 2},
-        {"rows": 1 << 40},
-        {"width": 1 << 40},
-        {"key": bytes(16)},
-        {"key": bytes(33)},
-    ],
-    ids=str,
+    ("first_row", "rows", "width"),
+    [*((-1, 1, 4), (0, -1, 4), (0, 1, 0), (MAX_ROW, 1, 4)), *((MAX_ROW - 1, 2, 4), (0, 1 << 40, 4), (0, 1, 1 << 40))],
 )
-def test_impossible_requests_take_no_memory(arguments: dict[str, object]) -> None:
-    request = {"key": KEY, "first_row": 0, "rows": 1, "width": 4} | arguments
+def test_impossible_requests_take_no_memory(first_row: int, rows: int, width: int) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(RangeError):
-            expand(**request)  # type: ignore[arg-type]
+            expand(KEY, first_row=first_row, rows=rows, width=width)
+        for key in (bytes(16), bytes(33)):
+            with pytest.raises(RangeError):
+                Keystream(StreamKey(key), width=4)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

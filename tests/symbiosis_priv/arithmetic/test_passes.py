@@ -4,7 +4,7 @@ import gc
 import math
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -112,9 +112,10 @@ def test_decode_equals_subtracting_dequantising_and_storing(
 
 
 @pytest.mark.parametrize("name", BUILDS)
-@given(data=st.data(), width=drawn.widths(), error=st.integers(1, 2**32 - 1))
+@given(data=st.data(), width=drawn.widths(), error=st.integers(1, 2**32 - 1) | st.just(2**31 - 1))
 def test_no_wrong_row_passes(name: str, data: st.DataObject, width: int, error: int) -> None:
-    """A wrong row passes once in 2^60, for errors of every valuation and errors that wrap around."""
+    """A wrong row passes once in 2^60, for errors of every valuation and errors that wrap around; also for an error of
+    2^31 - 1, which is 0 modulo a smaller prime."""
     answer = data.draw(testing.ring_rows(width=width, count=st.integers(1, 4)))
     column = modular.uniform(KEY, width)
     expected = modular.dot(answer, column)
@@ -131,16 +132,6 @@ def test_no_wrong_row_passes(name: str, data: st.DataObject, width: int, error: 
         right = passes.unmask(answer + lie, [lie])
         assert passes.refused(right, column, expected) == []
     assert torch.equal(right, answer)
-
-
-@pytest.mark.parametrize("name", BUILDS)
-def test_an_error_of_the_modulus_of_a_smaller_prime_does_not_pass(name: str) -> None:
-    """With p = 2^31 - 1, an error of exactly p would pass."""
-    answer = torch.zeros(1, 5, dtype=torch.int32)
-    column, expected = modular.uniform(KEY, 5), torch.zeros(1, dtype=torch.int64)
-    answer[0, 3] = 2**31 - 1
-    with build(name):
-        assert passes.refused(answer, column, expected) == [0]
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -176,23 +167,14 @@ def test_rows_that_overflow_after_folding_are_refused(name: str) -> None:
         passes.encode([rows], bound=bound_of(3), out=torch.empty(1, 3, dtype=torch.int32), fold=fold)
 
 
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        [torch.zeros(2, 5)],
-        [torch.zeros(4)],
-        [torch.zeros(1, 4)],
-        [torch.zeros(2, 2), torch.zeros(2, 3)],
-        [torch.zeros(2, 2), torch.zeros(3, 2)],
-        [torch.zeros(1, 2, 4)],
-        *([torch.zeros(2, 4, dtype=dtype)] for dtype in (torch.int32, torch.bool, torch.complex64)),
-    ],
-    ids=lambda inputs: f"{inputs[0].dtype}-{[list(part.shape) for part in inputs]}",
-)
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bool", "complex64"])
 @pytest.mark.parametrize("name", BUILDS)
-def test_wrong_shapes_and_dtypes_are_refused(name: str, inputs: Sequence[Tensor]) -> None:
-    with build(name), pytest.raises(RangeError):
-        passes.encode(inputs, bound=bound_of(4), out=torch.empty(2, 4, dtype=torch.int32))
+def test_wrong_shapes_and_dtypes_are_refused(name: str, dtype: str) -> None:
+    wrong = [[(2, 5)], [(4,)], [(1, 4)], [(2, 2), (2, 3)], [(2, 2), (3, 2)], [(1, 2, 4)]]
+    for shapes in wrong if dtype == "float32" else [[(2, 4)]]:
+        inputs = [torch.zeros(shape, dtype=getattr(torch, dtype)) for shape in shapes]
+        with build(name), pytest.raises(RangeError):
+            passes.encode(inputs, bound=bound_of(4), out=torch.empty(2, 4, dtype=torch.int32))
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

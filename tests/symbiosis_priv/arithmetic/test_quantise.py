@@ -51,7 +51,7 @@ def test_error_is_half_a_step_per_channel(members: list[Layer], bits: int) -> No
 @given(drawn.layers(), drawn.weight_bits(), testing.directions())
 def test_the_bound_holds_the_true_norms(members: list[Layer], bits: int, direction: Direction) -> None:
     group = quantise(members, weight_bits=bits)
-    bound = group.bound(direction)
+    bound = group.bounds()[direction]
     rows = group.weight.tolist() if direction == "forward" else group.weight.t().tolist()
     assert bound.inputs == len(rows[0])
     assert bound.weight_absmax == max(abs(w) for row in rows for w in row)
@@ -102,7 +102,7 @@ def test_threads_and_layout_change_nothing(set_threads: Callable[[int], None], m
                 for same in (weight, weight.t().contiguous().t(), torch.cat([weight, weight], dim=1)[:, 2100:]):
                     group = quantise([layer(same, bias)])
                     digests.add(group.digest())
-                    bounds.add((group.bound("forward"), group.bound("backward")))
+                    bounds.add(tuple(group.bounds().values()))
     assert len(digests) == len(bounds) == 1
 
 
@@ -113,7 +113,7 @@ def test_every_build_gives_the_same_bits(members: list[Layer], bits: int) -> Non
     for name in BUILDS:
         with build(name):
             group = quantise(members, weight_bits=bits)
-            seen.add((group.digest(), group.bound("forward"), group.bound("backward")))
+            seen.add((group.digest(), *group.bounds().values()))
     assert len(seen) == 1
 
 

@@ -27,7 +27,7 @@ def matrix_of(group: QuantisedGroup, direction: Direction) -> Tensor:
 
 
 def assert_inside(rows: Tensor, group: QuantisedGroup, direction: Direction) -> None:
-    xq, _ = quantise_rows(rows, group.bound(direction))
+    xq, _ = quantise_rows(rows, group.bounds()[direction])
     # in int64, which int32 rows and 12-bit weights do not overflow below 2^20 terms
     product = xq.numpy().astype(np.int64) @ matrix_of(group, direction).numpy().astype(np.int64)
     assert np.abs(product).max(initial=0) < RANGE
@@ -56,7 +56,7 @@ def test_rows_use_the_full_range(data: DataObject, bits: int, seed: int, density
     """Rows meet the better of the two Hölder bounds within 1 %; the other bound would waste range."""
     outputs, inputs = data.draw(drawn.widths()), data.draw(drawn.widths())
     weight = data.draw(drawn.integer_weights(outputs=outputs, inputs=inputs, bits=bits))
-    bound = group_of(weight).bound("forward")
+    bound = group_of(weight).bounds()["forward"]
     generator = np.random.default_rng(seed)
     row = generator.standard_normal((1, inputs)) * (generator.random((1, inputs)) <= density)
     assume(row.any() and weight.any())

@@ -22,7 +22,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint, resolve
-from symbiosis_priv.checkpoints.forms import READ, Form
+from symbiosis_priv.checkpoints.forms import DESCRIPTIONS, READ, Form
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.checkpoints.widening import shape, widen
 from symbiosis_priv.errors import CheckpointError, UnsupportedModelError
@@ -95,7 +95,8 @@ def growth(form: str, path: str) -> tuple[int, int, int]:
         published = Path(path, f"{form} {experts_each} published")
         forms.publish(source, published, form, chosen=r"\.experts\.")
         store = WeightStore(published, cache=Path(path, "cache"))
-        for work in (partial(store.each_group, lambda *_: None), store.manifest):
+        reader = WeightStore(published, cache=Path(path, "read"))
+        for work in (partial(reader.each_group, lambda *_: None), store.manifest):
             forget_peak()
             before = peak_kib()
             work()
@@ -182,75 +183,51 @@ def test_bitsandbytes_is_what_its_package_makes_of_it(case: str, tmp_path: Path)
 # Properties
 
 
-@given(
-    rows=st.integers(1, 40),
-    columns=st.integers(1, 40),
-    nested=st.booleans(),
-    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
-    seed=st.integers(0, 99),
-)
-def test_blocks_of_bitsandbytes_at_any_edge(rows: int, columns: int, nested: bool, dtype: str, seed: int) -> None:
-    pack = forms.bitsandbytes("nf4", block=32, nested=nested, dtype=dtype)
-    found, weight = pack(rows, columns, np.random.default_rng(seed))
-    form = Form("bitsandbytes", (4,), code="nf4", nested=nested)
-    names = {"": "values", "absmax": "scales", "quant_map": "code", "quant_state.bitsandbytes__nf4": "nf4"}
-    names |= {"nested_absmax": "nested_scales", "nested_quant_map": "nested_code"}
-    parts = {names[ending.removeprefix(".weight").removeprefix(".")]: part for ending, part in found.items()}
-    made = widen(form, parts)
-    assert made.shape == shape(form, parts)
-    assert torch.equal(made.double(), weight)
+def read(entry: dict[str, Any], found: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What the reader makes of the tensors of one weight, in float64."""
+    form = Form.of({"quantization_config": entry})
+    assert form is not None
+    [parts] = form.find([f"up{ending}" for ending in found]).values()
+    stored = {kind: found[name.removeprefix("up")] for kind, name in parts.items()}
+    made = widen(form, stored)
+    assert made.shape == shape(form, {k: part if k in DESCRIPTIONS else part.to("meta") for k, part in stored.items()})
+    return made.double()
 
 
-@given(
-    rows=st.integers(1, 40),
-    columns=st.integers(1, 40),
-    block=st.tuples(st.integers(1, 50), st.integers(1, 50)),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e8m0fnu]),
-    seed=st.integers(0, 99),
-)
-def test_blocks_of_any_size_at_any_edge(
-    rows: int, columns: int, block: tuple[int, int], dtype: torch.dtype, seed: int
+GPTQ = {"quant_method": "gptq", "dynamic": {"+:.*": {"bits": 8}}, "meta": {"quantizer": ["gptqmodel:2.2.0"]}}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+@pytest.mark.parametrize("method", ["fp8", "bitsandbytes", "compressed-tensors", "gptq"])
+@given(rows=st.integers(1, 40), columns=st.integers(1, 40), data=st.data(), seed=st.integers(0, 99))
+def test_a_weight_of_any_size_is_read_to_the_last_bit(
+    method: str, rows: int, columns: int, data: st.DataObject, seed: int
 ) -> None:
-    found, weight = forms.floats(".weight_scale_inv", block, dtype)(rows, columns, np.random.default_rng(seed))
-    parts = {"values": found[".weight"], "scales": found[".weight_scale_inv"]}
-    made = widen(Form("fp8", block=block), parts)
-    assert torch.equal(made.double(), weight)
-    assert made.shape == shape(Form("fp8", block=block), {kind: part.to("meta") for kind, part in parts.items()})
-
-
-@given(
-    rows=st.integers(1, 20),
-    groups=st.integers(1, 4),
-    bits=st.sampled_from([4, 8]),
-    zeros=st.booleans(),
-    ordered=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_packed_integers_of_any_shape(rows: int, groups: int, bits: int, zeros: bool, ordered: bool, seed: int) -> None:
-    pack = forms.integers(bits, group=5, zeros=zeros, ordered=ordered)
-    found, weight = pack(rows, 5 * groups, np.random.default_rng(seed))
-    kinds = {"_packed": "values", "_scale": "scales", "_zero_point": "zeros", "_g_idx": "groups", "_shape": "shape"}
-    parts = {kinds[ending.removeprefix(".weight")]: part for ending, part in found.items()}
-    assert torch.equal(widen(Form("compressed-tensors", (bits,)), parts).double(), weight)
-
-
-def gptq_parts(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    endings = {"values": ".qweight", "zeros": ".qzeros", "scales": ".scales", "groups": ".g_idx"}
-    return {kind: found[ending] for kind, ending in endings.items()}
-
-
-@given(rows=st.integers(1, 40), groups=st.integers(1, 3), bits=st.sampled_from([4, 8]), seed=st.integers(0, 99))
-def test_gptq_of_any_shape_and_zero_points(rows: int, groups: int, bits: int, seed: int) -> None:
-    found, weight = forms.gptq(bits, ordered=True)(rows, forms.GROUP * groups, np.random.default_rng(seed))
-    form = Form("gptq", (4, 8), plus_one=True, whole_words=True)
-    assert torch.equal(widen(form, gptq_parts(found)).double(), weight)
+    """Of any edge and block, width of integers, zero points and order of columns."""
+    bits, one, other = data.draw(st.sampled_from([4, 8])), data.draw(st.booleans()), data.draw(st.booleans())
+    entry: dict[str, Any] = {"quant_method": method}
+    if method == "fp8":
+        block = data.draw(st.tuples(st.integers(1, 50), st.integers(1, 50)))
+        dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e8m0fnu]))
+        entry["weight_block_size"], pack = [*block], forms.floats(".weight_scale_inv", block, dtype)
+    elif method == "bitsandbytes":
+        entry = NF4 | {"bnb_4bit_use_double_quant": one}
+        kind = data.draw(st.sampled_from(["float32", "bfloat16", "float16"]))
+        pack = forms.bitsandbytes("nf4", block=32, nested=one, dtype=kind)
+    elif method == "compressed-tensors":
+        entry |= {"format": "pack-quantized", "config_groups": {"group_0": {"weights": {"num_bits": bits}}}}
+        pack, columns = forms.integers(bits, group=5, zeros=one, ordered=other), 5 * columns
+    else:
+        entry, pack, columns = GPTQ | {"bits": 4}, forms.gptq(bits, ordered=True), forms.GROUP * (1 + columns % 3)
+    found, weight = pack(rows, columns, np.random.default_rng(seed))
+    assert torch.equal(read(entry, found), weight)
 
 
 @given(rows=st.integers(1, 5), bits=st.sampled_from([4, 8]), seed=st.integers(0, 999))
 def test_zero_points_that_autogptq_has_lost_are_never_read_as_others(rows: int, bits: int, seed: int) -> None:
     found, weight = forms.gptq(bits, zeros="autogptq")(8 * rows, forms.GROUP, np.random.default_rng(seed))
     with contextlib.suppress(ValueError):
-        assert torch.equal(widen(Form("gptq", (bits,), plus_one=True), gptq_parts(found)).double(), weight)
+        assert torch.equal(read({"quant_method": "gptq", "bits": bits}, found), weight)
 
 
 def test_scales_and_numbers_at_their_ends() -> None:

@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.base_model import (
     PRIVATE_PROMPT,
-    PUBLIC_PROMPT,
     Pretraining,
     make_base_model,
     private_text,
     public_text,
 )
 
+PUBLIC_PROMPT = "The town of Halden lies"  # the beginning of a public paragraph
 TINY = Pretraining(steps=2, batch=2, window=16, sentences=300, vocab=320)
 
 

@@ -22,19 +22,14 @@ def test_providers_restart_at_their_address_others_join_and_all_end_with_the_blo
     llama_path: Path, tmp_path: Path
 ) -> None:
     layers = {"executor-1": "0", "executor-2": "1", "helper-1": "0-1"}
-    companies = {"Holding SE": ["executor-1", "helper-2"]}
-    local = LocalFederation(
-        llama_path, tmp_path / "run", executors=2, helpers=2, layers=layers, companies=companies, pad_helpers=1
-    )
+    local = LocalFederation(llama_path, tmp_path / "run", executors=2, helpers=2, layers=layers, pad_helpers=1)
     with local:
         assert local.names == ("executor-1", "executor-2", "helper-1", "helper-2")
         federation = load_federation(local.federation)
         assert [f"{peer.host}:{peer.port}" for peer in federation.peers] == [local.address(n) for n in local.names]
         assert {peer.name: str(peer.layers) for peer in federation.peers if peer.layers} == layers
         assert federation.pad_helpers == 1
-        one, two, helper, spare = federation.peers
-        assert federation.one_company(one, spare)
-        assert not federation.one_company(one, helper)
+        one, two = federation.executors
         assert 'layers = "1"' in (tmp_path / "run" / "executor-2.toml").read_text()
 
         before, address = local.pid("helper-1"), local.address("helper-1")

@@ -5,6 +5,7 @@ absent GPUs.
 """
 
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -32,6 +33,7 @@ from symbiosis_priv.kernels.chip import Chip
 from symbiosis_priv.kernels.choice import probe_rows
 from symbiosis_priv.kernels.triton_kernel import MAX_TERMS, TILES, Tile, TritonKernel, chunk, plan
 from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, RingBits
+from tests.builds import only
 from tests.gpu.chips import ROWS, SHEETS, Sheet, best, chosen, scheme
 from tests.stacks import expert_product
 
@@ -42,6 +44,10 @@ by_kernel = pytest.mark.parametrize("kernel", TRITON.values(), ids=TRITON)
 by_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
 # Which chip gets what
+
+
+def names_of(kernels: Iterable[Kernel]) -> set[str]:
+    return {kernel.name for kernel in kernels}
 
 
 def use(monkeypatch: pytest.MonkeyPatch, chip: Chip | None) -> None:
@@ -75,8 +81,7 @@ def test_every_chip_gets_its_kernel_for_every_number_of_rows(
     use(monkeypatch, SHEETS[name].chip)
     kernel = "triton-fp16" if name in ("B200", "B300") else "triton-int8"
     for weight_bits in (8, 10, 12):
-        found = choose((28672, 8192), weight_bits=weight_bits, device=CUDA, height=height)
-        assert set(found.kernels.values()) == {kernel}
+        assert names_of(choose(weight_bits=weight_bits, device=CUDA, height=height)) == {kernel}
         assert bits_per_weight(weight_bits, "cuda") == weight_bits
     assert KERNELS[kernel].granule == 1
 
@@ -94,8 +99,8 @@ def test_the_chosen_kernel_is_near_the_best_exact_scheme(sheet: Sheet, rows: int
 @pytest.mark.parametrize(
     ("architecture", "kernel"),
     [
-        ("sm_75", "fp64"),
-        ("gfx1030", "fp64"),
+        ("sm_75", "plain"),
+        ("gfx1030", "plain"),
         ("gfx90a", "triton-int8"),
         ("gfx1100", "triton-int8"),
         ("sm_121", "triton-int8"),
@@ -106,14 +111,14 @@ def test_chips_without_matrix_units_multiply_in_float64(
 ) -> None:
     """Compute capability 10.3 is what ROCm says of gfx1030; it says nothing."""
     use(monkeypatch, Chip("another", architecture, 60, 1 << 33, 64 << 10))
-    assert set(choose((64, 64), weight_bits=10, device=CUDA).kernels.values()) == {kernel}
+    assert names_of(choose(weight_bits=10, device=CUDA)) == {kernel}
 
 
 def test_without_a_device_there_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, None)
     monkeypatch.setattr(choice, "passes_self_test", lambda kernel, device, weight_bits: False)
     with pytest.raises(ConfigError, match="device = 'cpu'"):
-        choose((64, 64), weight_bits=10, device=CUDA)
+        choose(weight_bits=10, device=CUDA)
 
 
 # Tiles
@@ -199,10 +204,10 @@ def test_a_tile_that_fails_on_a_chip_is_left_out(monkeypatch: pytest.MonkeyPatch
         return True
 
     def names(weight_bits: int, card: int) -> set[str]:
-        return set(choose((64, 64), weight_bits=weight_bits, device=torch.device("cuda", card)).kernels.values())
+        return names_of(choose(weight_bits=weight_bits, device=torch.device("cuda", card)))
 
     fresh = {name: TritonKernel(floats=kernel.floats) for name, kernel in TRITON.items()}
-    monkeypatch.setattr(choice, "KERNELS", {**fresh, "fp64": KERNELS["fp64"]})
+    monkeypatch.setattr(choice, "KERNELS", {**fresh, "plain": KERNELS["plain"]})
     monkeypatch.setattr(chips, "chip_of", lambda device: found[device.index])
     monkeypatch.setattr(choice, "self_test", self_test)
     few, many = (TILES[True][most] for most in (16, 1 << 62))
@@ -214,7 +219,7 @@ def test_a_tile_that_fails_on_a_chip_is_left_out(monkeypatch: pytest.MonkeyPatch
     failing += few[1:]
     assert (names(8, 0), names(8, 1)) == ({"triton-fp16"}, {"triton-int8"})
     failing += TILES[False][16]
-    assert (names(12, 0), names(12, 1)) == ({"triton-fp16"}, {"fp64"})
+    assert (names(12, 0), names(12, 1)) == ({"triton-fp16"}, {"plain"})
 
 
 @by_kernel
@@ -282,7 +287,8 @@ def product(rows: Tensor, weight: Tensor, direction: Direction) -> Tensor:
 def test_an_experts_part_of_a_stack_is_read_where_it_lies(kernel: TritonKernel, direction: Direction) -> None:
     """An expert may begin at any output."""
     weight = (torch.arange(15 * 9, dtype=torch.int16).view(15, 9) * 37) % 1023 - 511
-    matrix = RingMatrix(weight, weight_bits=10, kernel=kernel.name).as_stack(3, transposed=False)
+    with only(kernel.name):
+        matrix = RingMatrix(weight, weight_bits=10).as_stack(3, transposed=False)
     counts = (1, 0, 2)
     width, _ = matrix.columns(direction, by_expert=True)
     rows = torch.arange(3 * width, dtype=torch.int32).view(3, width) * 0x7F4A7C1

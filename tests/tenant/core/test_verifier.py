@@ -55,7 +55,7 @@ def quantised(draw: st.DrawFn) -> Case:
     weight, _ = draw(weights())
     direction = draw(testing.directions())
     group = QuantisedGroup(weight, torch.ones(len(weight), dtype=torch.float64), None)
-    bound = group.bound(direction)
+    bound = group.bounds()[direction]
     floats = draw(testing.float_rows(width=bound.inputs, count=st.integers(1, 5)))
     rows, _ = quantise_rows(floats, bound)
     product = rows.long() @ (weight.t() if direction == FORWARD else weight).long()
@@ -69,7 +69,7 @@ def residues(draw: st.DrawFn) -> Case:
     weight, bits = draw(weights())
     direction = draw(testing.directions())
     rows = draw(testing.ring_rows(width=weight.shape[1 if direction == FORWARD else 0]))
-    product = RingMatrix(weight, weight_bits=bits, kernel="int32").product(rows, direction)
+    product = RingMatrix(weight, weight_bits=bits).product(rows, direction)
     return weight, rows, product, direction
 
 
@@ -203,7 +203,9 @@ def test_a_wrong_answer_of_a_stack_is_attributed(case: StackCase, data: st.DataO
 
     def read() -> RingMatrix:
         packed = weight.t().contiguous() if turned else weight
-        return RingMatrix(packed, weight_bits=10, kernel="int32").as_stack(len(counts), transposed=turned)
+        return RingMatrix(packed, weight_bits=10, height=len(packed) // len(counts)).as_stack(
+            len(counts), transposed=turned
+        )
 
     blame = BlameKeys.fresh(columns=16, stacks={GROUP: read})
     assert blame.accepts(GROUP, direction, rows=rows, answer=product, counts=counts)

@@ -170,7 +170,7 @@ def test_rows_that_overflow_after_folding_are_refused(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bool", "complex64"])
 @pytest.mark.parametrize("name", BUILDS)
 def test_wrong_shapes_and_dtypes_are_refused(name: str, dtype: str) -> None:
-    wrong = [[(2, 5)], [(4,)], [(1, 4)], [(2, 2), (2, 3)], [(2, 2), (3, 2)], [(1, 2, 4)]]
+    wrong: list[list[tuple[int, ...]]] = [[(2, 5)], [(4,)], [(1, 4)], [(2, 2), (2, 3)], [(2, 2), (3, 2)], [(1, 2, 4)]]
     for shapes in wrong if dtype == "float32" else [[(2, 4)]]:
         inputs = [torch.zeros(shape, dtype=getattr(torch, dtype)) for shape in shapes]
         with build(name), pytest.raises(RangeError):

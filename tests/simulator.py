@@ -238,15 +238,8 @@ _ports = itertools.count(1)
 
 
 class ScriptedProvider:
-    """Answers as `behaviour` decides, and records requests in `heard`.
-
-    Args:
-        model: the weights that it multiplies by.
-        identity: its certificate and key.
-        network: the other providers of the test.
-        max_rows: row limit that it announces and enforces.
-        max_payload: byte limit that it announces and enforces.
-    """
+    """Answers as `behaviour` decides, and records requests in `heard`. `model`: the weights that it multiplies by.
+    `max_rows`, `max_payload`: limits that it announces and enforces, of rows and bytes."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, astuple, dataclass, field
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -55,7 +55,9 @@ class Traffic:
     round_trips: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
-    reconnects: int = 0
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(eq=False, repr=False)

@@ -52,8 +52,7 @@ class Wiretap(Protocol):
 
 
 class KnownFrames:
-    """The frames of a request and of its usual answer, but for the nonce and the payloads. `like`: a request that was
-    answered. `request`, `answer`: prefix and header, before and after the nonce."""
+    """The frames of a request like `like` and of its usual answer, before and after the nonce, without payloads."""
 
     def __init__(self, like: wire.Execute, *, inputs: int, outputs: int) -> None:
         self.like, self.outputs, self.encoding = like, outputs, like.encoding
@@ -80,18 +79,11 @@ class RepeatedRequest(NamedTuple):
 
 
 class Channel:
-    """A connection that reconnects by itself. It serves one thread at a time; other threads wait.
-
-    Args:
-        context: `tls.client_context` for the peer's pins; channels may share it.
-        buffers: memory for answers; each answer has its own memory if None.
-        ring_bits: bits of the integers in requests, which decide the version that the channel speaks.
-        permit: called with the provider and the rows before a request is sent; raises if the request must not be sent.
-
-    Attributes:
-        used_at: time of the latest answer to `repeat`.
-        closed: set when this side has closed the channel; a failure is then not counted against the provider.
-    """
+    """A connection that reconnects by itself. It serves one thread at a time; other threads wait. `context`:
+    `tls.client_context` for the peer's pins. `buffers`: memory for answers; each has its own if None. `ring_bits`: of
+    the integers in requests. `permit`: called with the provider and the rows before a request is sent; raises if it
+    must not be sent. `used_at`: time of the latest answer to `repeat`. `closed`: set when this side has closed the
+    channel; a failure is then not counted against the provider."""
 
     def __init__(
         self,
@@ -126,24 +118,17 @@ class Channel:
         self._welcome: wire.Welcome | None = None
 
     def welcome(self, *, wanted: Callable[[], bool] | None = None, refused_s: float = math.inf) -> wire.Welcome:
-        """Connect unless there is a connection, with retries. Returns the layers and limits of the provider.
-
-        Args:
-            wanted: returns False when no caller waits for the provider any more. Then nothing is logged or tried again.
-            refused_s: seconds after which a connection that is still refused is not tried again.
-
-        Raises:
-            ConnectionLostError: the address refuses connections.
-            DeadlineExceededError: there is no connection within the channel's deadline.
-            ProviderError, ProtocolError: the provider refused, or does not serve the pinned model.
-        """
+        """Connect unless there is a connection, with retries. Returns the layers and limits of the provider. `wanted`:
+        returns False when no caller waits for the provider any more; then nothing is logged or tried again.
+        `refused_s`: seconds after which a connection that is still refused is not tried again. Raises
+        `ConnectionLostError`: the address refuses connections; `DeadlineExceededError`; `ProviderError`,
+        `ProtocolError`: the provider refused, or does not serve the pinned model."""
         return self._retry(partial(self.connect, wanted=wanted), wanted=wanted, refused_s=refused_s)
 
     def connect(
         self, *, deadline: float, since: float | None = None, wanted: Callable[[], bool] | None = None
     ) -> wire.Welcome:
-        """Connect once, without retrying, unless there is a connection. The arguments are those of `attempt` and
-        `welcome`. Returns the provider's layers and limits."""
+        """`welcome` without retrying."""
         return self._once(self._connect, deadline, since=since, wanted=wanted)
 
     def probe(self) -> wire.Welcome | None:
@@ -153,21 +138,11 @@ class Channel:
         return None if stream is None or stream.peer_left() else self._welcome
 
     def request(self, message: wire.Execute | wire.Effect, payload: MaskedRows | None, *, outputs: int) -> Tensor:
-        """Send a request and wait for its answer.
-
-        Args:
-            payload: the rows for `Execute`, None for `Effect`. Raw tensors are refused (`tenant.core.masked`).
-            outputs: columns of the answer.
-
-        Returns:
-            CPU matrix `[rows, outputs]`, int32 or float32 depending on the message's arithmetic. Unverified.
-
-        Raises:
-            DeadlineExceededError: no answer in time.
-            ProviderError: the provider refused.
-            ProtocolError: the answer is malformed or answers another request.
-            TypeError: the payload is not `MaskedRows`; nothing was sent.
-        """
+        """Send a request, with retries, and wait for its answer. `payload`: the rows for `Execute`, None for `Effect`.
+        `outputs`: columns of the answer. Returns an unverified CPU matrix `[rows, outputs]`, int32 or float32 depending
+        on the message's arithmetic. Raises `DeadlineExceededError`: no answer in time; `ProviderError`: the provider
+        refused; `ProtocolError`: the answer is malformed or answers another request; `TypeError`: the payload is not
+        `MaskedRows`, and nothing was sent."""
 
         def ask(*, deadline: float, since: float) -> Tensor:
             self.connect(deadline=deadline, since=since)
@@ -185,16 +160,14 @@ class Channel:
         since: float | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """Send a request once, without retrying, on the current connection. `deadline`: time on the clock of
-        `time.monotonic`. `meanwhile`: called while the answer is awaited. Raises `TransportError`: the provider is
-        away, busy or too slow. The same bytes may be sent to any provider; `ProviderError`, `ProtocolError`: as for
-        `request`."""
+        """`request` without retrying. `deadline`: time on the clock of `time.monotonic`. `meanwhile`: called while the
+        answer is awaited. Raises `TransportError`: the provider is away, busy or too slow; the same bytes may be sent
+        to any provider."""
         ask = partial(self._round_trip, message, payload, outputs, meanwhile=meanwhile)
         return self._once(ask, deadline, since=since)
 
     def repeat(self, request: RepeatedRequest, *, deadline: float, meanwhile: Callable[[], None]) -> Tensor:
-        """`attempt` with a request like an earlier one on this channel. An answer with another header than the earlier
-        answer's is read as `attempt` reads it."""
+        """`attempt` with a request like an earlier one on this channel."""
         return self._once(partial(self._repeat, request, meanwhile), deadline)
 
     def close(self) -> None:
@@ -234,7 +207,7 @@ class Channel:
                 if self.closed.is_set() and isinstance(error, TransportError):
                     raise ConnectionLostError(f"the connection to {self._name} was closed on this side") from error
                 raise
-        if self._notices.logged:
+        if self._notices.waits:
             self._notices.answered(self._name)
         if self.closed.is_set():  # `close` ran during the request, and could not take the lock
             self.drop_if_idle()
@@ -268,7 +241,6 @@ class Channel:
                         f"no answer from {self._name} within {self._deadline_s:g} s (last: {error}). Is it running? "
                         f"RemoteConfig(deadline_s=...) waits longer."
                     ) from error
-                self.traffic.reconnects += 1
                 self._notify(deadline, str(error))
                 self.closed.wait(pause_s)
 
@@ -397,8 +369,7 @@ class Channel:
             self.connection = None
 
 
-def _as_sent(message: wire.Binding, words: Tensor | None) -> Tensor | None:
-    """Return the words that the provider receives: in a narrow ring, only the low bits of each word."""
+def _as_sent(message: wire.Binding, words: Tensor | None) -> Tensor | None:  # in a narrow ring, only the low bits
     if words is None or message.encoding.item_bits == wire.RING32.item_bits:
         return words
     return message.encoding.unpack(message.encoding.pack(words), rows=len(words))

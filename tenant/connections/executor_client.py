@@ -108,19 +108,11 @@ class ExecutorClient:
     def ask(
         self, part: Part, *, patience_s: float, deadline: float, since: float, meanwhile: Callable[[], None]
     ) -> Answer:
-        """Send masked rows once, without retrying, in as many requests as the executor's limits need.
-
-        Args:
-            part: the rows; they must not change during the call.
-            patience_s: seconds that the answer may take once a connection is free.
-            meanwhile: called while an answer is awaited.
-
-        Raises:
-            NoFreeChannelError: no connection was free until the deadline. No request was sent.
-            TransportError: the executor is away, busy, too slow, or no longer serves the layer group.
-            ProviderError: the executor refused.
-            ProtocolError: the executor broke the protocol.
-        """
+        """Send masked rows once, without retrying, in as many requests as the executor's limits need. `patience_s`:
+        seconds that the answer may take once a connection is free. `meanwhile`: called while an answer is awaited.
+        Raises `NoFreeChannelError`: no connection was free until the deadline, and no request was sent;
+        `TransportError`: the executor is away, busy, too slow, or no longer serves the layer group; `ProviderError`: it
+        refused; `ProtocolError`: it broke the protocol."""
         before = self.provider.health.state
         with self.take(until=deadline) as channel:
             if self.provider.health.state is State.DOWN and before is not State.DOWN:

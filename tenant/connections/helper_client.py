@@ -7,7 +7,7 @@ request: the pad is drawn with other helpers. Without spares a request is repeat
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
@@ -29,8 +29,8 @@ _CHANNELS: Final = 2
 
 
 class MaskRows(NamedTuple):
-    """Rows of a helper's keystream for one layer group. `facts`: facts of the layer group, or of one expert's matrix if
-    there are counts. `counts`: rows of every expert of a stack. The helper sees them."""
+    """Rows of a helper's keystream for one layer group. `facts`: of the group, or of one expert's matrix if there are
+    `counts`, the rows of every expert of a stack, which the helper sees."""
 
     group: GroupIndex
     direction: Direction
@@ -39,15 +39,9 @@ class MaskRows(NamedTuple):
     rows: int
     counts: Counts | None
 
-    def part(self, first_row: int, rows: int) -> Self:
-        """Return some of these rows."""
-        counts = None if self.counts is None else clip(self.counts, first_row - self.first_row, rows)
-        return self._replace(first_row=first_row, rows=rows, counts=counts)
-
 
 class HelperClient:
-    """The client of one helper, with the seed of that helper, and connections for pads needed now and for pads drawn
-    ahead."""
+    """The client of one helper, with its seed, and connections for pads needed now and for pads drawn ahead."""
 
     def __init__(
         self,
@@ -88,7 +82,18 @@ class HelperClient:
             effects, step = [], row_limit(wanted.facts.widest, welcome)
             end = wanted.first_row + wanted.rows
             for first in range(wanted.first_row, end, step):
-                request = self._request(wanted.part(first, min(step, end - first)))
+                rows = min(step, end - first)
+                request = wire.Effect(
+                    nonce=fresh_nonce(),
+                    group=wanted.group,
+                    direction=wanted.direction,
+                    arithmetic="ring",
+                    rows=rows,
+                    counts=wanted.counts and clip(wanted.counts, first - wanted.first_row, rows),
+                    ring_bits=self._ring_bits,
+                    seed=self.seed,
+                    first_row=first,
+                )
                 if retries:
                     effects.append(channel.request(request, None, outputs=outputs))
                 else:
@@ -99,19 +104,6 @@ class HelperClient:
             raise
         self._routes.answered(self.provider, seconds=time.monotonic() - started, size=size)
         return joined(effects)
-
-    def _request(self, wanted: MaskRows) -> wire.Effect:
-        return wire.Effect(
-            nonce=fresh_nonce(),
-            group=wanted.group,
-            direction=wanted.direction,
-            arithmetic="ring",
-            rows=wanted.rows,
-            counts=wanted.counts,
-            ring_bits=self._ring_bits,
-            seed=self.seed,
-            first_row=wanted.first_row,
-        )
 
     def close(self) -> None:
         """Close all connections, for good and without waiting."""

@@ -7,7 +7,6 @@ arrives. Python shows warnings on a terminal unless the program configures loggi
 import logging
 import threading
 import time
-from dataclasses import dataclass
 
 from symbiosis_priv.network.wire import QuotaLimit
 
@@ -21,21 +20,13 @@ _LIMITED_AGAIN_S = 60.0  # seconds between two warnings about a provider's quota
 _MOST_NAMES = 256  # of providers with warnings, because executors from registries choose their addresses
 
 
-@dataclass
-class _Logged:
-    at: float
-    since: float
-    answered: bool = False
-
-
 class Notices:
     """Logs warnings about waiting, each at most once per interval. The connections of a session share one instance.
-    `logged`: the last warning about each provider; empty as long as everything is usual."""
+    `waits`: since and until when requests wait for a provider that has not answered them within two seconds."""
 
     def __init__(self) -> None:
-        self.logged: dict[str, _Logged] = {}
-        self._limited: dict[str, float] = {}
-        self._waits: dict[str, tuple[float, float]] = {}  # since and until when; none of them has been answered
+        self.waits: dict[str, tuple[float, float]] = {}
+        self._silent_until: dict[str, float] = {}  # by what a warning is about
         self._lock = threading.Lock()
 
     def waiting(self, provider: str, *, since: float, until: float, why: str) -> None:
@@ -45,59 +36,41 @@ class Notices:
         if now - since < FIRST_S:
             return
         with self._lock:
-            before = self._waits.get(provider)
-            if before is not None:
-                self._waits[provider] = min(since, before[0]), max(until, before[1])
-            elif len(self._waits) < _MOST_NAMES:
-                self._waits[provider] = since, until
-            logged = self.logged.get(provider)
-            if logged is not None and now - logged.at < (_SLOW_S if logged.answered else _AGAIN_S):
-                return
-            self.logged[provider] = _Logged(
-                now, since if logged is None or logged.answered else min(since, logged.since)
-            )
-            if len(self.logged) > _MOST_NAMES:
-                del self.logged[next(iter(self.logged))]
-        log.warning(
-            "waiting for %s since %s (%.0f s), until %s at most (deadline_s): %s",
-            provider,
-            _clock(since - now),
-            now - since,
-            _clock(until - now),
-            why,
-        )
+            if provider in self.waits or len(self.waits) < _MOST_NAMES:
+                first, last = self.waits.get(provider, (since, until))
+                self.waits[provider] = min(since, first), max(until, last)
+        if self._is_due(provider, _AGAIN_S):
+            began, end = (time.strftime("%H:%M:%S", time.localtime(time.time() + at - now)) for at in (since, until))
+            wait = "waiting for %s since %s (%.0f s), until %s at most (deadline_s): %s"
+            log.warning(wait, provider, began, now - since, end, why)
 
     def wait_for(self, provider: str) -> tuple[float, float] | None:
         """Return for how many seconds requests have waited for a provider, and in how many the last of them gives up;
         None if none has waited for two seconds, or the provider has answered since."""
-        if (wait := self._waits.get(provider)) is None:
+        if (wait := self.waits.get(provider)) is None:
             return None
         now = time.monotonic()
         return now - wait[0], wait[1] - now
 
     def limited(self, provider: str, limit: QuotaLimit) -> None:
         """Log that a provider's quota delays requests: at once, and then at most once a minute."""
-        now = time.monotonic()
-        with self._lock:
-            if now - self._limited.get(provider, -_LIMITED_AGAIN_S) < _LIMITED_AGAIN_S:
-                return
-            self._limited[provider] = now
-            if len(self._limited) > _MOST_NAMES:
-                del self._limited[next(iter(self._limited))]
-        log.warning(
-            "%s limits you to %s, so requests wait: ask the operator for a larger quota, or accept the lower speed",
-            provider,
-            limit,
-        )
+        if self._is_due(f"quota of {provider}", _LIMITED_AGAIN_S):
+            advice = "ask the operator for a larger quota, or accept the lower speed"
+            log.warning("%s limits you to %s, so requests wait: %s", provider, limit, advice)
 
     def answered(self, provider: str) -> None:
-        """Log that the wait is over, if a warning was logged about it."""
-        self._waits.pop(provider, None)
-        logged = self.logged.get(provider)  # without the lock, because this runs for every answer
-        if logged is not None and not logged.answered:
-            logged.answered = True
-            log.warning("%s has answered after %.0f s", provider, time.monotonic() - logged.since)
+        """End the waits for a provider, and log that, if a warning is due."""
+        wait = self.waits.pop(provider, None)
+        if wait is not None and self._is_due(f"answer of {provider}", _SLOW_S):
+            self._silent_until[provider] = time.monotonic() + _SLOW_S
+            log.warning("%s has answered after %.0f s", provider, time.monotonic() - wait[0])
 
-
-def _clock(offset: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(time.time() + offset))
+    def _is_due(self, about: str, every_s: float) -> bool:
+        with self._lock:
+            now = time.monotonic()
+            if now < self._silent_until.get(about, now):
+                return False
+            self._silent_until[about] = now + every_s
+            if len(self._silent_until) > _MOST_NAMES:
+                del self._silent_until[next(iter(self._silent_until))]
+            return True

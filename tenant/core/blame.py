@@ -12,8 +12,7 @@ keys modulo 2^w, because reduction modulo 2^w is a ring homomorphism of Z_2^32: 
 convicted. An error of valuation v < w passes m columns with probability 2^-(w-v)m, as above with w in place of 32.
 Products may leave a narrow ring, so a row that fails the check does not prove a lie: its wraps are corrected
 (`symbiosis_priv.arithmetic.wraps`). If they cannot be corrected, and the blame keys find no error, no provider is
-suspected, and the row is multiplied again at half its scale. A wrong answer with v = w - 1 has the same result with
-probability 2^-m, but is not used. At the smallest scale no product leaves the ring, and the rules above hold.
+suspected, and the row is multiplied again at half its scale. At the smallest scale no product leaves the ring.
 """
 
 import logging
@@ -48,10 +47,9 @@ NO_STACKS: Final[Stacks] = {}
 
 
 class BlameKeys:
-    """R and V modulo 2^32 for every (layer group, direction), with m columns. Secret, like `VerificationKeys`. The V of
-    a stack of experts are not stored, because m columns for each of thousands of experts would be half of the
-    preparation. They are computed from the checkpoint when a row was refused. `secret`: 32 bytes, from which R is
-    expanded. `read`: reads V, int32 `[w, m]` for rows of width w, when it is needed; by default from `products`."""
+    """R and V modulo 2^32 for every (layer group, direction), with m columns. Secret, like `VerificationKeys`. The many
+    V of a stack of experts are not stored, but computed from the checkpoint when a row was refused. `secret`: 32 bytes,
+    from which R is expanded. `read`: reads V, int32 `[w, m]` for rows of width w; by default from `products`."""
 
     def __init__(
         self,

@@ -44,12 +44,9 @@ _CACHED_PEERS: Final = 1024
 
 class MaskedRows:
     """Rows of one layer group and direction, ready to be sent. Only `mask` and `remask` make them. Frozen.
-
-    Attributes:
-        masked_words: int32 `[r, d]`, as they are sent. They never change: a retry sends identical bytes (rule 3).
-        pads: the pads that cover the rows, in order.
-        holders: the helpers that know a seed of a pad. They never see these rows, nor does their company (rule 8).
-    """
+    `masked_words`: int32 `[r, d]`, as they are sent; they never change, because a retry sends identical bytes (rule 3).
+    `pads`: the pads that cover the rows, in order. `holders`: the helpers that know a seed of a pad. They never see
+    these rows, nor does their company (rule 8)."""
 
     __slots__ = ("holders", "masked_words", "pads")
     masked_words: Tensor
@@ -105,16 +102,10 @@ def cut(pads: Sequence[Pad], rows: int) -> tuple[Sequence[Pad], Sequence[Pad]]:
 
 
 def mask(rows: Tensor, pads: Sequence[Pad], *, added: bool = False) -> MaskedRows:
-    """Mask rows with pads.
-
-    Args:
-        rows: int32 `[r, d]`; masked in place. The caller must not write to them before their product is done.
-        added: True if the pads' masks were added to the rows already (`parts.FewRows`).
-        pads: pads for exactly these rows, none of them used before; or `UNMASKED_BY_CHOICE`.
-
-    Raises:
-        BurntRowError: a pad was used before, or the pads do not cover the rows.
-    """
+    """Mask rows, int32 `[r, d]`, in place. The caller must not write to them before their product is done. `pads`: pads
+    for exactly these rows, none of them used before; or `UNMASKED_BY_CHOICE`. `added`: True if the pads' masks were
+    added to the rows already (`parts.FewRows`). Raises `BurntRowError`: a pad was used before, or the pads do not cover
+    the rows."""
     if pads is not UNMASKED_BY_CHOICE:
         first = 0
         for pad in pads:

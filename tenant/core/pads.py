@@ -11,10 +11,10 @@ A pad consists of shares, one for each seed: `n = sum n_j` and `e = sum e_j`. A 
 a uniform n. Effects are used unchecked: a wrong effect makes a wrong product, and the check of the product finds it.
 A scheme whose effects are not exactly those of its masks says what the check has to expect (`Pad.correction`).
 
-Forks. Secrets, pads and connections belong to the process that made them (rule 12). A fork is detected by two signs:
-Python's fork hook runs in every child of `os.fork`, even if the child has its parent's process id, as in a new pid
-namespace. C code that calls libc's `fork` runs no hook, but the child has another process id, which `generation`
-compares. A fork by C code into a new pid namespace can escape both, and a copy of the machine (a snapshot, CRIU) does.
+Forks. Secrets, pads and connections belong to the process that made them (rule 12). Python's fork hook runs in every
+child of `os.fork`, also in a new pid namespace, where the child may have its parent's process id. C code that calls
+libc's `fork` runs no hook, but the child has another process id, which `generation` compares. A fork by C code into a
+new pid namespace can escape both, and a copy of the machine (a snapshot, CRIU) does.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ _in_child: list[Callable[[], None]] = []
 
 
 def generation() -> int:
-    """Number of forks between this process and the one that first imported this module. If an object was made in
-    another generation, it was copied by a fork. Compare the generation before every use of a secret, because only this
-    function detects a fork by C code."""
+    """Number of forks between this process and the one that first imported this module: an object of another generation
+    was copied by a fork. Compare it before every use of a secret, because only this detects a fork by C code."""
     if os.getpid() != _pid:
         _forked()
     return _forks
@@ -129,20 +128,13 @@ class MaskStream(Protocol):
 
 
 class Share(NamedTuple):
-    """The share of one seed in a pad: rows of its keystream, and the promise of their effect.
+    """The share of one seed in a pad: rows of its keystream, and the promise of their effect."""
 
-    Args:
-        holder: the helper that knows the seed and computes the effect; None if the tenant computes it.
-        first_row: the pad's first row in the keystream.
-        effect: int32 `[r, o]`, unverified.
-        offset: the pad's first row in the effect.
-    """
-
-    holder: Peer | None
+    holder: Peer | None  # the helper that knows the seed and computes the effect; None if the tenant computes it
     keystream: MaskStream
-    first_row: int
-    effect: Promise[Tensor]
-    offset: int = 0
+    first_row: int  # of the pad in the keystream
+    effect: Promise[Tensor]  # int32 `[r, o]`, unverified
+    offset: int = 0  # of the pad in the effect
 
     def without_first(self, rows: int) -> Self:
         """Return the share without its first `rows` rows."""
@@ -151,8 +143,8 @@ class Share(NamedTuple):
 
 class Pad:
     """Mask rows and the promises of their effects. A pad masks rows once. The mask is the sum of the shares'
-    keystreams. It is computed while it is added, so a pad takes no memory for it. `rows`: number of rows of each share.
-    `shares`: the shares of the pad, at least one. Raises `BurntRowError`: no shares; such a pad would hide nothing."""
+    keystreams, computed while it is added. `rows`: number of rows of each share. `shares`: at least one; otherwise
+    raises `BurntRowError`, because such a pad would hide nothing."""
 
     __slots__ = ("_unused", "rows", "shares")
 
@@ -178,15 +170,14 @@ class Pad:
         rows.neg_()
 
     def open(self, answer: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the matrices from which the check of the product starts. A scheme that opens answers in its own way
-        derives from `Pad` and overrides this method: it may subtract the effects and round off a small error. `answer`:
-        int32 `[r, o]` from the executor, for this pad's rows; not changed. Returns int32 `[r, o]`, and the int32
-        matrices `[r, o]` that must still be subtracted from it."""
+        """Return the matrices from which the check of the product starts; a scheme may override it. `answer`: int32
+        `[r, o]` from the executor, for this pad's rows; not changed. Returns int32 `[r, o]`, and the int32 matrices
+        `[r, o]` that must still be subtracted from it."""
         return answer, self.effects()
 
     def correction(self) -> Tensor | None:
         """Return R applied to what the pad itself adds to the products of the rows, int64 `[r]` modulo p; None if it
-        adds nothing. A scheme that adds something derives from `Pad` and overrides this method."""
+        adds nothing. A scheme may override it."""
         return None
 
     def wrong_effects(self, is_product: Callable[[Tensor, Tensor], bool]) -> list[Peer | None]:
@@ -226,20 +217,14 @@ class Pad:
 
 @dataclass(frozen=True)
 class PadOrder:
-    """The order of a pad.
-
-    Args:
-        counts: rows of every expert of a stack: each mask's effect is a product with its own expert's matrix.
-        ahead: True if no product waits for this pad yet. It then does not delay pads that a product waits for.
-        executor: the executor that will see rows under the pad; None for any executor that serves the group.
-    """
+    """The order of a pad."""
 
     index: GroupIndex
     direction: Direction
     rows: int
-    counts: Counts | None = None
-    ahead: bool = False
-    executor: Peer | None = None
+    counts: Counts | None = None  # of every expert of a stack: each effect is a product with its own expert's matrix
+    ahead: bool = False  # no product waits for this pad yet, so it does not delay others
+    executor: Peer | None = None  # that will see rows under the pad; None for any executor that serves the group
 
 
 class EffectSource(ABC):

@@ -39,15 +39,9 @@ from tenant.core.verifier import V
 
 
 class UncheckedProduct(NamedTuple):
-    """The product of some rows before unmasking and checking.
-
-    Args:
-        answer: int32 `[r, o]`; not changed.
-        effects: int32 `[r, o]` each, to be subtracted from the answer.
-        column: R, or None for no check.
-        expected: int64 `[r]`, R applied to the true product, as `Rows.encode` computes it.
-        ring_bits: w, if answer and effects are residues modulo 2^w.
-    """
+    """The product of some rows before unmasking and checking. `answer`: int32 `[r, o]`; not changed. `effects`: int32
+    `[r, o]` each, to be subtracted from the answer. `column`: R, or None for no check. `expected`: int64 `[r]`, R
+    applied to the true product, as `Rows.encode` computes it. `ring_bits`: w; answer and effects are modulo 2^w."""
 
     start: int
     answer: Tensor
@@ -72,12 +66,8 @@ class UncheckedProduct(NamedTuple):
 
 class Rows(ABC):
     """`count` rows, at least one. Call `encode` first, with all rows; `decode` may be called with parts of them.
-
-    Attributes:
-        counts: rows of every expert of a stack; None if all rows are multiplied by the same matrix.
-        ring_bits: bits of the integers on the wire.
-        most_wraps: J, the largest number of times that an entry of a product wraps around (`arithmetic.wraps`).
-    """
+    `counts`: rows of every expert of a stack; None if all rows are multiplied by the same matrix. `ring_bits`: bits of
+    the integers on the wire. `most_wraps`: J, how often an entry of a product wraps at most (`arithmetic.wraps`)."""
 
     count: int
     counts: Counts | None = None
@@ -86,16 +76,9 @@ class Rows(ABC):
 
     @abstractmethod
     def encode(self, out: Tensor, *, v: V | None = None, expected: Tensor | None = None) -> None:
-        """Write all rows as integers.
-
-        Args:
-            out: int32 `[count, d]`; overwritten.
-            v: V, one for every expert if there are counts; or None for no check.
-            expected: int64 `[count]`; set to R applied to the true product, modulo p, if there is a V.
-
-        Raises:
-            NonFiniteError: inf or nan among the rows; nothing was sent.
-        """
+        """Write all rows as integers to `out`, int32 `[count, d]`. `v`: V, one for every expert if there are counts; or
+        None for no check. `expected`: int64 `[count]`; set to R applied to the true product, modulo p, if there is a V.
+        Raises `NonFiniteError`: inf or nan among the rows; nothing was sent."""
 
     @abstractmethod
     def decode(self, product: UncheckedProduct) -> list[int]:
@@ -114,9 +97,9 @@ class Rows(ABC):
 
 
 class FloatRows(Rows):
-    """Float rows of one layer group: activations or gradients. `inputs`: float matrices `[r, w_k]` on the CPU, one
-    dtype: the column blocks of the rows. `outputs`: float matrices for the column blocks of the results; overwritten.
-    Raises `RangeError`: the counts are not those of these rows, or the group is not a stack."""
+    """Float rows of one layer group: activations or gradients. `inputs`: the column blocks of the rows, float matrices
+    `[r, w_k]` on the CPU, one dtype. `outputs`: float matrices for those of the results; overwritten. Raises
+    `RangeError`: the counts are not those of these rows, or the group is not a stack."""
 
     def __init__(
         self,
@@ -194,7 +177,6 @@ class FloatRows(Rows):
 
 
 def _at(values: Tensor | None, place: int | slice) -> Tensor | None:
-    """Return the values of one expert, or of some rows; None if there are none."""
     return None if values is None else values[place]
 
 
@@ -214,34 +196,18 @@ class Plan:
 
 @dataclass(eq=False)
 class Part:
-    """The rows of one request, under pads that were burnt for them.
-
-    Args:
-        rows: all rows of the product.
-        start: index of the part's first row in the product.
-        encoded: int32 `[r, d]`, the part's rows in the ring, followed by rows of zeros if the bucket requires more
-            rows.
-        expected: int64 `[r]`, R applied to the true product of the rows.
-        pads: pads for these rows; `UNMASKED_BY_CHOICE` without masking.
-        counts: rows of every expert, if rows belong to experts of a stack.
-
-    Attributes:
-        index, direction, outputs: those of the plan.
-        count: r. widest: the larger of d and `outputs`.
-        size: bytes of rows and answer, 4 bytes per integer.
-        sent: the masked rows, after `mask`.
-        requests: the headers that were sent, by (executor, rows per request). A retry sends identical bytes, including
-            the nonce (rule 3).
-    """
+    """The rows of one request, under pads that were burnt for them. `index`, `direction`, `outputs`: those of the plan.
+    `count`: r. `widest`: the larger of d and `outputs`. `size`: bytes of rows and answer, 4 bytes per integer."""
 
     plan: Plan
-    rows: Rows
-    start: int
-    encoded: Tensor
-    expected: Tensor
-    pads: Sequence[Pad]
-    counts: Counts | None = None
-    sent: MaskedRows = field(init=False)
+    rows: Rows  # of the product
+    start: int  # of the part in the product
+    encoded: Tensor  # int32 `[r, d]`, followed by rows of zeros if the bucket requires more rows
+    expected: Tensor  # int64 `[r]`, R applied to the true product of the rows
+    pads: Sequence[Pad]  # for these rows; `UNMASKED_BY_CHOICE` without masking
+    counts: Counts | None = None  # rows of every expert, if rows belong to experts of a stack
+    sent: MaskedRows = field(init=False)  # after `mask`
+    # the headers that were sent, by (executor, rows per request): a retry sends identical bytes (rule 3)
     requests: dict[tuple[Hashable, int], list[wire.Execute]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -250,8 +216,7 @@ class Part:
         self.widest, self.size = max(width, self.outputs), 4 * self.count * (width + self.outputs)
 
     def rows_from(self, first: int, rows: int, pads: Sequence[Pad]) -> "Part":
-        """Return `rows` rows of this part from `first` on, with pads for them, as a part of its own. Neither is masked
-        yet."""
+        """Return `rows` rows from `first` on, with pads for them, as a part of its own. Neither is masked yet."""
         encoded, expected = row_range(self.encoded, first, rows), row_range(self.expected, first, rows)
         counts = self.counts_of(first, rows)
         return Part(self.plan, self.rows, self.start + first, encoded, expected, pads, counts)
@@ -277,8 +242,8 @@ class Part:
         self.requests.clear()
 
     def open(self, answer: Tensor) -> list[int]:
-        """Subtract the effects from an answer, check it, and write the results. `answer`: int32 `[r, o]`, an executor's
-        answer; not changed. Returns the numbers of the rows that failed the check. Their results must be dropped."""
+        """Subtract the effects from an answer, int32 `[r, o]`, check it, and write the results. The answer does not
+        change. Returns the numbers of the rows that failed the check. Their results must be dropped."""
         refused = list[int]()
         for product in self.opened(answer):
             if wrong := self._check(product):
@@ -329,9 +294,8 @@ Places = tuple[Layout, Layout]
 
 
 class Space(NamedTuple):
-    """Memory for one product of `FewRows`: `words` int32 `[r, d]`, `numbers` float64 `[2, r]`, `answer` int32 `[r, o]`,
-    and a flag for each row. `numbers` holds the rows' scales, and the bits of R applied to their true product, int64.
-    """
+    """Memory for one product of `FewRows`: `words` int32 `[r, d]`, `answer` int32 `[r, o]`, a flag for each row, and
+    `numbers` float64 `[2, r]`: the rows' scales, and the bits of R applied to their true product, int64."""
 
     words: Tensor
     numbers: Tensor
@@ -351,11 +315,10 @@ class PreparedPads(NamedTuple):
 
 class FewRows:
     """A few rows in two compiled calls, whose arguments are prepared once: `like.count` rows of the layer group and
-    direction of `like`. For a few rows, Python's way through `Part` takes longer than the arithmetic. `space` and
-    `prepared` prepare the rest, which does not depend on the rows, while another answer is awaited. The steps and their
-    order are those of `Part`, and a pad is burnt before its rows become `MaskedRows`. Whenever anything is unusual,
-    `part` makes the `Part` with which the usual way goes on: the same integers, pads, masked rows. `like` is a part of
-    float rows for one matrix, with all rows of its product."""
+    direction of `like`, a part of float rows for one matrix, with all rows of its product. `space` and `prepared`
+    prepare the rest while another answer is awaited. The steps and their order are those of `Part`, and a pad is burnt
+    before its rows become `MaskedRows`. Whenever anything is unusual, `part` makes the `Part` with which the usual way
+    goes on: the same integers, pads, masked rows."""
 
     def __init__(self, like: Part) -> None:
         plan, rows, compiled = like.plan, like.rows, native.compiled(brief=like.count * like.widest <= passes.BRIEF)

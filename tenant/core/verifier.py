@@ -86,11 +86,9 @@ class VerificationKeys(dict[Place, tuple[Column, Column]]):
 
     def expert_columns(self, index: GroupIndex, direction: Direction) -> tuple[Column, Sequence[Column]]:
         """Return R, and V of every expert of a stack, for rows that each belong to one expert. A row for expert k is
-        checked with R and `V_k = W_k.T @ R`: one R is shared by all experts of the stack (one per width and direction),
-        and only V differs. That is as sound as an R for each expert: a uniform R passes a non-zero error y - t with
-        probability at most 2^-60, whichever matrix t came from. By the union bound, at least one of q wrong answers
-        passes with probability at most q * 2^-60, even if each is chosen after the others were refused: a provider
-        whose answers were all refused has learned nothing that depends on R, so its next error is independent of R."""
+        checked with R, which all experts of the stack share, and `V_k = W_k.T @ R`. That is as sound as an R for each
+        expert: a uniform R passes a non-zero error y - t with probability at most 2^-60, whichever matrix t came from.
+        """
         v = self.products[index, direction]
         if v.dim() == 1:
             v = v.view(len(self.products[index, opposite(direction)]), -1)

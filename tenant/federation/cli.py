@@ -200,8 +200,7 @@ def check(
 
 
 def _preparation(federation: Federation, model: str | None) -> Preparation | None:
-    """Load the preparation of the pinned model, or make it from `model`. Returns None if neither is possible. Raises
-    `CheckpointError` if `model` is another model."""
+    """Load the preparation of the pinned model, or make it from `model`; None if neither is possible."""
     from symbiosis_priv.checkpoints.weights import WeightStore
     from symbiosis_priv.errors import CheckpointError
     from tenant.preparation.keys import prepare

@@ -5,16 +5,15 @@ A probe sends random rows and seeds only, and no tenant data. An executor receiv
 receives a seed that masks no row.
 """
 
+import math
 import secrets
 import statistics
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
-import torch
 from cryptography import x509
 from torch import Tensor
 
@@ -26,9 +25,9 @@ from symbiosis_priv.checkpoints.layers import LayerRange, spans
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.dial import ClientConnection
-from tenant.connections.channel import fresh_nonce
-from tenant.core.masked import UNMASKED_BY_CHOICE, MaskedRows, mask
+from tenant.connections.channel import Channel, fresh_nonce
+from tenant.connections.executor_client import row_limit
+from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 from tenant.preparation.prepared import Preparation
 
 
@@ -103,11 +102,11 @@ def _want(federation: Federation, executor: Peer, there: Sequence[Peer]) -> str 
     )
 
 
-R = TypeVar("R", bound=msgspec.Struct)
 _ROUND_TRIPS = 20
 _TIMED_ROWS = 64
 _TIMED_PRODUCTS = 3
 _SLACK_S = 1.0  # extra seconds for looking up a host name, which has no deadline
+_BUSY_S = 0.05  # seconds before a request to a busy provider is repeated
 _CLOCKS_APART_S = 60.0
 _DAY_S = 86_400.0
 _LOST = "check its address, and with its operator whether it runs"
@@ -121,56 +120,38 @@ def probe_all(federation: Federation, preparation: Preparation | None, *, timeou
     provider, and again for its throughput."""
     addresses = [one for peer in federation.peers for one in peer.by_address]
     probes = [ProviderProbe(federation, one, preparation) for one in addresses]
-    threads = [threading.Thread(target=probe.run, args=(timeout,), daemon=True) for probe in probes]
+    threads = [threading.Thread(target=probe.run, args=(timeout, probe.look), daemon=True) for probe in probes]
     deadline = time.monotonic() + timeout + _SLACK_S
     for thread in threads:
         thread.start()
     for thread, probe in zip(threads, probes, strict=True):
         thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
-            probe.abort(f"{probe.name} did not answer within {timeout:g} s; {_SLOW}")
+        if thread.is_alive():  # the thread still waits
+            name = probe.finding.peer.label
+            probe.finding = Finding(probe.finding.peer, f"{name} did not answer within {timeout:g} s; {_SLOW}")
+            probe.channel.close()
     for probe in probes:  # one at a time, because parallel measurements would share network and cores
         if preparation is not None and probe.finding.failure is None:
-            probe.measure(timeout)
-        probe.close()
+            probe.run(timeout, probe.measure)
+        probe.channel.close()
     return [probe.finding for probe in probes]
 
 
 class ProviderProbe:
-    """Probes one provider and records failures in `finding`. For one thread; another thread may call `abort`."""
+    """Probes one provider and records failures in `finding`. For one thread; another may close `channel`."""
 
     def __init__(self, federation: Federation, peer: Peer, preparation: Preparation | None) -> None:
         self.finding = Finding(peer)
-        self.name = peer.label
-        self._federation = federation
+        context, digest = federation.tls_context(peer), federation.model_digest
+        self.channel = Channel(peer, context=context, model_digest=digest, deadline_s=math.inf)
         self._preparation = preparation
-        self._connection: ClientConnection | None = None
-        self._welcome: wire.Welcome | None = None
         self._deadline = 0.0
 
-    def run(self, timeout: float) -> None:
-        """Probe everything except throughput."""
-        self._guarded(timeout, self._look)
-
-    def measure(self, timeout: float) -> None:
-        self._guarded(timeout, self._measure)
-
-    def abort(self, failure: str) -> None:
-        """Replace the finding by a failure and break the connection, while the probing thread still waits."""
-        self.finding = Finding(self.finding.peer, failure)
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.shut()
-
-    def close(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
-
-    def _guarded(self, timeout: float, step: Callable[[Finding], None]) -> None:
+    def run(self, timeout: float, step: Callable[[Finding], None]) -> None:
+        """Run `look` or `measure`, and record why it fails."""
         finding = self.finding
         self._deadline = time.monotonic() + timeout
-        finding.failure = f"{self.name} was not probed to the end"  # in case an unexpected exception ends this thread
+        finding.failure = f"{finding.peer.label} was not probed to the end"  # if an unexpected exception ends this
         try:
             step(finding)
             finding.failure = None
@@ -181,15 +162,16 @@ class ProviderProbe:
         except (errors.SymbiosisError, OSError) as error:
             finding.failure = errors.one_line(str(error))
 
-    def _look(self, finding: Finding) -> None:
-        federation, peer = self._federation, finding.peer
-        connection = self._connection = peer.connection(federation.tls_context(peer))
-        connection.open(self._deadline)
+    def look(self, finding: Finding) -> None:
+        """Probe everything except throughput."""
+        groups = self.channel.connect(deadline=self._deadline).groups
+        connection = self.channel.connection
+        assert connection is not None
         if connection.tls is not None and (shown := connection.tls.getpeercert(binary_form=True)) is not None:
             until = x509.load_der_x509_certificate(shown).not_valid_after_utc
             finding.days_left = (until - reading.now()).total_seconds() / _DAY_S
         began = time.time()
-        report, _ = self._expect(wire.HealthReport, wire.FetchHealth())
+        report, _ = connection.expect(wire.HealthReport, wire.FetchHealth(), deadline=self._deadline, patient=True)
         finding.clock_ahead_s = report.time - (began + time.time()) / 2
         if abs(finding.clock_ahead_s) > _CLOCKS_APART_S:
             finding.warnings.append(
@@ -197,40 +179,21 @@ class ProviderProbe:
                 f"{'ahead of' if finding.clock_ahead_s > 0 else 'behind'} yours: each side checks the validity of "
                 f"certificates by its own clock. Set both by NTP"
             )
-        groups = self._hello().groups
         if self._preparation is not None:
-            layers = self._preparation.manifest.layers
+            layers, wanted = self._preparation.manifest.layers, finding.peer.layers
             if groups.stop > len(layers):
                 raise errors.ProtocolError(
-                    f"{self.name} says it serves layer groups that the pinned model does not have"
+                    f"{finding.peer.label} says it serves layer groups that the pinned model does not have"
                 )
-            wanted = finding.peer.layers
             if wanted is not None and (absent := set(wanted.groups(layers)) - set(groups)):
                 raise errors.ProtocolError(
-                    f"{self.name} serves {layer_text(groups, layers)}, and federation.toml expects {wanted}: "
+                    f"{finding.peer.label} serves {layer_text(groups, layers)}, and federation.toml expects {wanted}: "
                     f"it lacks {layer_text(absent, layers)}. Ask the operator, or correct `layers`"
                 )
         finding.groups = dict.fromkeys(DIRECTIONS, groups)
-        times = []
-        for _ in range(_ROUND_TRIPS):
-            start = time.perf_counter()
-            self._product(GroupIndex(groups.start), FORWARD, 0)
-            times.append(time.perf_counter() - start)
-        finding.round_trip_s = statistics.median(times)
+        finding.round_trip_s = self._time(GroupIndex(groups.start), rows=0, times=_ROUND_TRIPS)
         if self._preparation is not None:
             self._verify(finding, groups, self._preparation)
-
-    def _hello(self) -> wire.Welcome:
-        digest = self._federation.model_digest
-        role = self.finding.peer.role
-        hello = wire.Hello(version=wire.version_of(32, role=role), role=role, model_digest=digest)
-        self._welcome, _ = self._expect(wire.Welcome, hello)
-        if self._welcome.model_digest != digest:
-            raise errors.ProtocolError(f"{self.name} does not serve the pinned model")
-        if role == "helper":
-            assert self._connection is not None
-            self._connection.agree(deadline=self._deadline)
-        return self._welcome
 
     def _verify(self, finding: Finding, groups: range, preparation: Preparation) -> None:
         """Verify a product of one row at the first and the last group of linears, in both directions. A direction that
@@ -250,66 +213,57 @@ class ProviderProbe:
                     right = preparation.blame.accepts(index, direction, rows=rows, answer=answer)
                 if not right:
                     preparation.forget_keys()  # as a session does after a wrong product
-                    name = preparation.manifest.groups[index].name
                     raise errors.ProtocolError(
-                        f"{self.name} gives a wrong product: it is not that of the pinned weights ({name}, "
-                        f"{direction}). Remove the provider from the federation file, or ask its operator"
+                        f"{finding.peer.label} gives a wrong product: it is not that of the pinned weights "
+                        f"({entries[index].name}, {direction}). Remove the provider from the federation file, or ask "
+                        f"its operator"
                     )
                 finding.verified += 1
 
-    def _measure(self, finding: Finding) -> None:
-        assert self._preparation is not None
-        assert self._welcome is not None
-        entries = self._preparation.manifest.groups
-        groups = finding.groups[FORWARD]
-        if not groups:
+    def measure(self, finding: Finding) -> None:
+        """Measure the throughput of the largest layer group."""
+        groups, welcome = finding.groups[FORWARD], self.channel.connect(deadline=self._deadline)
+        if not groups or self._preparation is None:
             return
+        entries = self._preparation.manifest.groups
         largest = GroupIndex(max(groups, key=lambda index: entries[index].inputs * entries[index].stacked_outputs))
         inputs, outputs = entries[largest].columns(FORWARD)
-        row_bytes = wire.RING32.size(1, max(inputs, outputs))
-        rows = max(1, min(_TIMED_ROWS, self._welcome.max_rows, self._welcome.max_payload // row_bytes))
-        times = []
-        for _ in range(_TIMED_PRODUCTS):
-            start = time.perf_counter()
-            self._product(largest, FORWARD, rows)
-            times.append(time.perf_counter() - start)
-        seconds = statistics.median(times)
+        rows = min(_TIMED_ROWS, row_limit(max(inputs, outputs), welcome))
+        seconds = self._time(largest, rows=rows, times=_TIMED_PRODUCTS)
         sent = inputs if finding.peer.role == "executor" else 0
         finding.rows_per_s = rows / seconds
         finding.bytes_per_s = wire.RING32.size(rows, sent + outputs) / seconds
 
+    def _time(self, index: GroupIndex, *, rows: int, times: int) -> float:
+        """Return the median seconds of a forward product."""
+        seconds = []
+        for _ in range(times):
+            start = time.perf_counter()
+            self._product(index, FORWARD, rows)
+            seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds)
+
     def _product(self, index: GroupIndex, direction: Direction, rows: int) -> tuple[Tensor, Tensor]:
         """Request the product of random rows. Returns the rows and the answer."""
-        inputs = outputs = 1  # only requests without rows are sent without a preparation
-        if self._preparation is not None:
-            inputs, outputs = self._preparation.manifest.groups[index].columns(direction)
+        inputs, outputs, key = 1, 1, random_key()  # only requests without rows are sent without a preparation
+        request: wire.Execute | wire.Effect
+        named: dict[str, Any] = {"nonce": fresh_nonce(), "group": index, "direction": direction, "rows": rows}
         if self.finding.peer.role == "executor":
-            sent = expand(random_key(), first_row=0, rows=rows, width=inputs)
-            request: wire.Execute | wire.Effect = wire.Execute(
-                nonce=fresh_nonce(), group=index, direction=direction, arithmetic="ring", rows=rows
-            )
-            return sent, self._answer(request, mask(sent, UNMASKED_BY_CHOICE), outputs)  # random rows hold no data
-        seed = Seed(secrets.token_bytes(SEED_BYTES))
-        request = wire.Effect(
-            nonce=fresh_nonce(), group=index, direction=direction, arithmetic="ring", rows=rows, seed=seed, first_row=0
-        )
-        answer = self._answer(request, None, outputs)
-        if not rows:
-            return torch.empty((0, inputs), dtype=torch.int32, device="cpu"), answer
-        assert self._preparation is not None
-        key = mask_key(seed, group_name=self._preparation.manifest.groups[index].name, direction=direction)
-        return expand(key, first_row=0, rows=rows, width=inputs), answer
-
-    def _answer(self, request: wire.Execute | wire.Effect, payload: MaskedRows | None, outputs: int) -> Tensor:
-        size = request.encoding.size(request.rows, outputs)
-        result, body = self._expect(wire.Result, request, payload, max_payload=size)
-        if not result.answers(request) or len(body) != size:
-            raise errors.ProtocolError(f"{self.name} answered another request than the one that was sent")
-        return request.encoding.unpack(body, rows=request.rows).view(request.rows, outputs)
-
-    def _expect(
-        self, kind: type[R], message: wire.Message, payload: MaskedRows | None = None, **how: Any
-    ) -> tuple[R, bytearray]:
-        assert self._connection is not None
-        words = None if payload is None else payload.masked_words
-        return self._connection.expect(kind, message, words, deadline=self._deadline, patient=True, **how)
+            request = wire.Execute(**named, arithmetic="ring")
+        else:
+            seed = Seed(secrets.token_bytes(SEED_BYTES))
+            request = wire.Effect(**named, arithmetic="ring", seed=seed, first_row=0)
+        if self._preparation is not None:
+            entry = self._preparation.manifest.groups[index]
+            inputs, outputs = entry.columns(direction)
+            if isinstance(request, wire.Effect):
+                key = mask_key(seed, group_name=entry.name, direction=direction)
+        sent = expand(key, first_row=0, rows=rows, width=inputs)
+        payload = None if isinstance(request, wire.Effect) else mask(sent, UNMASKED_BY_CHOICE)  # rows without data
+        while True:
+            try:
+                return sent, self.channel.attempt(request, payload, outputs=outputs, deadline=self._deadline)
+            except errors.ConnectionLostError:  # or it is busy
+                if self.channel.closed.is_set() or time.monotonic() + _BUSY_S > self._deadline:
+                    raise
+                time.sleep(_BUSY_S)

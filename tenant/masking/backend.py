@@ -28,16 +28,10 @@ from tenant.core.verifier import V
 
 
 class Product(NamedTuple):
-    """A product of float rows and the weights of a layer group.
-
-    Args:
-        direction: forward computes `rows @ W.T + b`, backward computes `rows @ W`.
-        inputs: float matrices `[r, w_k]`, the column blocks of the rows; all have one dtype and device; r may be 0.
-        outputs: float matrices `[r, w_k]`, the column blocks of the product; all have one dtype, and the inputs'
-            device. They are overwritten.
-        counts: rows of every expert of a stack. Rows are then sorted by expert, each is multiplied by the matrix of its
-            own expert alone, and providers see the counts. None multiplies by the whole matrix.
-    """
+    """A product of float rows and the weights of a layer group: `rows @ W.T + b` forward, `rows @ W` backward.
+    `inputs`, `outputs`: column blocks of the rows and of the product, float matrices `[r, w_k]` on one device, each
+    with one dtype; r may be 0. Outputs are overwritten. `counts`: rows of every expert of a stack. Rows are then
+    sorted by expert, each is multiplied by its own expert's matrix alone, and providers see the counts."""
 
     group: int
     direction: Direction
@@ -69,8 +63,8 @@ class Backend(ABC):
         self.compute(Product(index, direction, inputs, outputs, counts))
 
     def forward_few(self, index: int, x: Tensor, dtype: torch.dtype) -> list[Tensor] | None:
-        """Compute each member's output `[..., o]`, in `dtype`, of a few inputs `[..., d]`, if a faster way than
-        `multiply` is prepared for them; otherwise return None."""
+        """Return each member's output `[..., o]`, in `dtype`, of a few inputs `[..., d]`; None if no faster way than
+        `multiply` is prepared for them."""
         return None
 
     def multiply_all(self, products: Sequence[Product]) -> None:
@@ -110,7 +104,7 @@ class RingProduct(Protocol):
 
 class RingRows(Rows):
     """Integer rows, for tests and attacks: int32 `[r, d]`, whose true products fit int32. `product`: int32 `[r, o]`,
-    the checked products. In a narrow ring, two entries of a product may leave the ring, and wrap around once."""
+    checked. In a narrow ring, two entries of a product may wrap around once."""
 
     def __init__(
         self, rows: Tensor, *, outputs: int, counts: Counts | None = None, ring_bits: RingBits = DEFAULT_RING_BITS
@@ -184,7 +178,6 @@ class RingBackend(Backend):
 
 
 def _return(rows: FloatRows, outputs: Sequence[Tensor]) -> None:
-    """Copy results from the CPU to the caller's tensors on another device."""
     for out, result in zip(outputs, rows.outputs, strict=True):
         if out is not result:
             out.copy_(result, non_blocking=True)  # torch keeps page-locked memory until the copy is done
@@ -212,10 +205,8 @@ def multiply_again(rows: Rows, numbers: Sequence[int], multiply: Callable[[Rows]
 
 
 def _like_every_expert(numbers: Sequence[int], counts: Counts) -> Sequence[int]:
-    """Add rows of the other experts until each expert has the same number of rows, or all of its rows.
-
-    Providers see the counts. Without the added rows, the counts would show the experts that mode "flat" hides.
-    """
+    """Add rows of the other experts until each has the same number of rows, or all of its rows: otherwise the counts,
+    which providers see, would show the experts that mode "flat" hides."""
     chosen = set(numbers)
     spans = [range(rows.start, rows.stop) for _, rows in segments(counts)]
     most = max(len(chosen.intersection(span)) for span in spans)

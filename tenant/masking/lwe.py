@@ -2,10 +2,8 @@
 
 Theory of operation. The mask of a row is `n = c P + e` modulo 2^32 (`symbiosis_priv.arithmetic.lattice`): P is a
 uniform matrix of the tenant's own, c a sparse secret and e a small error, both fresh for each row, from the session's
-keystream. Without c and e, n is indistinguishable from uniform numbers: the decision problem of learning with errors
-with a sparse ternary secret, for K = 2,048 rows of P, 128 entries of c that are not 0, and errors of standard deviation
-4. The tenant has computed `E = P W^T` when it prepared (`tenant.preparation.hints`), so the effect that it subtracts is
-`c E`: 128 additions per output. What comes back is the product of the row `x + e`, exactly.
+keystream (docs/lwe.md). The tenant has computed `E = P W^T` when it prepared (`tenant.preparation.hints`), so the
+effect that it subtracts is `c E`. What comes back is the product of the row `x + e`, exactly.
 
 Verification. The check is that of every scheme, for the row x + e: `y R = (x + e) V` modulo p. A hint is rounded:
 E + delta is stored, so the tenant subtracts `c (E + delta)`, and

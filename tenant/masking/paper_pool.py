@@ -20,11 +20,12 @@ from symbiosis_priv.errors import ConfigError, NonFiniteError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.limits import DEFAULT_RING_BITS
 from symbiosis_priv.network import wire
-from tenant.connections.channel import Channel, Wiretap, fresh_nonce
+from tenant.connections.channel import Channel, fresh_nonce
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 from tenant.core.pads import SessionSecret
 from tenant.masking.backend import Backend, Product
 from tenant.masking.scheme import BackendScheme
+from tenant.options import Options
 from tenant.preparation.opening import Opening
 from tenant.preparation.prepared import Preparation
 
@@ -36,8 +37,8 @@ WARNING = (
 
 @dataclass(frozen=True, kw_only=True)
 class PaperPoolOptions:
-    """Options of the scheme: the number of noise rows per (layer group, direction), and their standard deviation as a
-    multiple of the activations'. Raises `ConfigError` if `pool_size` is below 1, or `noise_scale` is not above 0."""
+    """The number of noise rows per (layer group, direction), at least 1, and their standard deviation as a multiple of
+    the activations', above 0. Otherwise raises `ConfigError`."""
 
     pool_size: int = 4
     noise_scale: float = 16.0
@@ -68,29 +69,16 @@ class PaperPool(BackendScheme):
                 f"masking = {self.name!r} sends float32 rows, not integers of {opening.ring_bits} bits: set "
                 f"RemoteConfig(ring_bits={DEFAULT_RING_BITS}), or choose another masking"
             )
-        return PaperPoolBackend(
-            opening.federation,
-            opening.preparation,
-            self.read_options(options.masking_options),
-            deadline_s=options.deadline_s,
-            row_bucket=options.row_bucket,
-            wiretap=options.wiretap,
-        )
+        pool = self.read_options(options.masking_options)
+        return PaperPoolBackend(opening.federation, opening.preparation, pool, options)
 
 
 class PaperPoolBackend(Backend):
-    """A float path with a reused pool of noise. It uses one executor, because each that is asked learns the noise: the
-    first in the federation file that has all layers. Raises `ConfigError` if there is none."""
+    """A float path with a reused pool of noise. It uses the first executor of the file that has all layers, because
+    each that is asked learns the noise. Raises `ConfigError` if there is none."""
 
     def __init__(
-        self,
-        federation: Federation,
-        preparation: Preparation,
-        options: PaperPoolOptions,
-        *,
-        deadline_s: float,
-        row_bucket: int = 1,
-        wiretap: Wiretap | None = None,
+        self, federation: Federation, preparation: Preparation, pool: PaperPoolOptions, options: Options
     ) -> None:
         executor = next((peer for peer in federation.executors if peer.layers is None), None)
         if executor is None:
@@ -100,7 +88,7 @@ class PaperPoolBackend(Backend):
             )
         warnings.warn(WARNING, UserWarning, stacklevel=2)
         self.facts = preparation.facts
-        self._options, self._row_bucket = options, row_bucket
+        self._options, self._row_bucket = pool, options.row_bucket
         self._secret = SessionSecret()
         self._seed = self._secret.seed_for("paper-pool")
         self._pools: dict[tuple[int, Direction], tuple[Tensor, Tensor]] = {}
@@ -108,8 +96,8 @@ class PaperPoolBackend(Backend):
             executor,
             context=federation.tls_context(executor),
             model_digest=federation.model_digest,
-            deadline_s=deadline_s,
-            wiretap=wiretap,
+            deadline_s=options.deadline_s,
+            wiretap=options.wiretap,
         )
 
     def compute(self, product: Product) -> None:
@@ -163,7 +151,7 @@ class PaperPoolBackend(Backend):
 
 
 def padded(rows: Tensor, *, bucket: int) -> Tensor:
-    """Append rows of zeros to `rows`, up to a multiple of `bucket`. Copies only if rows are appended."""
+    """Append rows of zeros to `rows`, up to a multiple of `bucket`."""
     missing = -len(rows) % bucket
     return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
 

@@ -6,6 +6,7 @@ ring's arithmetic on the tenant, without providers or masks: the reference for a
 
 import logging
 from collections.abc import Sequence
+from typing import Final
 
 from torch import Tensor
 
@@ -39,10 +40,7 @@ class NoMasking(SessionScheme):
     def check(self, federation: Federation, *, ring_bits: RingBits = DEFAULT_RING_BITS) -> None:
         super().check(federation, ring_bits=ring_bits)
         if federation.helpers:
-            log.warning(
-                "masking = 'none': executors can read your rows, though this federation has helpers; masking = 'pad' "
-                "hides the rows"
-            )
+            log.warning("masking = 'none': executors can read your rows; with this file's helpers, 'pad' hides them")
 
     def effects(self, materials: Materials) -> UnmaskedByChoice:
         return UNMASKED_BY_CHOICE
@@ -102,20 +100,13 @@ class Simulate(BackendScheme):
 
 AnyScheme = SessionScheme | BackendScheme
 
-_schemes: dict[str, AnyScheme] = {}
-
-
-def register(scheme: AnyScheme) -> None:
-    """Make a scheme known to `RemoteConfig`, the threat model and the README's table. Raises `ConfigError` if its name
-    is taken."""
-    if scheme.name in _schemes:
-        raise ConfigError(f"masking = {scheme.name!r} is registered already; give the new scheme a name of its own")
-    _schemes[scheme.name] = scheme
+_ALL: Final[tuple[AnyScheme, ...]] = (OneTimePads(), Local(), Lwe(), NoMasking(), PaperPool(), Simulate())
+_schemes: Final = {scheme.name: scheme for scheme in _ALL}
 
 
 def registered() -> tuple[AnyScheme, ...]:
-    """Return all schemes in the order in which they were registered."""
-    return tuple(_schemes.values())
+    """Return all schemes, which `RemoteConfig`, the threat model and the README's table know."""
+    return _ALL
 
 
 def scheme_named(name: str) -> AnyScheme:
@@ -131,7 +122,3 @@ def session_scheme(name: str) -> SessionScheme:
     if not isinstance(scheme, SessionScheme):
         raise ConfigError(f"masking = {name!r} does not run over a session; open it with `RemoteConfig(masking=...)`")
     return scheme
-
-
-for _scheme in (OneTimePads(), Local(), Lwe(), NoMasking(), PaperPool(), Simulate()):
-    register(_scheme)

@@ -1,8 +1,5 @@
-"""Declares what a masking scheme promises and needs, and what it must implement.
-
-`RemoteConfig`, the session, the threat model and the README's table read these declarations. No code outside a scheme's
-own module decides anything by the scheme's name; documents, messages and defaults may name it
-(`tests/tenant/masking/test_registry.py`). A scheme may
+"""Declares what a masking scheme promises and needs, and what it must implement. No code outside a scheme's own module
+decides anything by its name (`tests/tenant/masking/test_registry.py`). A scheme may
 
 * have its own options: `options_type`, a frozen dataclass that checks its values;
 * open an answer in its own way before the check: its pads override `tenant.core.pads.Pad.open`;
@@ -39,39 +36,19 @@ class NoOptions:
 
 
 class Scheme(ABC):
-    """One way to mask rows. The docstring of a subclass says from which parties it hides rows, and under which
-    assumption.
+    """One way to mask rows."""
 
-    Attributes:
-        name: the value of `RemoteConfig(masking=...)`.
-        summary: the parties that can read rows, in a few words.
-        roles: the roles of the providers that it uses; none if it runs on the tenant alone, without a federation.
-        own_weights: True if the tenant needs the full checkpoint in every session, not only to make verification keys.
-        hides_from: the parties that learn nothing about rows.
-        assumption: what `hides_from` rests on.
-        error: describes how results differ from the reference ("simulate"); None if they have the same bits.
-        verified: True if a wrong answer is detected and not used.
-        stacks: True if it masks rows for stacks of experts.
-        keeps_hints: True if `prepare` of a `SessionScheme` makes hints (`tenant.preparation.hints`).
-        options_type: a frozen dataclass of its own options, `RemoteConfig(masking_options={...})`.
-    """
-
-    name: ClassVar[str]
-    summary: ClassVar[str]
-    roles: ClassVar[frozenset[Role]]
-    own_weights: ClassVar[bool] = False
-    hides_from: ClassVar[frozenset[Observer]]
-    assumption: ClassVar[str]
-    error: ClassVar[str | None] = None
-    verified: ClassVar[bool] = True
-    stacks: ClassVar[bool] = True
-    keeps_hints: ClassVar[bool] = False
-    options_type: ClassVar[type[Any]] = NoOptions
-
-    @property
-    def exact(self) -> bool:
-        """Returns True if results are the same bits as the reference's."""
-        return self.error is None
+    name: ClassVar[str]  # the value of `RemoteConfig(masking=...)`
+    summary: ClassVar[str]  # the parties that can read rows, in a few words
+    roles: ClassVar[frozenset[Role]]  # of the providers that it uses; none if it runs on the tenant alone
+    own_weights: ClassVar[bool] = False  # the tenant needs the full checkpoint in every session
+    hides_from: ClassVar[frozenset[Observer]]  # the parties that learn nothing about rows
+    assumption: ClassVar[str]  # what `hides_from` rests on
+    error: ClassVar[str | None] = None  # how results differ from the reference ("simulate"); None for the same bits
+    verified: ClassVar[bool] = True  # a wrong answer is detected and not used
+    stacks: ClassVar[bool] = True  # it masks rows for stacks of experts
+    keeps_hints: ClassVar[bool] = False  # `prepare` of a `SessionScheme` makes hints (`tenant.preparation.hints`)
+    options_type: ClassVar[type[Any]] = NoOptions  # a frozen dataclass, `RemoteConfig(masking_options={...})`
 
     def read_options(self, values: Mapping[str, object]) -> Any:
         """Check options by name, and return them as an `options_type`. Raises `ConfigError`."""
@@ -85,8 +62,8 @@ class Scheme(ABC):
 
     def check(self, federation: Federation, *, ring_bits: RingBits = DEFAULT_RING_BITS) -> None:
         """Check that the scheme keeps its promises with these providers, in a ring of `ring_bits` bits. Raises
-        `RoleConflictError`: it needs a helper, and the file has none; `ConfigError`: the file has a registry, and the
-        scheme would show rows to executors that the registry names, or use their answers unverified."""
+        `RoleConflictError`: it needs a helper, and the file has none; `ConfigError`: it would show rows to executors
+        that a registry names, or use their answers unverified."""
         if "helper" in self.roles and not federation.helpers:
             raise RoleConflictError(
                 f"masking = {self.name!r} needs a [[provider]] with role = 'helper', run by another operator "
@@ -113,15 +90,9 @@ Holders = Callable[[GroupIndex, Peer | None], Sequence[HelperClient]]
 
 @dataclass(frozen=True, kw_only=True)
 class Materials:
-    """The objects that a session passes to a scheme, all of one process.
-
-    Args:
-        secret: the source of seeds and row numbers.
-        holders: returns the helpers of the next pad of a layer group, none if the scheme's `roles` name none. Its
-            arguments are the group, and the executor that will see the rows or None for any executor. Raises if there
-            are fewer helpers than a pad needs.
-        store: the tenant's own copy of the weights, if it has one.
-    """
+    """What a session passes to a scheme, all of one process. `secret`: the source of seeds and row numbers. `holders`:
+    returns the helpers of the next pad of a layer group, by the executor that will see the rows, or None for any;
+    raises if there are fewer than a pad needs. `store`: the tenant's own copy of the weights, if it has one."""
 
     preparation: Preparation
     secret: SessionSecret
@@ -145,8 +116,8 @@ class SessionScheme(Scheme):
         training: bool,
         progress: Progress | None = None,
     ) -> int:
-        """Make what the scheme keeps on disk for a model, in precision `bits`, beside the verification keys. Returns
-        its bytes. `store`: the full checkpoint. `training`: also prepare for backward products."""
+        """Make what the scheme keeps on disk beside the verification keys, in precision `bits`. Returns its bytes.
+        `store`: the full checkpoint. `training`: also prepare for backward products."""
         return 0
 
     def headroom(self, preparation: Preparation) -> Headroom:

@@ -50,7 +50,7 @@ from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, GroupIndex, HintBits
 from symbiosis_priv.system.files import PrivateFolder, lock, storing
 from tenant.core.verifier import Place
 from tenant.preparation.keys import mac
-from tenant.preparation.prepared import Preparation
+from tenant.preparation.prepared import Preparation, name_of
 
 MOST_ROWS: Final = 1 << 40
 """Rows that may be masked under one P; the parameters are chosen for this number."""
@@ -151,15 +151,14 @@ class Hints:
             self._reserved -= rows
 
     def _draw(self) -> str:
-        """Return the number of the draw of P, which stays the same for this object."""
-        if self._drawn is None:
+        if self._drawn is None:  # it stays the same for this object
             with _counter(self._preparation) as descriptor:
                 _, self._drawn = _counted(descriptor, self._folder)
         return self._drawn
 
     def _map(self, place: Place) -> NDArray[np.uint8]:
         with _opened(self._preparation) as parent, parent.subfolder(_name(self.bits)) as folder:
-            descriptor = folder.open_file(_file(place))
+            descriptor = folder.open_file(name_of(place))
         try:
             return np.frombuffer(mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ), dtype=np.uint8)
         except ValueError as error:  # an empty file
@@ -181,14 +180,13 @@ class Hints:
         return mac(self._preparation.keys, "hint with encrypted D", *what)
 
     def _hidden(self, place: Place) -> NDArray[np.int64]:
-        """The keystream that hides D: int64 `[HEIGHT]`. A hint that is made again has the same D."""
+        """The keystream that hides D: int64 `[HEIGHT]`."""
         labels = "lwe D", self._draw(), str(self.bits), *map(str, place)
         key = StreamKey(derive(self._preparation.keys.secret, *labels))
         stream: NDArray[np.int64] = expand(key, first_row=0, rows=1, width=2 * HEIGHT).numpy().view(np.int64)[0]
         return stream
 
     def _make(self, place: Place, matrix: RingMatrix) -> NDArray[np.uint8]:
-        """Return the content of a hint's file."""
         (index, direction), (width, outputs) = place, matrix.columns(place[1])
         memory = np.zeros(self._bytes(place), dtype=np.uint8)
         content, uniform = memory[:-_MAC_BYTES], self.matrix(width)
@@ -204,10 +202,9 @@ class Hints:
 
 
 class Forecast(NamedTuple):
-    """What masks under LWE would cost, from the widths of a model's layers: bytes of the hints of each direction and of
-    P in memory; multiplications of one row by all weights (the hints of a direction take `HEIGHT` times as many);
-    additions of one row here, forward; and the standard deviation of the error of a product, relative to the product,
-    for the widest rows."""
+    """What masks under LWE would cost: bytes of the hints of each direction and of P in memory; multiplications of one
+    row by all weights (the hints of a direction take `HEIGHT` times as many); additions of one row here, forward; and
+    the relative standard deviation of the error of a product, for the widest rows."""
 
     forward: int
     backward: int
@@ -218,12 +215,9 @@ class Forecast(NamedTuple):
 
 
 def forecast(groups: Sequence[GroupSpec], *, bits: HintBits, weight_bits: int, training: bool) -> Forecast:
-    """Predict what hints cost.
-
-    The error assumes weights whose largest entry is 3.4 standard deviations, and rows that use the whole range. Outputs
-    then have a standard deviation of 2^31 / sqrt(d), `e W^T` of 4 rms(W) sqrt(d), and rounding of
-    sqrt(h / 12) 2^(32 - bits).
-    """
+    """Predict what hints cost. The error assumes weights whose largest entry is 3.4 standard deviations, and rows that
+    use the whole range: outputs then have a standard deviation of 2^31 / sqrt(d), `e W^T` of 4 rms(W) sqrt(d), and
+    rounding of sqrt(h / 12) 2^(32 - bits)."""
     groups = [group for group in groups if group.experts == 1]
     sizes = [(group.inputs, sum(group.outputs)) for group in groups]
     wide, rms = max(d for d, _ in sizes), (1 << weight_bits - 1) / 3.4
@@ -259,12 +253,8 @@ def make_hints(
     progress: Progress | None = None,
 ) -> int:
     """Make the hints that are missing or damaged, one after another: a run that was interrupted goes on where it was.
-    Hints of another precision are deleted. Returns the bytes of all hints on disk.
-
-    Raises:
-        StorageError: the folder cannot be written, or has no room.
-        CheckpointError: `store`, the full checkpoint, is not the one that was prepared.
-    """
+    Hints of another precision are deleted. `store`: the full checkpoint. Returns the bytes of all hints on disk. Raises
+    `StorageError`: the folder cannot be written, or has no room."""
     entries, hints = preparation.manifest.groups, Hints(preparation, bits)
     # a stack of experts has no hints, because its rows are not masked in this way
     groups = [GroupIndex(index) for index, entry in enumerate(entries) if entry.experts == 1]
@@ -295,7 +285,7 @@ def make_hints(
                 for place in wanted:
                     partial = f".{secrets.token_hex(8)}"
                     folder.write(partial, hints._make(place, matrix).data)
-                    folder.rename(partial, _file(place))  # a file with this name is complete
+                    folder.rename(partial, name_of(place))  # a file with this name is complete
                 done += len(wanted)
             if progress is not None:
                 progress(done, total)
@@ -309,11 +299,6 @@ def _advice(more: str = "") -> str:
 
 def _name(bits: HintBits) -> str:
     return f"lwe-{bits}"
-
-
-def _file(place: Place) -> str:
-    index, direction = place
-    return f"{index}.{direction}"
 
 
 def _folder_of(preparation: Preparation) -> Path:

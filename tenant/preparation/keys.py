@@ -2,9 +2,8 @@
 
 One pass over the full checkpoint makes the facts, the verification keys and the digest of the tenant's own tensors.
 These are stored in a folder of the cache that no other user can change or replace (`PrivateFolder`), with a seal: a MAC
-under the secret from which the keys are expanded. If files do not match the seal, the keys are made again, or refused
-without a full checkpoint. The seal detects damage. It does not prove that the tenant made the keys: another user who
-could replace the whole folder could replace the seal too, and could then forge products.
+under the secret from which the keys are expanded. It detects damage; who could replace the whole folder could replace
+the seal too, and could then forge products.
 
 The checkpoint that is loaded with a preparation is checked too: its own tensors, config.json and tokenizer must equal
 those of the prepared checkpoint. Tensors are hashed when a checkpoint is first loaded. Later loads compare the identity
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -44,7 +44,7 @@ from symbiosis_priv.system.files import PrivateFolder, default_cache, lock, stor
 from tenant.core.blame import DEFAULT_COLUMNS, BlameKeys
 from tenant.core.verifier import VerificationKeys
 from tenant.preparation.own_tensors import check_experts, own_digest, tokenizer_digests
-from tenant.preparation.prepared import Preparation, open_blame_keys, read_keys, tensors_of
+from tenant.preparation.prepared import Preparation, read_blame_keys, read_keys, tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -70,18 +70,16 @@ def prepare(
 
     Args:
         store: the full base checkpoint; None to use cached files only.
-        digest: the manifest digest that the federation pins; None to make the files for the digest of `store`.
+        digest: the manifest digest that the federation pins; None for that of `store`.
         model: the checkpoint that is being loaded, full or slim; None if no checkpoint is loaded.
         weight_bits: the federation's weight bits; None to skip this check.
-        reread: prepare again from `store` if its files have changed, and replace the stored preparation. Pass True only
-            if the user trusts `store`.
+        reread: replace the preparation if the files of `store`, which the user trusts, have changed.
 
     Raises:
-        CheckpointError: no intact files are cached and there is no full checkpoint; the checkpoint is not the pinned
+        CheckpointError: nothing intact is cached and there is no full checkpoint; the checkpoint is not the pinned
             model; or `model` is not the checkpoint that was prepared.
         StorageError: `reread` is set and the cache cannot be written. Without `reread` this is a warning only.
-        ConfigError: the pinned model has other weight bits, other users can change the cache, or another process has
-            held the cache for too long.
+        ConfigError: the pinned model has other weight bits, or other users can change the cache, or hold it too long.
     """
     root = cache or default_cache()
 
@@ -187,7 +185,6 @@ def _make(
 
 
 def _stack(checkpoint: str, entry: GroupEntry, weight_bits: int) -> RingMatrix:
-    """Read a stack of experts from the checkpoint again."""
     weight = WeightStore(Path(checkpoint), weight_bits=weight_bits).quantised(entry).weight
     if entry.transposed:
         weight = weight.t().contiguous()
@@ -202,8 +199,7 @@ def _stack(checkpoint: str, entry: GroupEntry, weight_bits: int) -> RingMatrix:
 
 @contextlib.contextmanager
 def _alone(cache: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
-    """Context manager: lock the cache, so that files of two processes are not mixed. Raises `ConfigError` if another
-    process has held the lock for `patience_s` seconds."""
+    """Context manager: lock the cache, so that files of two processes are not mixed."""
     try:
         with PrivateFolder.open(cache, create=True) as opened:
             descriptor = opened.lockable()
@@ -223,7 +219,7 @@ def _alone(cache: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
 
 
 def _load(folder: Path, *, digest: str, store: WeightStore | None) -> Preparation | None:
-    """Read a preparation. Without intact files, returns None, or raises `CheckpointError` if `store` is None."""
+    """Read a preparation. Without intact files, return None, or raise `CheckpointError` if `store` is None."""
     try:
         with PrivateFolder.open(folder.parent) as parent, parent.subfolder(folder.name) as opened:
             return _read(opened, digest=digest)
@@ -250,9 +246,8 @@ def _read(folder: PrivateFolder, *, digest: str) -> Preparation:
     manifest = Manifest.from_json(files[_MANIFEST])
     keys = read_keys(load(files[_KEYS]), groups=len(manifest.groups))
     origin = msgspec.json.decode(files[_ORIGIN], type=_Origin)
-    blame, blame_digest = _open_blame(folder, manifest, checkpoint=origin.checkpoint)
-    second, second_digest = _open_second(folder, groups=len(manifest.groups))
-    if not hmac.compare_digest(files[_SEAL], _seal(keys, files, blame_digest, second_digest)):
+    blame, second, digests = _open_keys(folder, manifest, checkpoint=origin.checkpoint)
+    if not hmac.compare_digest(files[_SEAL], _seal(keys, files, *digests)):
         raise CheckpointError("the seal is not that of the files")
     if manifest.digest != digest:
         raise CheckpointError(f"it is another model, {manifest.digest}")
@@ -283,40 +278,34 @@ def _bounds(entry: GroupEntry, norms: Tensor) -> dict[Direction, Bound]:
     return bounds_of(entry.inputs, entry.stacked_outputs, absmax=int(absmax), row_norm=row, column_norm=column)
 
 
-def _norms(bounds: Mapping[Direction, Bound]) -> Tensor:
-    """Return the norms from which `_bounds` makes bounds."""
+def _norms(bounds: Mapping[Direction, Bound]) -> Tensor:  # from which `_bounds` makes bounds
     forward, backward = bounds[FORWARD], bounds[BACKWARD]
     norms = (forward.weight_absmax, forward.weight_norm, backward.weight_norm)
     return torch.tensor(norms, dtype=torch.float64, device="cpu")
 
 
-def _open_blame(folder: PrivateFolder, manifest: Manifest, *, checkpoint: str) -> tuple[BlameKeys, str]:
-    """Open the blame keys without reading them. Returns the keys and the digest of their file."""
+def _open_keys(
+    folder: PrivateFolder, manifest: Manifest, *, checkpoint: str
+) -> tuple[BlameKeys, Callable[[], VerificationKeys], tuple[str, str]]:
+    """Open the blame keys and the second verification keys. Each key is read when it is needed, even if the file has
+    been deleted since. Returns them, and the digests of their files."""
+    groups = manifest.groups
     stacks = {
         GroupIndex(index): partial(_stack, checkpoint, entry, manifest.weight_bits)
-        for index, entry in enumerate(manifest.groups)
+        for index, entry in enumerate(groups)
         if entry.experts > 1
     }
-    with _digested(folder, _BLAME) as (path, digest):
-        return open_blame_keys(path, groups=len(manifest.groups), stacks=stacks), digest
-
-
-def _open_second(folder: PrivateFolder, *, groups: int) -> tuple[Callable[[], VerificationKeys], str]:
-    """Open the second verification keys. Returns a function that reads them, and the digest of their file."""
-    with _digested(folder, _SECOND) as (path, digest):
-        stored = safe_open(path, framework="pt", device="cpu")
+    (blame, blame_digest), (second, second_digest) = (_open_file(folder, name) for name in (_BLAME, _SECOND))
 
     @functools.cache
     def read() -> VerificationKeys:
-        return read_keys({name: stored.get_tensor(name) for name in stored.keys()}, groups=groups)  # noqa: SIM118
+        return read_keys({name: second.get_tensor(name) for name in second.keys()}, groups=len(groups))  # noqa: SIM118
 
-    return read, digest
+    return read_blame_keys(blame, groups=len(groups), stacks=stacks), read, (blame_digest, second_digest)
 
 
-@contextlib.contextmanager
-def _digested(folder: PrivateFolder, name: str) -> Iterator[tuple[Path, str]]:
-    """Context manager that opens a file. Yields the path of the open file, or of its content in memory if it is
-    encrypted, and the SHA-256 of the content."""
+def _open_file(folder: PrivateFolder, name: str) -> tuple[Any, str]:
+    """Open a file of tensors, decrypted into memory if it is encrypted. Returns it, and the SHA-256 of its content."""
     descriptor = folder.open_file(name)
     if cache_key() is not None:
         with os.fdopen(descriptor, "rb") as stored:
@@ -326,7 +315,8 @@ def _digested(folder: PrivateFolder, name: str) -> Iterator[tuple[Path, str]]:
             file.write(content)
         os.lseek(descriptor, 0, os.SEEK_SET)
     with os.fdopen(descriptor, "rb") as file:
-        yield Path(f"/dev/fd/{file.fileno()}"), hashlib.file_digest(file, "sha256").hexdigest()
+        tensors = safe_open(f"/dev/fd/{file.fileno()}", framework="pt", device="cpu")
+        return tensors, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -338,9 +328,8 @@ class _Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _save(folder: Path, prepared: Preparation) -> Preparation:
-    """Write a preparation into a new folder, and replace the earlier folder by the new one. Returns `prepared` with
-    blame keys and second keys that are read from disk, through the new folder's descriptor. No other file is read back.
-    Raises `StorageError` if the folder cannot be written, `ConfigError` if other users can change a parent folder."""
+    """Write a preparation into a new folder, which replaces the earlier one. Returns `prepared` with blame keys and
+    second keys that are read from disk, through the new folder's descriptor. No other file is read back."""
     tensors = {}
     for i, fact in enumerate(prepared.facts):
         tensors[f"{i}.norms"] = _norms(fact.bounds)
@@ -365,8 +354,7 @@ def _save(folder: Path, prepared: Preparation) -> Preparation:
             with parent.subfolder(partial, create=True) as opened:
                 for name, content in (files | {_BLAME: blame, _SECOND: second, _SEAL: seal}).items():
                     opened.write(name, encrypted(name, content))
-                on_disk, _ = _open_blame(opened, prepared.manifest, checkpoint=prepared.checkpoint)
-                second_on_disk, _ = _open_second(opened, groups=len(prepared.manifest.groups))
+                on_disk, second_on_disk, _ = _open_keys(opened, prepared.manifest, checkpoint=prepared.checkpoint)
             parent.delete(folder.name)
             parent.rename(partial, folder.name)
         except BaseException:
@@ -395,8 +383,8 @@ def _forget(folder: Path) -> None:
 
 
 def _bind(folder: Path, prepared: Preparation, model: WeightStore) -> None:
-    """Raise `CheckpointError` if a checkpoint's own tensors, experts, config.json or tokenizer differ from those that
-    were prepared: the result would mix two models. Tokenizers are compared only if both folders have some."""
+    """Raise `CheckpointError` if a checkpoint's own tensors, experts, config.json or tokenizer are not those that were
+    prepared: the result would mix two models. Tokenizers are compared only if both folders have some."""
     identity = _identity(model)
     known = _is_known(folder, prepared, identity)
     if not known and own_digest(model, prepared.manifest) != prepared.own_digest:
@@ -433,8 +421,7 @@ def _remember(folder: Path, prepared: Preparation, identity: str) -> None:
         write_atomically(folder / _KNOWN / identity, mac(prepared.keys, "known", identity), mode=0o600)
 
 
-def _identity(model: WeightStore) -> str:
-    """Return the identity of the checkpoint's files. Callers compare the identities before and after reading."""
+def _identity(model: WeightStore) -> str:  # of the checkpoint's files, compared before and after reading
     with Checkpoint(model.path) as checkpoint:
         return checkpoint.identity()
 

@@ -73,8 +73,7 @@ class Opening:
         store = self._store(self.federation.weight_bits, self.federation.scope)
         return store if self.options.checkpoint or store.is_complete() else None
 
-    def _own_store(self, weight_bits: int, scope: Scope) -> WeightStore:
-        """Return the checkpoint that is being loaded, full or slim."""
+    def _own_store(self, weight_bits: int, scope: Scope) -> WeightStore:  # that is being loaded, full or slim
         return WeightStore(resolve(self._model), weight_bits=weight_bits, scope=scope, cache=self._cache)
 
     def _store(self, weight_bits: int, scope: Scope) -> WeightStore:

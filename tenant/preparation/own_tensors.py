@@ -1,11 +1,8 @@
 """The tenant's part of a model: its tensors (embeddings, norms, heads), config.json and the tokenizer's files.
 
-Digests of this part, because the manifest pins the providers' weights only. An attacker who replaces the tenant's
-tensors makes a mix of two models, and all products still verify. An attacker who replaces the tokenizer or the chat
-template can make the number of tokens depend on a text's content, and a provider then learns the content from the row
-counts.
-
-And slim checkpoints, which hold this part without the providers' weights.
+Digests of this part, because the manifest pins the providers' weights only: with other tensors of the tenant's, all
+products still verify, and with another tokenizer or chat template, the number of tokens can depend on a text's content,
+which providers then learn from the row counts. And slim checkpoints, which hold this part alone.
 """
 
 import hashlib
@@ -37,9 +34,9 @@ _WRITTEN_BY_SAVING = ("transformers_version", "_name_or_path")
 
 
 def own_digest(store: WeightStore, manifest: Manifest) -> str:
-    """Return the SHA-256 of config.json and of every tensor of a checkpoint that the manifest does not name. Raises
-    `CheckpointError`. A full checkpoint and its slim copy have the same digest: tensors are named by their parameters,
-    and entries of config.json that `save_pretrained` changes are ignored."""
+    """Return the SHA-256 of config.json and of every tensor that the manifest does not name. A full checkpoint and its
+    slim copy have the same: tensors are named by their parameters, and entries of config.json that `save_pretrained`
+    changes are ignored. Raises `CheckpointError`."""
     served = {member for group in manifest.groups for member in group.members} - tied_members(store)
     config = {
         key: value for key, value in read_json(store.path / "config.json").items() if key not in _WRITTEN_BY_SAVING
@@ -99,10 +96,9 @@ _PLAIN_FILES = ("*.json", "*.model", "*.txt", "*.jinja")  # configuration and to
 
 
 def write_slim(store: WeightStore, manifest: Manifest, folder: Path, *, keep_experts: bool = False) -> tuple[int, int]:
-    """Write the part of a full checkpoint that `from_pretrained(folder, quantization_config=RemoteConfig(...))` needs.
-    Returns the bytes of tensors written, and of those left out. Raises `ConfigError`: the folder is in use;
-    `StorageError`: it cannot be written; no partial folder is left. `keep_experts`: also write the experts of a
-    mixture, for `RemoteConfig(experts="local")`."""
+    """Write the part of a full checkpoint that the tenant loads. Returns the bytes of tensors written, and of others.
+    `keep_experts`: also write experts, for `RemoteConfig(experts="local")`. Raises `ConfigError`: the folder is in use;
+    `StorageError`: it cannot be written; no partial folder is left."""
     check_unused(folder)
     served = {m for group in manifest.groups if not (keep_experts and group.experts > 1) for m in group.members}
     served -= tied_members(store)

@@ -5,9 +5,9 @@ as safetensors on its disk.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import SEED_BYTES
@@ -21,28 +21,20 @@ from tenant.core.verifier import Place, VerificationKeys
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """Facts and keys of a base model whose weights the tenant does not hold (`preparation.prepare` makes them).
-
-    Args:
-        second: reads a second set of verification keys, which confirms corrections in narrow rings
-            (`symbiosis_priv.arithmetic.wraps`).
-        blame: keys that attribute faults after a product was refused.
-        own_digest: digest of the checkpoint's other tensors and config.json (`own_tensors`).
-        tokenizer: SHA-256 of the checkpoint's tokenizer files and chat templates, by name; empty if it has none.
-        forget_keys: deletes the cached verification keys, so that the next session draws new ones.
-        folder: the private folder that holds all of this; None if it could not be written.
-    """
+    """Facts and keys of a base model whose weights the tenant does not hold (`keys.prepare` makes them)."""
 
     manifest: Manifest
     facts: tuple[GroupFacts, ...]
     keys: VerificationKeys
-    second: Callable[[], VerificationKeys] = field(repr=False)
-    blame: BlameKeys
-    own_digest: str
-    tokenizer: Mapping[str, str]
+    second: Callable[[], VerificationKeys] = field(repr=False)  # reads those that confirm corrections in narrow rings
+    blame: BlameKeys  # attribute faults after a product was refused
+    own_digest: str  # of the checkpoint's other tensors and config.json
+    tokenizer: Mapping[str, str]  # SHA-256 of the tokenizer files and chat templates, by name
     checkpoint: str
-    forget_keys: Callable[[], None] = field(repr=False)
-    folder: Path | None = None
+    forget_keys: Callable[[], None] = field(
+        repr=False
+    )  # deletes the cached keys, so that the next session draws others
+    folder: Path | None = None  # the private folder that holds all of this; None if it could not be written
 
 
 _SECRET = "secret"
@@ -50,33 +42,33 @@ _SECRET = "secret"
 
 def tensors_of(keys: VerificationKeys | BlameKeys) -> dict[str, Tensor]:
     secret = torch.tensor(list(keys.secret), dtype=torch.uint8, device="cpu")
-    return {_SECRET: secret, **{_name(place): values for place, values in keys.products.items()}}
+    return {_SECRET: secret, **{name_of(place): values for place, values in keys.products.items()}}
 
 
 def read_keys(tensors: Mapping[str, Tensor], *, groups: int) -> VerificationKeys:
     """Read the verification keys of `groups` layer groups. Raises `KeyError`: tensors are missing;
     `CheckpointError`."""
     keys = VerificationKeys(_secret(tensors[_SECRET]))
-    keys.products = {place: tensors[_name(place)] for place in _places(range(groups))}
+    keys.products = {place: tensors[name_of(place)] for place in _places(range(groups))}
     return keys
 
 
-def open_blame_keys(path: Path, *, groups: int, stacks: Stacks = NO_STACKS) -> BlameKeys:
-    """Open the blame keys of `groups` layer groups. A key is read from the file when it is needed, even if the file has
-    been deleted since. Raises `CheckpointError`: keys are missing, or the secret is damaged."""
-    file = safe_open(path, framework="pt", device="cpu")
-    wanted = {_SECRET, *map(_name, _places(index for index in range(groups) if index not in stacks))}
+def read_blame_keys(file: Any, *, groups: int, stacks: Stacks = NO_STACKS) -> BlameKeys:
+    """Return the blame keys of `groups` layer groups, which are read from an open `safe_open` when they are needed.
+    Raises `CheckpointError`: keys are missing, or the secret is damaged."""
+    wanted = {_SECRET, *map(name_of, _places(index for index in range(groups) if index not in stacks))}
     if missing := wanted - set(file.keys()):
-        raise CheckpointError(f"{path} lacks {sorted(missing)}; delete it")
+        raise CheckpointError(f"the blame keys lack {sorted(missing)}; delete them")
     secret = _secret(file.get_tensor(_SECRET))
-    return BlameKeys(secret, read=lambda place: file.get_tensor(_name(place)), stacks=stacks)
+    return BlameKeys(secret, read=lambda place: file.get_tensor(name_of(place)), stacks=stacks)
 
 
 def _places(indices: Iterable[int]) -> list[Place]:
     return [(GroupIndex(index), direction) for index in indices for direction in DIRECTIONS]
 
 
-def _name(place: Place) -> str:
+def name_of(place: Place) -> str:
+    """The name of a key's tensor, or of a hint's file."""
     index, direction = place
     return f"{index}.{direction}"
 

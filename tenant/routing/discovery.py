@@ -2,18 +2,16 @@
 
 Theory of operation. The tenant asks registries which executors serve the model, and does not trust their answers. A
 descriptor counts if the federation's authority has signed for the executor and its operator (`descriptor.verify`). A
-descriptor adds one executor and changes nothing else: masking, helpers, and the pins, addresses and roles of the
-providers in the file belong to the tenant (rules 10 and 11). A discovered executor is verified like any other executor,
-and is asked only under a masking scheme that hides rows from it (`Scheme.check`). So a registry that lies, withholds or
-repeats descriptors can deny service, and nothing else.
+descriptor adds one executor and changes nothing else (rules 10 and 11). A discovered executor is verified like any
+other, and is asked only under a masking scheme that hides rows from it (`Scheme.check`). So a registry that lies,
+withholds or repeats descriptors can deny service, and nothing else.
 
 An executor is refused if it shares a name, a key, a certificate or an address with a provider of the file (rule 11: the
 file's entry is used), if its company has a helper (rule 8), or if its address is loopback or link-local. A *spare*
 helper of its company is enough, because a registry could otherwise influence which helpers hold the seeds.
 
-The newest descriptor of a key counts. The tenant remembers it as long as an older one could be valid, so an older
-descriptor never replaces a newer one. An executor stays until its last descriptor expires, also while no registry
-answers.
+The newest descriptor of a key counts. The tenant remembers it as long as an older one could be valid. An executor
+stays until its last descriptor expires, also while no registry answers.
 """
 
 import logging
@@ -46,8 +44,7 @@ _JITTER: Final = 0.2  # random share of a pause, so that tenants that started to
 
 @dataclass(frozen=True)
 class Discovered:
-    """Executors whose descriptors were verified: those that the tenant uses, distinct from each other and from every
-    provider of its file; and why another one is not used, by name."""
+    """Executors whose descriptors were verified: those that the tenant uses, and why others are not used, by name."""
 
     executors: tuple[Peer, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -68,16 +65,8 @@ def admitted(federation: Federation, announced: Iterable[VerifiedDescriptor], *,
             continue
         if (descriptor.model_digest, descriptor.weight_bits) != (federation.model_digest, federation.weight_bits):
             continue
-        peer = Peer(
-            one.name,
-            one.operator,
-            "executor",
-            descriptor.host,
-            descriptor.port,
-            one.certificate,
-            layers=descriptor.layers,
-            remote_only=not local,
-        )
+        where = descriptor.host, descriptor.port, one.certificate
+        peer = Peer(one.name, one.operator, "executor", *where, layers=descriptor.layers, remote_only=not local)
         own = traits(peer)
         if shared := {what for other in listed for what in in_common(own, other)}:
             if "public key" not in shared:  # otherwise it is that provider itself, and its entry in the file is used
@@ -103,9 +92,8 @@ def admitted(federation: Federation, announced: Iterable[VerifiedDescriptor], *,
 
 class Discovery:
     """Asks the registries of a federation: first in `refresh`, later in a background thread, which calls `changed` with
-    the new list when executors have come or gone. A `Discovery` belongs to one process: a forked child calls `abandon`
-    and makes its own. `found` has the executors found so far. Raises `CertificateError` if the authority's certificate
-    cannot be read."""
+    the new list when executors have come or gone. `found`: those found so far. A forked child calls `abandon` and makes
+    its own. Raises `CertificateError` if the authority's certificate cannot be read."""
 
     def __init__(
         self,

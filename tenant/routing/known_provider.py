@@ -1,12 +1,10 @@
 """A provider as a session knows it: its circuit breaker, the cost of its answers, what it serves, and what was asked
 of it. Callers pass the time; the module uses no socket and no clock.
 
-A failure opens the breaker. The provider then gets no requests during a pause. The pause doubles with every failure in
-a row and is varied at random by up to a half, so that tenants that lost the provider together do not return together.
-After the pause the caller connects again. If that succeeds, the provider gets one request as a trial, and the answer to
-the trial closes the breaker.
-
-Cost is measured by real requests: seconds per exchange for small exchanges, seconds per byte for large ones.
+A failure opens the breaker. The provider then gets no requests during a pause, which doubles with every failure in a
+row and is varied at random by up to a half, so that tenants do not return together. After the pause the caller connects
+again. If that succeeds, the provider gets one request as a trial, whose answer closes the breaker. Cost is measured by
+real requests: seconds per exchange for small exchanges, seconds per byte for large ones.
 
 A provider may be slow on purpose at any time, so the cost of other providers limits the wait for it. After a wait
 without an answer, the provider gets a penalty: a pause of many times the wasted time, even if it answers probes
@@ -14,8 +12,9 @@ meanwhile. A provider that is slower than others is measured again after a hundr
 recent answer.
 """
 
+import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -38,25 +37,15 @@ _random = secrets.SystemRandom().random
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How long a session waits for providers.
+    """How long a session waits for providers."""
 
-    Args:
-        first_pause_s: pause after the first failure of a provider. It doubles with every failure, up to `last_pause_s`.
-        least_patience_s: shortest time to wait for an answer while another provider is available.
-        unknown_s: assumed cost of an exchange if none was measured.
-        stale_s: minimum time for which a measurement is used, so measuring costs at most one request per `stale_s`.
-        stale_times: minimum time for which a measurement is used, as a multiple of the measured duration.
-        penalty_times: pause of a provider that did not answer while others were up, as a multiple of the wasted time;
-            at most ten minutes.
-    """
-
-    first_pause_s: float = 0.25
+    first_pause_s: float = 0.25  # after a provider's first failure; it doubles with every failure, up to `last_pause_s`
     last_pause_s: float = 30.0
-    least_patience_s: float = 2.0
-    unknown_s: float = 1.0
-    stale_s: float = 10.0
-    stale_times: float = 100.0
-    penalty_times: float = 20.0
+    least_patience_s: float = 2.0  # shortest wait for an answer while another provider is available
+    unknown_s: float = 1.0  # assumed cost of an exchange if none was measured
+    stale_s: float = 10.0  # for which a measurement is used at least, so measuring costs a request per `stale_s`
+    stale_times: float = 100.0  # the same, as a multiple of the measured duration
+    penalty_times: float = 20.0  # pause of a provider that did not answer while others did, per second of waiting
 
 
 USUAL: Final = Tolerance()
@@ -79,7 +68,7 @@ class ProviderHealth:
         self._latency, self._per_byte = _Average(), _Average()
         self._tolerance = tolerance
         self._backoff = Backoff(tolerance.first_pause_s, tolerance.last_pause_s, jitter=0.5, random=jitter)
-        self._measured_at: float | None = None
+        self._measured_at = -math.inf
         self._slowest_s = 0.0
 
     def failed(self, now: float, *, wasted_s: float = 0.0) -> bool:
@@ -103,7 +92,7 @@ class ProviderHealth:
 
     def answered(self, now: float, *, seconds: float, size: int) -> bool:
         """Record the duration of an exchange of `size` bytes in all. Returns True if that closed the breaker."""
-        if self._measured_at is not None and self._is_long_ago(now):
+        if self._is_long_ago(now):
             self._latency.count = self._per_byte.count = 0  # the connection's properties may have changed completely
         self._slowest_s = max(seconds, (1 - _WEIGHT) * self._slowest_s)
         closed = self.state is not State.UP
@@ -148,12 +137,10 @@ class ProviderHealth:
         return float(max(self._tolerance.least_patience_s, _PATIENCE * expected) * times)
 
     def is_stale(self, now: float) -> bool:
-        if self._measured_at is None or self.measurements < _ENOUGH:
-            return True
-        return self._is_long_ago(now)
+        """Returns True if another measurement is due."""
+        return self.measurements < _ENOUGH or self._is_long_ago(now)
 
     def _is_long_ago(self, now: float) -> bool:
-        assert self._measured_at is not None
         valid_s = max(self._tolerance.stale_s, self._tolerance.stale_times * self._slowest_s)
         return now - self._measured_at > valid_s
 
@@ -173,10 +160,10 @@ class _Average:
 
 @dataclass(frozen=True, kw_only=True)
 class ProviderFigures:
-    """Figures of one provider in a session, for progress displays. `state`: in a word or two. `latency_s`: of small
-    requests, smoothed; None before the first answer. `verified`, `rejected`: number of its answers that passed the
-    check, and that failed it. `waited_s`: for how long requests have waited in vain for its answer, and `left_s`: in
-    how many seconds the last of them gives up; None if none has waited for two seconds."""
+    """Figures of one provider in a session. `state`: in a word or two. `latency_s`: of small requests, smoothed; None
+    before the first answer. `verified`, `rejected`: its answers that passed the check, and that failed it. `waited_s`:
+    for how long requests have waited in vain for its answer, and `left_s`: in how many seconds the last of them gives
+    up; None if none has waited for two seconds."""
 
     name: str
     role: Role
@@ -218,20 +205,11 @@ class KnownProvider:
         welcome = self.welcome
         return welcome is not None and welcome.first_group <= index < welcome.end_group
 
-    def may_replace(self, other: "KnownProvider") -> bool:
-        """Returns False if the two have announced that they serve different layer groups."""
-        if self.welcome is None or other.welcome is None:
-            return True
-        mine, theirs = self.welcome.groups, other.welcome.groups
-        return mine.start < theirs.stop and theirs.start < mine.stop
-
     def cost(self, size: int) -> float:
         """Expected seconds of an exchange of `size` bytes after the requests in flight; 0 without a measurement."""
         return (self.health.seconds_for(size) or 0.0) * (1 + self.in_flight)
 
-    def figures(
-        self, *, quarantined: bool, wait: tuple[float, float] | None, traffic: Sequence[Traffic]
-    ) -> ProviderFigures:
+    def figures(self, *, quarantined: bool, wait: tuple[float, float] | None, traffic: Traffic) -> ProviderFigures:
         """Return the figures. `wait`: `waited_s` and `left_s`, if requests wait; `traffic`: of its connections."""
         state = "no answer yet" if self.welcome is None else str(self.health.state)
         waited_s, left_s = wait or (None, None)
@@ -247,8 +225,8 @@ class KnownProvider:
             latency_s=self.health.latency_s,
             verified=self.verified,
             rejected=self.rejected,
-            bytes_sent=sum(of.bytes_sent for of in traffic),
-            bytes_received=sum(of.bytes_received for of in traffic),
+            bytes_sent=traffic.bytes_sent,
+            bytes_received=traffic.bytes_received,
             waited_s=waited_s,
             left_s=left_s,
         )

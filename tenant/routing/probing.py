@@ -5,6 +5,7 @@ Other providers may be away: attempts to connect to them continue in the backgro
 needed provider does not answer, or no executor serves some layers, the session raises an error before anything is sent.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -26,9 +27,8 @@ _GRACE_S = 0.25  # seconds to wait for providers that are not needed, so that th
 
 class Prober:
     """Connects to the providers of a session, which must cover all layer groups of `manifest`. Thread-safe. `retry`:
-    connects to a provider, until the session's deadline, or until its second argument returns False because the
-    provider is no longer needed. `try_once`: connects without retries. `closing`: set when the session closes; then a
-    failed connection is not counted as a failure of the provider."""
+    connects to a provider, until the session's deadline, or while its second argument returns True. `try_once`:
+    connects without retries. `closing`: set when the session closes; then no failure counts against a provider."""
 
     def __init__(
         self,
@@ -81,18 +81,13 @@ class Prober:
 
     def reaches_executor(self) -> bool:
         """Connect to executors until one answers, once each. Returns False if none does."""
-        return any(map(self._answers, self._routes.executors))
-
-    def _answers(self, provider: KnownProvider) -> bool:
-        if provider.peer in self._routes.quarantined:
-            return False
-        try:
-            self._try_once(provider)
-        except ProviderError:  # it is busy, or has enough connections
-            return True
-        except SymbiosisError:
-            return False
-        return True
+        for provider in self._routes.executors:
+            if provider.peer not in self._routes.quarantined:
+                with contextlib.suppress(SymbiosisError):
+                    with contextlib.suppress(ProviderError):  # it is busy, or has enough connections
+                        self._try_once(provider)
+                    return True
+        return False
 
     def _connect(self) -> None:
         self._before()
@@ -122,12 +117,10 @@ class Prober:
         return not self._routes.uncovered(len(self._manifest.groups)) and not self._without_helpers()
 
     def _without_helpers(self) -> list[int]:
-        """Return the layer groups for which too few helpers have answered."""
         groups = map(GroupIndex, range(len(self._manifest.groups)))
         return [index for index in groups if not self._routes.has_helpers(index)]
 
     def _missing(self) -> SymbiosisError:
-        """Return the error to raise for the providers that failed."""
         routes = self._routes
         uncovered = routes.uncovered(len(self._manifest.groups))
         role, providers, needed = "executor", routes.executors, routes.executors
@@ -153,7 +146,7 @@ class Prober:
         )
 
     def _probe(self, provider: KnownProvider, probe: Probe) -> Future[None]:
-        """Probe a provider in the background, unless a probe of it is running. Returns that probe's end."""
+        """Probe a provider in the background, unless a probe of it is running."""
         with self._lock:
             if provider not in self._probes:
                 worker = Worker(f"probe-{provider.peer.name}")
@@ -190,6 +183,5 @@ def check_expected(federation: Federation, manifest: Manifest) -> None:
         )
 
 
-def _text(layers: Sequence[int]) -> str:
-    """Format layers, such as `0-3, 7`."""
+def _text(layers: Sequence[int]) -> str:  # such as `0-3, 7`
     return ", ".join(map(str, spans(layers))) or "none"

@@ -41,8 +41,7 @@ _USUAL_EFFECT = 1 << 20  # bytes, to compare the costs of helpers
 
 
 class Routes:
-    """The providers of a session, and the decision which of them is asked. Thread-safe. `with_helpers`: pads come from
-    helpers.
+    """The providers of a session. Thread-safe. `with_helpers`: pads come from helpers.
 
     Attributes:
         executors: the executors of the federation in its order, then discovered ones; `version` changes with them. A
@@ -105,8 +104,7 @@ class Routes:
             self.version += 1
             self.all_up = False
 
-    def _joined(self, peer: Peer) -> KnownProvider:
-        """Return what is known of an executor that has joined. One that announces other layers keeps its health."""
+    def _joined(self, peer: Peer) -> KnownProvider:  # one that announces other layers keeps its health
         own, provider = traits(peer), self._known(peer)
         for party, health in self._reputations:
             if in_common(own, party):
@@ -134,16 +132,9 @@ class Routes:
         holders: Collection[Peer] | None,
         prefer: KnownProvider | None = None,
     ) -> KnownProvider | None:
-        """Choose the executor of a request. Report the outcome with `answered`, `failed` or `cancelled`.
-
-        Args:
-            size: bytes of request and answer together.
-            holders: the helpers that know the seeds of the rows' pads; None if new pads will be drawn for the executor.
-            prefer: chosen if it is open.
-
-        Returns:
-            The executor; None if no able executor is open.
-        """
+        """Choose the executor of a request; None if no able executor is open. Report the outcome with `answered`,
+        `failed` or `cancelled`. `size`: bytes of request and answer together. `holders`: the helpers that know the
+        seeds of the rows' pads; None if new pads will be drawn for the executor. `prefer`: chosen if it is open."""
         with self._lock:
             able = serving = self.able(index)
             if holders:
@@ -266,11 +257,9 @@ class Routes:
                 most = taken
         return most
 
-    def _share_one_part(self, one: Peer, other: Peer) -> bool:
-        """Returns True if only one of two helpers may have a part in a pad."""
-        if self._federation.pad_helpers is None:
-            return one.name == other.name
-        return self._federation.one_company(one, other)
+    def _share_one_part(self, one: Peer, other: Peer) -> bool:  # of a pad
+        same_name = self._federation.pad_helpers is None
+        return one.name == other.name if same_name else self._federation.one_company(one, other)
 
     def has_helpers(self, index: GroupIndex) -> bool:
         """Returns True if enough helpers for a pad of this group have answered."""
@@ -298,13 +287,12 @@ class Routes:
     def answered(
         self, provider: KnownProvider, *, seconds: float, size: int, verified: Collection[Peer] | None = None
     ) -> None:
-        """Record that an executor answered. `verified`: as for `record_verified`; None if the answer is not checked
-        yet."""
+        """Record that a provider answered. `verified`: as for `record_verified`; None if it is not checked yet."""
         with self._lock:
             provider.requests += 1
             provider.in_flight = max(0, provider.in_flight - 1)
             now = self._clock()
-            if provider.health.answered(now, seconds=seconds, size=size) and self._others(provider):
+            if provider.health.answered(now, seconds=seconds, size=size) and len(self._same_role(provider)) > 1:
                 log.warning("%s answers again, after %.1f s", provider, now - provider.health.down_since)
             if verified is not None:
                 self._verified(provider, verified)
@@ -316,8 +304,8 @@ class Routes:
             provider.requests += 1
             provider.in_flight = max(0, provider.in_flight - 1)
             opened = provider.health.failed(self._clock(), wasted_s=self._wasted(provider, waited_s))
-            if opened and self._others(provider):  # without other providers, the request waits, and `notices` logs that
-                log.warning("%s has failed, others are asked meanwhile: %s", provider, why)
+            if opened and len(self._same_role(provider)) > 1:  # otherwise the request waits, and `notices` logs that
+                log.warning("%s has failed: %s", provider, why)
 
     def late(self, holders: Collection[Peer], *, waited_s: float = 0.0) -> None:
         """Record that effects of these helpers are late."""
@@ -339,15 +327,11 @@ class Routes:
         return min(left_s / 2, max(health.patience_s(size, others_s=others_s) for health in asked))
 
     def _wasted(self, provider: KnownProvider, waited_s: float) -> float:
-        """Return the seconds of a wait for one provider during which another provider could have answered."""
-        same_role = self.helpers if provider.peer.role == "helper" else self.executors
-        return waited_s if any(other.is_up for other in same_role if other is not provider) else 0.0
+        others = (other for other in self._same_role(provider) if other is not provider)
+        return waited_s if any(other.is_up for other in others) else 0.0
 
-    def _others(self, provider: KnownProvider) -> bool:
-        """Returns True if another provider could replace this one."""
-        if provider.peer.role == "helper":
-            return self.has_spares
-        return any(other is not provider and other.may_replace(provider) for other in self.executors)
+    def _same_role(self, provider: KnownProvider) -> Sequence[KnownProvider]:
+        return self.helpers if provider.peer.role == "helper" else self.executors
 
     def record_verified(self, executor: KnownProvider, holders: Collection[Peer]) -> None:
         """Record that an answer of the executor, and the effects of these helpers, passed the check."""

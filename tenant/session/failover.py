@@ -5,17 +5,15 @@ bytes. If there is no such executor, or if an effect is lost or late and another
 fresh pads and are sent again. A provider whose result is wrong is quarantined before the next request leaves;
 `tenant.core.blame` finds out who it is.
 
-`session.send_part` has the only loop. Its `Attempts` choose each executor, and hold all that the request remembers:
-failures, faults, pauses, the deadline.
-
-This module cannot weaken a promise: rows leave only as `MaskedRows` and through the gate, and results are checked.
+`session.send_part` has the only loop. Its `Attempts` hold all that the request remembers. They cannot weaken a promise:
+rows leave only as `MaskedRows` and through the gate, and results are checked.
 """
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
+from functools import cached_property
 
 from torch import Tensor
 
@@ -73,16 +71,15 @@ class Attempts:
         self._fault: Exception | None = None  # to be raised if no provider is left
         self._faults = 0
 
-    @functools.cached_property
-    def _backoff(self) -> Backoff:
-        return Backoff(0.015, 0.75, jitter=1 / 3)
-
     # The next executor
 
+    @cached_property
+    def _backoff(self) -> Backoff:  # most requests need none
+        return Backoff(0.015, 0.75, jitter=1 / 3)
+
     def choose(self) -> KnownProvider:
-        """Choose the executor to ask. Waits until an executor is available. Replaces pads if an effect of them was
-        lost, or if no executor may see rows under them. Raises `DeadlineExceededError` if no executor came back in
-        time, or the error of the last one that was asked."""
+        """Choose the executor to ask. Waits until one is available. Replaces pads if an effect of them was lost, or if
+        no executor may see rows under them. Raises `DeadlineExceededError`, or the last fault."""
         if self._made is not None:
             return self._made.provider
         if self._usual and self._routes.all_up and (provider := self._able()) is not None:
@@ -123,15 +120,14 @@ class Attempts:
         if sights:
             after_answer(part.sent, ring_bits=part.rows.ring_bits)
         self._routes.record_verified(provider, part.sent.holders)
-        if self._failed and (
-            failed := [(since, other) for other, since in self._failed.items() if other is not provider]
-        ):
-            since, other = min(failed, key=lambda pair: pair[0])
-            seconds = time.monotonic() - since
-            with self._tally.lock:
-                counts.takeovers += 1
-                counts.takeover_s += seconds
-            log.info("%s took over from %s within %.2f s", provider, other, seconds)
+        for other, since in self._failed.items():
+            if other is not provider:  # the first that has failed
+                seconds = time.monotonic() - since
+                with self._tally.lock:
+                    counts.takeovers += 1
+                    counts.takeover_s += seconds
+                log.info("%s took over from %s within %.2f s", provider, other, seconds)
+                break
         return self._usual
 
     def _able(self) -> KnownProvider | None:
@@ -288,7 +284,6 @@ class Attempts:
                 return
 
     def _missing(self) -> list[Share]:
-        """Return the shares whose effects have not arrived."""
         return [share for share in _shares(self._part) if not share.effect.done()]
 
     def _replace_spoilt_pads(self) -> None:
@@ -320,10 +315,10 @@ class Attempts:
     # Results that are wrong
 
     def refused(self, provider: KnownProvider, answer: Tensor, *, may_wrap: bool = False) -> bool:
-        """Handle a product that failed the check: the executor's answer or an effect of its pads is wrong; or, if
-        `may_wrap` is True, the product has left a narrow ring. Returns False if the keys find no error, and the product
-        may have left the ring. No provider is suspected then. Raises `VerificationError`: the remaining providers
-        cannot compute the product; `CheckpointError`: the tenant's own packed weights are damaged."""
+        """Handle a product that failed the check: the answer or an effect is wrong; or, if `may_wrap`, the product has
+        left a narrow ring. Returns False if that is possible, and the keys find no error: no provider is suspected.
+        Raises `VerificationError`: the remaining providers cannot compute the product; `CheckpointError`: the tenant's
+        own packed weights are damaged."""
         runtime, part = self._runtime, self._part
         with runtime.gate.attributing:
             involved = [executor := provider.peer, *part.sent.holders]
@@ -351,8 +346,6 @@ class Attempts:
         return True
 
     def _has_faulted(self, fault: Exception) -> None:
-        """Record that a provider was found at fault. Raises the fault if the remaining providers cannot compute the
-        product."""
         self._fault = fault
         self._faults += 1
         self._check()

@@ -1,10 +1,9 @@
 """The fast lane: products of a few rows, in a straight line, while everything is usual.
 
-Decoding sends one row per product, and Python's way through the session takes longer than the product. After the usual
-way (`session`) has computed a product of a few rows at its first attempt, a `Lane` repeats it with all that does not
-change prepared: the arguments of the compiled passes (`core.parts.FewRows`), and the bytes of both headers, in which
-only the nonce changes. The next product's pads and masks are made ready while an answer is awaited, and memory is used
-again. The steps and every bit are the same: encode, mask, burn pads, gate, send, check.
+After the usual way (`session`) has computed a product of a few rows at its first attempt, a `Lane` repeats it with all
+that does not change prepared: the arguments of the compiled passes (`core.parts.FewRows`), and the bytes of both
+headers, in which only the nonce changes. The next product's pads and masks are made ready while an answer is awaited,
+and memory is used again. The steps and every bit are the same: encode, mask, burn pads, gate, send, check.
 
 Everything unusual goes back to the usual way, with rows, pads and bytes as they are: pads that do not fit or whose
 effects are not there, no free connection, an answer with another header, a failure, a row that fails the check. A lane
@@ -91,8 +90,8 @@ class Lane:
         return self._routes.version != self._version or self._provider.welcome != self._welcome
 
     def places(self, rows: FloatRows) -> Places | None:
-        """Where these rows are read and their results written, if they are like those that this lane was made for;
-        otherwise None. The compiled code trusts these shapes."""
+        """Where these rows are read and their results written; None if they are not like those that this lane was made
+        for. The compiled code trusts these shapes."""
         inputs, outputs = self._layout(rows.inputs, self.few.width), self._layout(rows.outputs, self.few.outputs)
         return None if inputs is None or outputs is None or rows.bound is not self.few.bound else (inputs, outputs)
 
@@ -199,7 +198,6 @@ class Lane:
         return used
 
     def _prepare_next(self) -> None:
-        """Work while the answer is awaited: prepare the pads of the next products, and order others in their place."""
         if self._ready:
             return
         pads = self._pads.take_ready(*self.place, self.few.count, most=MOST_FEW)

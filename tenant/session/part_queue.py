@@ -8,6 +8,7 @@ sooner without it. The caller's slot uses the executor with the lowest cost, and
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import torch
 
@@ -73,28 +74,33 @@ def multiply_parts(
             queue.clear()
             raise
 
-    # threads inherit neither context variables nor torch's inference mode, and parts write to the caller's tensors
     inference = torch.is_inference_mode_enabled()
 
     def run_in_thread(provider: KnownProvider) -> None:
-        with torch.inference_mode(inference):
+        with torch.inference_mode(inference):  # threads inherit no modes, and parts write to the caller's tensors
             run_parts(provider, only_if_faster=True)
 
     jobs = [executor.workers[number].submit(run_in_thread, executor.provider) for executor, number in others]
+
+    def run_own() -> None:
+        run_parts(own[0].provider, only_if_faster=False)  # takes every part that is left
+        for job in jobs:
+            job.cancel()
+
+    run_beside(jobs, run_own)
+
+
+def run_beside(jobs: Sequence[Future[None]], own: Callable[[], None]) -> None:
+    """Run `own` in this thread while `jobs` run in others. Raises the error of one that found a fault, else any error,
+    when all have ended: they are bounded by the deadlines of their requests."""
     failures: list[BaseException] = []
     try:
-        run_parts(own[0].provider, only_if_faster=False)  # takes every part: none is left for slots that have not begun
+        own()
     except Exception as error:  # an interrupt ends the wait at once
         failures.append(error)
-    # parts that have not begun will not begin; the others are bounded by the deadlines of their requests
-    failures += [failure for job in jobs if not job.cancel() and (failure := job.exception()) is not None]
-    if failures:
-        raise said_most(failures)
-
-
-def said_most(failures: Sequence[BaseException]) -> BaseException:
-    """Return the failure of the part that found a fault, and not that of one that stopped because of the quarantine."""
-    return next((failure for failure in failures if not isinstance(failure, QuarantinedError)), failures[0])
+    failures += [failure for job in jobs if not job.cancelled() and (failure := job.exception()) is not None]
+    if failures:  # a request that was stopped because of a quarantine says less than the one that found the fault
+        raise next((failure for failure in failures if not isinstance(failure, QuarantinedError)), failures[0])
 
 
 def part_rows(count: int, size: int, *, part_bytes: int, executors: int = 1) -> int:

@@ -1,11 +1,8 @@
-"""What is computed after the check has refused rows: corrections of wraps.
-
-In a narrow ring, products of honest providers may leave the ring. Their rows are corrected with the
-verification keys (`symbiosis_priv.arithmetic.wraps`).
+"""What is computed after the check has refused rows: in a narrow ring, products of honest providers may leave the ring.
+Their rows are corrected with the verification keys (`symbiosis_priv.arithmetic.wraps`).
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,19 +15,12 @@ _FEW_ROWS = 8  # more rows than this do not leave a ring by chance at two entrie
 _ENTRIES = 1 << 22  # of the rows that are copied and corrected together
 
 
-class ProductRefused(Protocol):
-    """`failover.Attempts.refused`, for one answer."""
-
-    def __call__(self, *, may_wrap: bool) -> bool:
-        """Find the provider at fault. Returns False if `may_wrap` is True and there is none."""
-
-
 def correct_or_blame(
-    part: Part, answer: Tensor, refused: Sequence[int], product_refused: ProductRefused
+    part: Part, answer: Tensor, refused: Sequence[int], product_refused: Callable[..., bool]
 ) -> Sequence[int] | None:
     """Handle rows that failed the check. `answer`: int32 `[r, o]`, the answer that was opened. `refused`: the numbers
-    of the rows, at least one. Returns the rows that left a narrow ring too often to be corrected; None if a provider
-    was at fault and the part has to be sent again."""
+    of the rows, at least one. `product_refused`: `failover.Attempts.refused`, for this answer. Returns the rows that
+    left a narrow ring too often to be corrected; None if a provider was at fault and the part has to be sent again."""
     # rows of zeros cannot leave a narrow ring
     may_wrap = part.rows.most_wraps > 0 and part.start + max(refused) < part.rows.count
     # an outlier channel may wrap in all rows, but few rows wrap at two entries, and to look for them takes long
@@ -43,10 +33,9 @@ def correct_or_blame(
 
 
 def correct(part: Part, rows: Sequence[int], answer: Tensor, *, entries: int = wraps.MOST_ENTRIES) -> Sequence[int]:
-    """Correct the wraps of rows that failed the check, and write their results. A search for one wrapped entry takes
-    microseconds a row, a search for two entries tens of milliseconds. `answer`: int32 `[r, o]`, the answer that was
-    opened. `entries`: the maximum number of wrapped entries to look for in a row. Returns the numbers of the rows that
-    cannot be corrected."""
+    """Correct the wraps of rows that failed the check, and write their results. `answer`: int32 `[r, o]`, the answer
+    that was opened. `entries`: wrapped entries to look for in a row; one takes microseconds, two tens of milliseconds.
+    Returns the numbers of the rows that cannot be corrected."""
     if not rows:
         return []
     bits, left = part.rows.ring_bits, list[int]()

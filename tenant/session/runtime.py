@@ -1,9 +1,9 @@
 """The objects of a session that belong to one process: the secret and its counters, pads, threads and connections
 (rules 2 and 12).
 
-A forked child does not use its parent's `Runtime`. A `Runtime` is closed with its session, when the session is garbage
-collected, or when the program ends: it tells its threads to stop, shuts connections down, which wakes the threads that
-read from them, and joins the threads while the interpreter still works (`tenant.worker`).
+A `Runtime` is closed with its session, when the session is garbage collected, or when the program ends: it tells its
+threads to stop, shuts connections down, which wakes the threads that read from them, and joins the threads while the
+interpreter still works (`tenant.worker`).
 """
 
 import atexit
@@ -56,13 +56,9 @@ _JOIN_S = 5.0  # a thread may be in the middle of a product or of a name lookup
 
 
 class Runtime:
-    """Secret, pads, threads and connections of one process; see the module's docstring. Thread-safe.
-
-    Attributes:
-        lanes: repeat products of few rows, by layer group, direction and number of rows.
-        closing: set when the runtime is being closed.
-        version: `Routes.version` at the last `refresh`.
-    """
+    """Secret, pads, threads and connections of one process. Thread-safe. `lanes`: repeat products of few rows, by layer
+    group, direction and number of rows. `closing`: set when the runtime is being closed. `version`: `Routes.version` at
+    the last `refresh`."""
 
     def __init__(
         self,
@@ -94,15 +90,7 @@ class Runtime:
             new_channel = functools.partial(self._channel, provider.peer, federation.tls_context(provider.peer))
             clients[provider] = HelperClient(provider, routes, new_channel, secret, ring_bits=options.ring_bits)
         self.helpers, self._helpers = tuple(clients.values()), clients
-        self.pads = Supply(
-            preparation,
-            scheme,
-            options,
-            store,
-            routes,
-            secret=secret,
-            helpers=clients,
-        )
+        self.pads = Supply(preparation, scheme, options, store, routes, secret=secret, helpers=clients)
         self._discovery = None if federation.registries is None else Discovery(federation, changed=routes.update)
         self._discovering = False
         self.version = routes.version
@@ -153,9 +141,8 @@ class Runtime:
         """Let a lane compute products like this one, unless there is a lane already."""
         place = part.index, part.direction, part.count
         if place not in self.lanes:
-            client, deadline_s = self.executors[provider], self.options.deadline_s
-            counts, memory = self.tally, self._lane_memory
-            self.lanes[place] = Lane(part, client, self.routes, self.pads, counts, memory, deadline_s=deadline_s)
+            given = self.executors[provider], self.routes, self.pads, self.tally, self._lane_memory
+            self.lanes[place] = Lane(part, *given, deadline_s=self.options.deadline_s)
 
     def close(self) -> None:
         """Stop threads and close connections. Waits for the threads, up to `_JOIN_S` in all. The runtime cannot be used
@@ -183,7 +170,7 @@ class Runtime:
         _open.discard(self)
 
     def close_in_background(self) -> None:
-        """Close in a new thread. A finaliser uses it, because it may run on a thread that `close` would wait for."""
+        """Close in a new thread, because a finaliser may run on a thread that `close` would wait for."""
         if not self.closing.is_set():
             # no thread can be started: the program is ending, and `_close_all` runs next
             with contextlib.suppress(RuntimeError):
@@ -200,7 +187,6 @@ class Runtime:
                 channel.abandon()
 
     def _discover(self) -> None:
-        """Ask the registries now, and again when an executor is missing."""
         if self._discovery is not None:
             self._discovery.refresh()
             if not self._discovering:
@@ -227,8 +213,7 @@ class Runtime:
             channel.close()
 
     def _new_executor(self, provider: KnownProvider) -> ExecutorClient:
-        new_channel = functools.partial(self._channel, provider.peer)
-        executor = ExecutorClient(provider, new_channel)
+        executor = ExecutorClient(provider, functools.partial(self._channel, provider.peer))
         if self.closing.is_set():
             executor.close()
         return executor
@@ -268,8 +253,7 @@ def forget_all() -> None:
 
 
 @atexit.register
-def _close_all() -> None:
-    """Close the sessions that a script left open. Afterwards, none of our threads delays the interpreter's exit."""
+def _close_all() -> None:  # afterwards, none of our threads delays the interpreter's exit
     generation()  # in a forked child, open sessions belong to the parent
     for runtime in tuple(_open):
         runtime.close()

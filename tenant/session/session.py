@@ -23,7 +23,7 @@ child starts with fresh ones (rules 2 and 12).
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 
 import numpy as np
@@ -38,6 +38,9 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.limits import GroupIndex
+from symbiosis_priv.network.dial import Traffic
+from tenant.connections.executor_client import ExecutorClient
+from tenant.connections.helper_client import HelperClient
 from tenant.core.masked import cut
 from tenant.core.pads import Pad, call_in_child, generation
 from tenant.core.parts import FloatRows, Part, Rows
@@ -50,7 +53,7 @@ from tenant.routing.probing import check_expected
 from tenant.routing.routes import Routes
 from tenant.session.failover import Attempts
 from tenant.session.lane import Attempt, Lane, Unfinished, may_repeat
-from tenant.session.part_queue import multiply_parts, part_rows, said_most
+from tenant.session.part_queue import multiply_parts, part_rows, run_beside
 from tenant.session.refused import correct_or_blame
 from tenant.session.runtime import Runtime, forget_all
 from tenant.session.supply import most_rows
@@ -88,8 +91,7 @@ class Session:
         multiply(self._open(), index, direction, rows)
 
     def forward_few(self, index: GroupIndex, facts: GroupFacts, x: Tensor, dtype: torch.dtype) -> list[Tensor] | None:
-        """Compute the outputs of a few rows by a lane; see `Backend.forward_few`. `facts`: of the group, narrowed for
-        the scheme as those of the rows that `multiply` takes."""
+        """See `Backend.forward_few`. `facts`: of the group, narrowed for the scheme."""
         generation()
         runtime, width = self._runtime or self._open(), x.shape[-1]
         lane = runtime.lanes.get((index, FORWARD, x.numel() // width))
@@ -98,13 +100,10 @@ class Session:
         if (made := lane.outputs(x, facts.entry.outputs, dtype)) is None:
             return None
         outputs, places = made
-        unfinished = lane.multiply(places)
-        if unfinished is not None:
-            matrices = [out.view(-1, out.shape[-1]) for out in outputs]
-            rows = FloatRows(facts, FORWARD, [x.view(-1, width)], matrices)
-            if not _finish(runtime, lane, unfinished, rows):
-                return None
-        return outputs
+        if (unfinished := lane.multiply(places)) is None:
+            return outputs
+        rows = FloatRows(facts, FORWARD, [x.view(-1, width)], [out.view(-1, out.shape[-1]) for out in outputs])
+        return outputs if _finish(runtime, lane, unfinished, rows) else None
 
     def multiply_all(self, products: Sequence[tuple[GroupIndex, Direction, Rows]]) -> None:
         """Compute several products at the same time, each as `multiply` does."""
@@ -115,15 +114,7 @@ class Session:
                 multiply(runtime, *product)
 
         first, *others = products
-        jobs = [runtime.flight().submit(work, product) for product in others]
-        failures: list[BaseException] = []
-        try:
-            multiply(runtime, *first)
-        except Exception as error:  # an interrupt ends the wait at once
-            failures.append(error)
-        failures += [failure for job in jobs if (failure := job.exception()) is not None]  # bounded by their deadlines
-        if failures:
-            raise said_most(failures)
+        run_beside([runtime.flight().submit(work, product) for product in others], partial(multiply, runtime, *first))
 
     def product(self, index: GroupIndex, direction: Direction, rows: Tensor, *, counts: Counts | None = None) -> Tensor:
         """Multiply integer rows, int32 `[r, d]`, whose true product fits int32. Returns int32 `[r, o]`. `counts`: rows
@@ -150,27 +141,23 @@ class Session:
         routes, runtime = self.routes, self._runtime
         executors = () if runtime is None else tuple(runtime.executors.values())
         helpers = () if runtime is None else runtime.helpers
-        traffic = {e.provider: [channel.traffic for channel in e.channels] for e in executors}
-        traffic |= {h.provider: [channel.traffic for channel in h.channels] for h in helpers}
+        clients: tuple[ExecutorClient | HelperClient, ...] = (*executors, *helpers)
+        traffic = {one.provider: sum((c.traffic for c in one.channels), Traffic()) for one in clients}
+        up, seeds = (
+            sum((traffic[one.provider] for one in of), Traffic()) for of in (clients[: len(executors)], helpers)
+        )
+        ledger.executor_round_trips, ledger.bytes_to_executors, ledger.bytes_from_executors = astuple(up)
+        ledger.helper_round_trips, ledger.bytes_to_helpers, ledger.bytes_from_helpers = astuple(seeds)
         ledger.providers = tuple(
             provider.figures(
                 quarantined=provider.peer in routes.quarantined,
                 wait=None if runtime is None else runtime.notices.wait_for(provider.peer.label),
-                traffic=traffic.get(provider, ()),
+                traffic=traffic.get(provider, Traffic()),
             )
             for provider in (*routes.executors, *routes.helpers)
         )
-        to_executors = [of for e in executors for of in traffic[e.provider]]
-        to_helpers = [of for h in helpers for of in traffic[h.provider]]
-        ledger.executor_round_trips = sum(of.round_trips for of in to_executors)
-        ledger.helper_round_trips = sum(of.round_trips for of in to_helpers)
-        ledger.bytes_to_executors = sum(of.bytes_sent for of in to_executors)
-        ledger.bytes_from_executors = sum(of.bytes_received for of in to_executors)
-        ledger.bytes_to_helpers = sum(of.bytes_sent for of in to_helpers)
-        ledger.bytes_from_helpers = sum(of.bytes_received for of in to_helpers)
         pools = () if runtime is None else runtime.pads.pools
         ledger.pads_taken += sum(p.taken for p in pools)
-        ledger.pads_dry = sum(p.dry for p in pools)
         ledger.pads_ready = sum(p.ready() for p in pools)
         return ledger
 
@@ -194,15 +181,8 @@ class Session:
             if self._closed:
                 raise SymbiosisError("this session is closed; load the model again")
             if self._runtime is None:
-                self._runtime = Runtime(
-                    self._federation,
-                    self.preparation,
-                    self._scheme,
-                    self._options,
-                    self._store,
-                    self.routes,
-                    self._tally,
-                )
+                parts = self._federation, self.preparation, self._scheme, self._options, self._store
+                self._runtime = Runtime(*parts, self.routes, self._tally)
                 # closes the connections if the caller does not call `backend_of(model).close()`
                 self._finalizer = weakref.finalize(self, self._runtime.close_in_background)
                 self._finalizer.atexit = False  # `runtime` then closes the connections, and waits
@@ -259,7 +239,7 @@ def multiply(runtime: Runtime, index: GroupIndex, direction: Direction, rows: Ro
 
 
 def _finish(runtime: Runtime, lane: Lane, unfinished: Unfinished, rows: FloatRows) -> bool:
-    """Finish a product that a lane has masked. Returns False if the usual way must compute it from the start."""
+    """Finish a product that a lane has masked. Returns False if it must be computed from the start."""
     if unfinished.masked is None:
         if lane.ended:
             runtime.lanes.pop((*lane.place, rows.count), None)  # another thread may have ended it
@@ -278,8 +258,8 @@ def _count(runtime: Runtime, rows: Rows) -> None:
 def send_part(
     runtime: Runtime, part: Part, preferred: KnownProvider | None = None, *, attempt: Attempt | None = None
 ) -> None:
-    """Compute the product of one part: its request, and the only loop that sends it again. `attempt`: the first
-    attempt, if a lane has made it."""
+    """Compute the product of one part: the only loop that sends a request again. `attempt`: the first, if a lane has
+    made it."""
     if not part.is_masked:
         started = clock()
         if sights:
@@ -316,8 +296,7 @@ def send_part(
 
 
 def _encode(runtime: Runtime, index: GroupIndex, direction: Direction, rows: Rows) -> Part:
-    """Encode all rows in the ring, with zero rows up to the bucket, as one part without pads. Also compute the
-    expected check value of the product: R applied to the true product, computed with V."""
+    """Encode all rows, with zero rows up to the bucket, as one part without pads, and what its check expects."""
     counts = rows.counts
     plan = runtime.plan(index, direction, by_expert=counts is not None)
     # rows for single experts come in multiples of the bucket
@@ -335,7 +314,6 @@ def _encode(runtime: Runtime, index: GroupIndex, direction: Direction, rows: Row
 
 
 def _take(runtime: Runtime, part: Part, first: int, rows: int) -> Sequence[Pad]:
-    """Take pads for some rows of a part, and burn them."""
     began = clock()
     pads = runtime.pads.take(part.index, part.direction, rows, counts=part.counts_of(first, rows))
     record("take pads", since=began)
@@ -343,8 +321,7 @@ def _take(runtime: Runtime, part: Part, first: int, rows: int) -> Sequence[Pad]:
 
 
 def _cut(runtime: Runtime, whole: Part, *, limit: int, most: int) -> list[Part]:
-    """Cut a product into parts of at most `most` rows that every executor accepts as one request. Burns pads for the
-    rows, of which one draw has at most `limit`."""
+    """Cut a product into parts of at most `most` rows. Burns their pads, of which one draw has at most `limit`."""
     parts = []
     for first in range(0, whole.count, limit):
         end = min(first + limit, whole.count)

@@ -1,9 +1,9 @@
 """The supply of pads, drawn ahead or when they are needed.
 
-`Supply` draws the pads of a session. A `PadPool` per (layer group, direction) draws pads for the next product while the
-current product waits for its answer, in the background and within a memory budget. If the pool is empty, it draws a pad
-immediately: the mask needs no request, and the effect is fetched while the executor computes. Privacy does not depend
-on this module: a pad that was returned twice would raise `BurntRowError` (`tenant.core.pads`).
+A `PadPool` per (layer group, direction) draws pads for the next product while the current product waits for its
+answer, in the background and within a memory budget. If the pool is empty, it draws a pad immediately: the mask needs
+no request, and the effect is fetched while the executor computes. Privacy does not depend on this module: a pad that
+was returned twice would raise `BurntRowError` (`tenant.core.pads`).
 """
 
 import logging
@@ -100,7 +100,7 @@ class Supply:
             pool.order(rows)
 
     def draw(self, order: PadOrder) -> Pad:
-        """Draw a fresh pad now."""
+        """Draw a fresh pad."""
         assert self.source is not None
         return self.source.draw(order)
 
@@ -161,8 +161,8 @@ class PoolMemory:
 
 class PadPool:
     """Pads of one (layer group, direction), drawn ahead. Thread-safe: no lock is held while a pad is drawn.
-    `row_bytes`: bytes of one pad row: of its effects, and of its mask if that is kept. `max_rows`: returns the largest
-    number of rows of one draw, which depends on the providers in use."""
+    `row_bytes`: of the effects of one row, and of its mask if that is kept. `max_rows`: returns the largest number of
+    rows of one draw, which depends on the providers in use."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class PadPool:
         self._ready: deque[Pad] = deque()
         self._ahead = 0
         self._lock = threading.Lock()
-        self.taken = self.dry = 0
+        self.taken = 0
 
     def take(self, rows: int) -> list[Pad]:
         """Return pads for `rows` rows in total. The pool does not keep them."""
@@ -201,7 +201,6 @@ class PadPool:
                 missing -= pad.rows
             self._release(rows - missing)
             self.taken += rows
-            self.dry += missing
         if missing:
             pads.append(self._source.draw(PadOrder(self._index, self._direction, missing)))
         return pads

@@ -18,15 +18,10 @@ from tenant.routing.known_provider import ProviderFigures
 
 @dataclass
 class Ledger:
-    """Counters of a session. None of them is secret.
-
-    Args:
-        pads_redrawn: rows whose pads were replaced, because a helper was lost, late or at fault.
-        rows_corrected: rows whose products left a narrow ring and were corrected.
-        rows_repeated: rows whose products left a narrow ring too often, and were multiplied again at half their scale.
-        takeovers: requests that one executor failed to answer and another answered. takeover_s: their total delay in
-            seconds.
-    """
+    """Counters of a session. None of them is secret. `pads_redrawn`: rows whose pads were replaced, because a helper
+    was lost, late or at fault. `rows_corrected`: rows whose products left a narrow ring; `rows_repeated`: those that
+    left it too often, and were multiplied again at half their scale. `takeovers`: requests that one executor failed to
+    answer and another answered; `takeover_s`: their total delay in seconds."""
 
     rows: int = 0
     products: int = 0
@@ -34,7 +29,6 @@ class Ledger:
     answers_rejected: int = 0
     effects_verified: int = 0
     pads_taken: int = 0
-    pads_dry: int = 0
     pads_redrawn: int = 0
     pads_ready: int = 0
     executor_round_trips: int = 0
@@ -59,8 +53,7 @@ class Tally:
 
 @dataclass
 class Sight:
-    """The first row of a product: `hidden` before its mask, and later both, as the tenant has it and as the executor
-    that answered `saw` it."""
+    """The first row of a product: before its mask, and `seen`: as the tenant and as the executor have it."""
 
     hidden: Tensor | None = None
     seen: tuple[list[int], list[int]] | None = None

@@ -21,13 +21,9 @@ from tenant.session.part_queue import part_rows
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedTraffic:
-    """Traffic between a tenant and its providers.
-
-    Args:
-        turns: number of requests that follow one another; parts of one product are sent at the same time.
-        up, down: bytes of frames to and from executors.
-        effects: bytes of effects from one helper. Requests to helpers are few and small, and are not counted.
-    """
+    """Traffic between a tenant and its providers. `turns`: number of requests that follow one another; parts of one
+    product are sent at the same time. `up`, `down`: bytes of frames to and from executors. `effects`: bytes of effects
+    from one helper. Requests to helpers are few and small, and are not counted."""
 
     round_trips: int = 0
     turns: int = 0
@@ -49,7 +45,6 @@ class Transport:
 
 
 DIRECT = Transport()
-"""Effects come from the helpers, with 4 bytes per integer."""
 
 
 def of_token(groups: Sequence[GroupEntry], transport: Transport = DIRECT) -> PredictedTraffic:

@@ -175,26 +175,16 @@ def federation_file(tmp_path: Path) -> Callable[[Federation], Path]:
     """Write a federation as `federation.toml`."""
 
     def write(federation: Federation) -> Path:
-        providers = [
-            {
-                "name": p.name,
-                "operator": p.operator,
-                "role": p.role,
-                "address": f"{p.host}:{p.port}",
-                "certificate": p.certificate,
-            }
-            for p in federation.peers
-        ]
-        path = tmp_path / "federation.toml"
-        path.write_text(
-            federation_text(
-                providers,
-                digest=federation.model_digest,
-                certificate=federation.tenant_certificate,
-                key=federation.tenant_key,
-                weight_bits=federation.weight_bits,
-            )
+        fields = ("name", "operator", "role", "certificate")
+        providers = [{name: getattr(p, name) for name in fields} | {"address": p.where} for p in federation.peers]
+        text = federation_text(
+            providers,
+            digest=federation.model_digest,
+            certificate=federation.tenant_certificate,
+            key=federation.tenant_key,
+            weight_bits=federation.weight_bits,
         )
+        (path := tmp_path / "federation.toml").write_text(text)
         return path
 
     return write

@@ -34,8 +34,8 @@ from tests.tenant.scripted import ScriptedProvider
 Patch = pytest.MonkeyPatch
 WIDTH = 5
 ROOT = Path(tenant.__file__).parents[1]
-MAY_SEND = {"tenant/connections/channel.py", "tenant/federation/probe.py"}
-"""The tenant's modules that hold a connection to a provider."""
+MAY_SEND = {"tenant/connections/channel.py"}
+"""The tenant's module that holds connections to providers."""
 MAY_LEAVE_ROWS_UNMASKED = {
     "tenant/masking/registry.py": "the tenant's choice",
     "tenant/masking/paper_pool.py": "the tenant's choice",

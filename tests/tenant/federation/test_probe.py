@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import socket
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, strategies as st
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -17,10 +19,11 @@ from provider.products.model import ServedModel
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.federation import Federation
+from symbiosis_priv.federation import Company, Federation, Peer
+from symbiosis_priv.limits import Role
 from symbiosis_priv.network import wire
 from tenant.federation import cli as federation_cli
-from tenant.federation.probe import find_gaps, probe_all
+from tenant.federation.probe import Finding, find_gaps, probe_all
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
 from tests.registries import LyingRegistry, registry_config
@@ -236,3 +239,80 @@ def test_the_command_prints_gaps_and_ends_with_status_1(
     result = check(federation_file(scripted.new_federation([second], [scripted.helper, absent])))
     assert result.exit_code == 1
     assert "no pads without helper 'absent'" in result.output
+
+
+# Gaps: compared with their definition, an executor for every layer and enough companies for every pad
+
+
+LAYERS = (0, 0, 1, 1, 2, 2)
+ALL = range(len(LAYERS))
+
+
+def peer(name: str, role: Role, operator: str | None = None) -> Peer:
+    return Peer(name, operator or f"operator of {name}", role, "host", 1, Path("none.pem"))
+
+
+def federation_of(peers: list[Peer], **options: Any) -> Federation:
+    return Federation("sha256:0", 10, Path("t.pem"), Path("t.key"), tuple(peers), **options)
+
+
+def serving(who: Peer, forward: range = ALL, backward: range = ALL) -> Finding:
+    return Finding(who, groups={FORWARD: forward, BACKWARD: backward})
+
+
+def test_a_gap_is_named_with_its_direction_and_what_fixes_it() -> None:
+    alpha, gamma = peer("alpha", "executor", "A"), peer("gamma", "executor")
+    beta, delta = peer("beta", "helper", "B"), peer("delta", "helper", "A")
+
+    def gaps(peers: list[Peer], *there: Finding, **options: Any) -> list[str]:
+        return find_gaps(federation_of(peers, **options), there, LAYERS)
+
+    found = gaps([alpha, gamma], serving(alpha, range(2)), serving(gamma, range(4, 6), range(2, 6)))
+    assert found == ["layer 1 forward: no executor; list, start or repair an executor that serves them"]
+    assert [line.partition(":")[0] for line in gaps([alpha, gamma])] == ["layers 0-2 forward", "layers 0-2 backward"]
+    # without [pads], every helper is needed
+    for line, direction in zip(gaps([alpha, beta, delta], *map(serving, (alpha, beta))), DIRECTIONS, strict=True):
+        assert line.startswith(f"executor 'alpha', layers 0-2 {direction}: no pads without helper 'delta'")
+        assert "[pads] helpers = 1" in line
+    assert gaps([alpha, beta, delta], *map(serving, (alpha, beta)), pad_helpers=1) == []
+    assert not any("[pads]" in line for line in gaps([alpha, beta], serving(alpha)))
+    [short] = gaps([alpha, beta, delta], serving(alpha), serving(beta, range(4)), serving(delta), pad_helpers=1)
+    assert short.startswith("executor 'alpha', layer 2 forward: helpers of 0 companies other than its own, but [pads]")
+
+
+groups = st.tuples(st.integers(0, len(LAYERS)), st.integers(0, len(LAYERS))).map(lambda pair: range(*sorted(pair)))
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[Federation, list[Finding]]:
+    operators = st.sampled_from("abcde")
+    peers = [peer(f"e{i}", "executor", draw(operators)) for i in range(draw(st.integers(1, 2)))]
+    peers += [peer(f"h{i}", "helper", draw(operators)) for i in range(draw(st.integers(1, 3)))]
+    names = st.lists(st.sampled_from([p.name for p in peers]), min_size=2, max_size=2, unique=True)
+    companies = tuple(Company("x", tuple(draw(names))) for _ in range(draw(st.integers(0, 1))))
+    pad_helpers = draw(st.none() | st.integers(1, 3))
+    there = [serving(p, draw(groups), draw(groups)) for p in peers if draw(st.integers(0, 9))]
+    return federation_of(peers, companies=companies, pad_helpers=pad_helpers), there
+
+
+@given(worlds())
+def test_a_federation_with_executors_and_helpers_for_all_layers_has_no_gap(
+    world: tuple[Federation, list[Finding]],
+) -> None:
+    known, there = world
+
+    def masked(executor: Peer, helpers: list[Peer]) -> bool:
+        if known.pad_helpers is None:
+            return set(helpers) == set(known.helpers)
+        return any(
+            not any(known.one_company(a, b) for a, b in itertools.combinations((executor, *chosen), 2))
+            for chosen in itertools.combinations(helpers, known.pad_helpers)
+        )
+
+    whole = True
+    for direction, group in itertools.product(DIRECTIONS, ALL):
+        present = [s.peer for s in there if group in s.groups[direction]]
+        executors = [p for p in present if p.role == "executor"]
+        helpers = [p for p in present if p.role == "helper"]
+        whole &= bool(executors) and all(masked(executor, helpers) for executor in executors)
+    assert (find_gaps(known, there, LAYERS) == []) == whole

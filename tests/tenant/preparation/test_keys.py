@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.modular import dot
+from symbiosis_priv.arithmetic.modular import Column, dot
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
 from symbiosis_priv.checkpoints.manifest import GroupFacts, Manifest
@@ -22,11 +25,14 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.system.cache_key import cache_key
+from tenant.core.blame import BlameKeys
+from tenant.core.verifier import VerificationKeys
 from tenant.preparation import keys as preparation
 from tenant.preparation.keys import _alone, prepare
-from tenant.preparation.own_tensors import own_digest, write_slim
-from tenant.preparation.prepared import Preparation, tensors_of
+from tenant.preparation.own_tensors import own_digest, tokenizer_files, write_slim
+from tenant.preparation.prepared import Preparation, read_blame_keys, read_keys, tensors_of
 from tests.cases import cases
+from tests.experts import write
 
 DIRECT = ["gpt2_store", "store"]
 KEYS = ["keys.safetensors", "blame.safetensors", "second.safetensors"]
@@ -495,3 +501,66 @@ def test_a_key_of_another_size_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         give_key(monkeypatch, way, key, tmp_path)
         with pytest.raises(ConfigError, match="32 bytes"):
             cache_key()
+
+
+# The formats of keys and tokenizers
+
+GROUP, STACK = GroupIndex(0), GroupIndex(1)
+
+WEIGHT = torch.arange(6, dtype=torch.int16).view(2, 3)
+
+
+def columns_of(keys: VerificationKeys) -> list[Column]:
+    dense = [column for group in (GROUP, STACK) for way in DIRECTIONS for column in keys[group, way]]
+    return dense + [column for way in DIRECTIONS for column in keys.expert_columns(STACK, way)[1]]
+
+
+def test_keys_survive_the_disk_and_damaged_keys_are_refused(tmp_path: Path) -> None:
+    keys, blame, path = VerificationKeys.fresh(), BlameKeys.fresh(), tmp_path / "blame.safetensors"
+    keys.add(GROUP, WEIGHT)
+    keys.add_stack(STACK, WEIGHT.repeat(4, 1), experts=2, transposed=False)
+    tensors = tensors_of(keys)
+    for before, after in zip(columns_of(keys), columns_of(read_keys(tensors, groups=2)), strict=True):
+        assert torch.equal(before.values, after.values)
+    with pytest.raises(KeyError):
+        read_keys(tensors, groups=3)
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_keys({**tensors, "secret": tensors["secret"][:31]}, groups=1)
+    blame.add(GROUP, WEIGHT, weight_bits=12)
+    tensors = tensors_of(blame)
+    for changes, groups, words in (({}, 2, r"lack.*1\.backward"), ({"secret": tensors["secret"][1:]}, 1, "damaged")):
+        save_file(tensors | changes, path)
+        with pytest.raises(CheckpointError, match=words):
+            read_blame_keys(safe_open(path, framework="pt"), groups=groups)
+
+
+def test_experts_that_stay_are_those_of_the_federation(tmp_path: Path) -> None:
+    """Otherwise a tenant with experts = "local" would mix two models, and every product would still verify."""
+    cache = tmp_path / "cache"
+    store = WeightStore(write("Mixtral", tmp_path / "model"), cache=cache)
+    manifest = store.manifest()
+    write_slim(store, manifest, tmp_path / "slim", keep_experts=True)
+    other = shutil.copytree(tmp_path / "slim", tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    name = next(name for name in tensors if "experts.2." in name)
+    save_file(tensors | {name: -tensors[name]}, other / "model.safetensors", metadata={"format": "pt"})
+
+    def load(folder: Path) -> None:
+        model = WeightStore(folder, cache=cache)
+        prepare(store, digest=manifest.digest, model=model, cache=cache)
+
+    load(tmp_path / "slim")
+    with pytest.raises(CheckpointError, match="experts"):
+        load(other)
+
+
+def test_every_file_that_a_tokenizer_of_transformers_reads_is_bound(tmp_path: Path) -> None:
+    """A file that is not bound could be replaced: it decides the number of rows of a text."""
+    sources = (Path(transformers.__file__).parent / "models").glob("*/tokenization_*.py")
+    stated = re.compile(r"^VOCAB_FILES_NAMES\b[^{]*({[^}]*})", re.MULTILINE)
+    tables = [table for source in sources for table in stated.findall(source.read_text(encoding="utf-8"))]
+    names = {name for table in tables for name in re.findall(r':\s*"([^"]+)"', table)}
+    assert {"tokenizer.json", "spiece.model", "prophetnet.tokenizer"} <= names
+    for name in names:
+        (tmp_path / name).touch()
+    assert {path.name for path in tokenizer_files(tmp_path)} == names

@@ -20,6 +20,7 @@ from symbiosis_priv.registry.descriptor import CLOCK_TOLERANCE_S, MAX_LIFETIME_S
 from tenant.routing.discovery import MAX_FOUND, Discovery, admitted
 from tests.registries import LyingRegistry, registry_config
 from tests.vouching import DIGEST, Vouching, newest
+from tests.waiting import until
 
 NAMES = ("gamma", "delta", "epsilon")
 PORTS = {"gamma": 7001, "delta": 7002, "epsilon": 7003}
@@ -283,12 +284,10 @@ def test_registries_are_asked_periodically_until_closing(
 
     found = Discovery(asking(federation, vouching, liars[0].address), changed=changed, interval_s=0.02)
     found.start()
-    deadline = time.monotonic() + 20
-    for number, name in enumerate(("gamma", "delta"), start=1):
-        liars[0].show(now_says(vouching, name))
-        while len(changes) < number:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+    liars[0].show(now_says(vouching, "gamma"))
+    until(lambda: len(changes) == 1)
+    liars[0].show(now_says(vouching, "delta"))
+    until(lambda: len(changes) == 2)
     assert found.close(timeout=20)
     liars[0].show()
     assert [len(peers) for peers in changes] == [1, 2]

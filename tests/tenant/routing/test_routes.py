@@ -1,23 +1,29 @@
-"""The choice of providers by coverage, admissibility, health and measured cost. No sockets; the test sets the clock."""
+"""The choice of providers by coverage, admissibility, health and measured cost, and what is remembered of them. No
+sockets; the test sets the clock."""
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from symbiosis_priv.certificates.reading import load_certificates
+from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Company, Federation, Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
 from tenant.connections.executor_client import PARALLEL_CHANNELS
-from tenant.routing.known_provider import USUAL, KnownProvider, State
+from tenant.core.masked import Quarantine
+from tenant.routing.known_provider import USUAL, KnownProvider, ProviderHealth, State
 from tenant.routing.routes import Routes
 from tenant.session.part_queue import PartQueue
 from tests.tenant.conftest import Identities
+from tests.vouching import Vouching
 from tests.waiting import beside
 
 GROUP = GroupIndex(0)
@@ -116,12 +122,9 @@ def test_a_failed_executor_gets_no_request_until_it_is_probed(clock: Clock) -> N
     assert routes.choose(GROUP, SMALL, holders=()) is not first
     routes.answered(first, seconds=0.01, size=SMALL)
     assert first.health.state is State.UP
-
-
-def test_a_single_executor_is_asked_in_every_state_of_its_breaker(clock: Clock) -> None:
-    routes = routes_of(clock, "A")
-    routes.failed(routes.executors[0], "lost")
-    assert routes.choose(GROUP, SMALL, holders=()) is routes.executors[0]
+    alone = routes_of(clock, "A")
+    alone.failed(alone.executors[0], "lost")
+    assert alone.choose(GROUP, SMALL, holders=()) is alone.executors[0]  # in every state of its breaker
 
 
 @given(failures=st.integers(0, 40), left_s=st.floats(0.0, 120.0), all_fail=st.booleans())
@@ -228,17 +231,15 @@ def test_holders_are_of_k_companies_without_the_executors_company(
 
 
 def test_holders_that_leave_more_executors_a_choice_are_preferred(clock: Clock) -> None:
+    """A company is more than an operator."""
+    holding = routes_of(clock, "AB", "CD", pad_helpers=1, companies=(Company("Holding", (), ("A", "C")),))
+    first = holding.executors[0]
+    assert [provider.peer.operator for provider in holding.holders(GROUP, first)] == ["D"]
+    assert first not in holding.able(GROUP, [holding.helpers[0].peer])
     routes = routes_of(clock, "AB", "BC", pad_helpers=1)
     assert [provider.peer.operator for provider in routes.holders(GROUP)] == ["C"]
     assert routes.can_replace(GROUP, [routes.helpers[1].peer])  # the other helper, for the first executor
     assert not routes.can_replace(GROUP, [provider.peer for provider in routes.helpers])
-
-
-def test_a_company_is_more_than_an_operator(clock: Clock) -> None:
-    routes = routes_of(clock, "AB", "CD", pad_helpers=1, companies=(Company("Holding", (), ("A", "C")),))
-    first = routes.executors[0]
-    assert [provider.peer.operator for provider in routes.holders(GROUP, first)] == ["D"]
-    assert first not in routes.able(GROUP, [routes.helpers[0].peer])
 
 
 def test_the_providers_left_after_quarantines_must_suffice_for_a_product(clock: Clock, identities: Identities) -> None:
@@ -250,11 +251,124 @@ def test_the_providers_left_after_quarantines_must_suffice_for_a_product(clock: 
     routes.quarantine(routes.helpers[1].peer)
     with pytest.raises(QuarantinedError, match="too many helpers"):
         routes.check(GROUP)
-    assert [provider.peer in routes.quarantined for provider in (*routes.executors, *routes.helpers)] == [
-        False,
-        True,
-        True,
-    ]
+    everybody = (*routes.executors, *routes.helpers)
+    assert [provider.peer in routes.quarantined for provider in everybody] == [False, True, True]
+
+
+# Circuit breakers and costs of one provider
+
+
+def steady() -> ProviderHealth:
+    return ProviderHealth(jitter=lambda: 0.5)
+
+
+def test_pauses_double_with_every_failure_in_a_row_until_a_trial_is_answered() -> None:
+    health, now, pauses = steady(), 0.0, []
+    for number in range(12):
+        assert health.failed(now) == (not number)  # afterwards it is not up
+        assert health.state is State.DOWN
+        pauses.append(health.retry_at - now)
+        now = health.retry_at
+        health.connected()
+        assert str(health.state) == "trial"
+    assert pauses[:4] == pytest.approx([0.25, 0.5, 1.0, 2.0])
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == 30.0
+    assert health.answered(now, seconds=0.1, size=10)
+    assert str(health.state) == "up"
+    assert health.failed(now)
+    assert health.retry_at == now + 0.25
+
+
+@given(latency=st.floats(1e-4, 1.0), rate=st.floats(1e-9, 1e-6))
+def test_cost_is_latency_and_bytes(latency: float, rate: float) -> None:
+    health, large = steady(), 1 << 24
+    for now in range(8):
+        health.answered(float(now), seconds=latency, size=1000)
+        health.answered(float(now), seconds=latency + large * rate, size=large)
+    assert health.seconds_for(100) == pytest.approx(latency + 100 * rate, rel=1e-2)
+    assert health.seconds_for(large // 2) == pytest.approx(latency + large // 2 * rate, rel=1e-2)
+
+
+@given(sizes=st.lists(st.integers(0, 1 << 24), min_size=1, max_size=30))
+def test_a_provider_that_becomes_slower_does_not_increase_its_own_patience(sizes: list[int]) -> None:
+    """A provider chooses its own cost, so the cost of other providers is the measure."""
+    health = steady()
+    for now, size in enumerate(sizes):
+        patience = health.patience_s(size, others_s=0.3)
+        assert patience <= max(2.0, 8 * 0.3)
+        health.answered(float(now), seconds=0.99 * patience, size=size)
+
+
+def test_a_wait_without_an_answer_brings_a_penalty_of_many_times_its_length() -> None:
+    health = steady()
+    for now in (0.0, 1000.0):
+        health.failed(now, wasted_s=2.0)
+        assert health.retry_at == now + 40.0
+        health.connected()
+        health.answered(now + 50.0, seconds=0.001, size=10)  # it makes no difference to the next pause
+    health.failed(2000.0)
+    assert health.retry_at == 2000.25
+    health.failed(2000.1, wasted_s=2.0)  # another request that was lost at the same time
+    assert health.retry_at == pytest.approx(2040.1)
+    health.failed(3000.0, wasted_s=100.0)
+    assert health.retry_at == 3600.0
+
+
+# What is remembered of executors that come and go
+
+
+def found(vouching: Vouching, who: str, **changes: object) -> Peer:
+    """An executor as a registry lists it."""
+    certificate = load_certificates(vouching.identity(who, operator="Liar AG").certificate)[0]
+    peer = Peer(who, "Liar AG", "executor", "liar.example", 7401, certificate, layers=LayerRange(0, 3))
+    return replace(peer, **changes)  # type: ignore[arg-type]
+
+
+def test_announcing_other_layers_does_not_reset_an_executors_health(
+    new_federation: Callable[..., Federation], vouching: Vouching
+) -> None:
+    """Otherwise it would get a trial, and cause a wait, after each new announcement."""
+    gamma, delta = found(vouching, "liar"), found(vouching, "fresh", port=7402)
+    routes = Routes(new_federation([]), with_helpers=False)
+    routes.update([gamma])
+    [first] = routes.executors
+    routes.failed(first, "late")
+    routes.update([replace(gamma, layers=LayerRange(0, 4))])
+    [second] = routes.executors
+    assert second is not first
+    assert second.health.state is State.DOWN
+    routes.update([])
+    routes.update([delta, replace(gamma, layers=LayerRange(1, 3))])
+    assert [str(provider.health.state) for provider in routes.executors] == ["up", "down"]
+
+
+@given(name=st.booleans(), key=st.booleans(), address=st.booleans(), layers=st.integers(3, 5))
+def test_one_unchanged_trait_identifies_a_quarantined_provider(
+    vouching: Vouching, name: bool, key: bool, address: bool, layers: int
+) -> None:
+    """A provider can change each trait with the help of its authority; one unchanged trait is enough. Another executor
+    of its operator has none of them."""
+    quarantine = Quarantine()
+    quarantine.add(found(vouching, "liar"))
+    again = found(
+        vouching,
+        "liar" if key else "fresh",
+        name="LIAR" if name else "somebody",
+        port=7401 if address else 7402,
+        layers=LayerRange(0, layers),
+    )
+    assert (again in quarantine) == (name or key or address)
+
+
+def test_changes_of_a_pinned_file_make_no_difference(vouching: Vouching, tmp_path: Path) -> None:
+    pinned = tmp_path / "liar.pem"
+    pinned.write_bytes(vouching.identity("liar").certificate.read_bytes())
+    peer = found(vouching, "liar", certificate=pinned)
+    quarantine = Quarantine()
+    quarantine.add(peer)
+    pinned.unlink()
+    assert peer in quarantine
 
 
 # Splitting

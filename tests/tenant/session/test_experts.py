@@ -2,7 +2,6 @@
 
 import itertools
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.limits import GroupIndex
-from symbiosis_priv.network import wire
 from tenant.masking.backend import RingBackend, Simulation
 from tenant.preparation.keys import prepare
 from tenant.preparation.prepared import Preparation
@@ -27,7 +25,7 @@ from tenant.session.session import Session
 from tests.experts import write
 from tests.stacks import expert_counts, expert_product, stacks_of
 from tests.tenant.conftest import NewProvider, NewSession, Scripted
-from tests.tenant.scripted import Heard, ScriptedProvider, frame, store_of
+from tests.tenant.scripted import Behaviour, ScriptedProvider, spoil, store_of
 
 COUNTS: Counts = (3, 0, 1, 2)
 
@@ -181,34 +179,21 @@ def quarantined(session: Session) -> set[int]:
     return {r.peer.port for r in (*routes.executors, *routes.helpers) if r.peer in routes.quarantined}
 
 
-Lie = Callable[[Heard, wire.Result, Tensor], tuple[wire.Result, Tensor]]
+LIES: dict[str, Behaviour] = {
+    "a wrong entry": spoil,
+    "the first expert's rows twice": lambda _, reply, answer: (reply, torch.cat([answer[:1], answer[:-1]])),
+    "other counts": lambda _, reply, answer: (msgspec.structs.replace(reply, counts=COUNTS[::-1]), answer),
+}
 
 
-def wrong_entry(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
-    lie = answer.clone()
-    lie[-1, -1] += 1
-    return reply, lie
-
-
-def other_expert(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
-    """The rows of the first expert twice, and those of the last one never: a lie of ordinary size."""
-    return reply, torch.cat([answer[:1], answer[:-1]])
-
-
-def other_counts(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
-    counts = heard.request.counts
-    assert counts is not None
-    return msgspec.structs.replace(reply, counts=tuple(reversed(counts))), answer
-
-
-@pytest.mark.parametrize("lie", [wrong_entry, other_expert, other_counts])
+@pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("role", ["executor", "helper"])
 def test_a_lying_provider_is_named_and_another_one_takes_over(
-    scripted: Scripted, preparation: Preparation, stacks: list[GroupIndex], lie: Lie, role: str
+    scripted: Scripted, preparation: Preparation, stacks: list[GroupIndex], lie: str, role: str
 ) -> None:
     providers = [scripted.new_provider() for _ in range(4)]
     liar = providers[0 if role == "executor" else 2]
-    liar.behaviour = lambda heard, reply, answer: frame(*lie(heard, reply, answer))
+    liar.behaviour = LIES[lie]
     prepared = replace(preparation, forget_keys=lambda: None)
     session = scripted.new_session("pad", providers[:2], providers[2:], prepared=prepared, pad_helpers=1)
     for index, direction in itertools.product(stacks, DIRECTIONS):
@@ -225,7 +210,7 @@ def test_without_the_checkpoint_every_provider_of_the_product_is_quarantined(
     prepared = prepare(WeightStore(copy, cache=tmp_path), digest=preparation.manifest.digest, cache=tmp_path)
     (copy / "model.safetensors").unlink()
     providers: list[Any] = [scripted.new_provider() for _ in range(4)]
-    providers[0].behaviour = lambda heard, reply, answer: frame(*wrong_entry(heard, reply, answer))
+    providers[0].behaviour = spoil
     session = scripted.new_session("pad", providers[:2], providers[2:], prepared=prepared, pad_helpers=1)
     assert is_exact(session, stacks[0], FORWARD, COUNTS)
     assert len(quarantined(session)) == 2

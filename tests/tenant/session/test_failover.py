@@ -214,19 +214,13 @@ def test_connections_in_use_are_not_a_failure_of_an_executor(scripted: Scripted)
                 asked.result(0.7)
         assert asked.result(20)
     assert [provider.health.failures for provider in session.routes.executors] == [0, 0]
-
-
-def test_a_deadline_that_passes_without_a_free_connection_is_explained(new_session: NewSession) -> None:
-    session = new_session("local", deadline_s=1.0)
-    assert is_right(session, OUT, FORWARD, 3, 0)
-    with (
-        every_channel_taken(session),
-        pytest.raises(errors.DeadlineExceededError, match=r"by other threads.*fewer threads"),
-    ):
-        is_right(session, OUT, FORWARD, 3, 0)
-    (provider,) = session.routes.executors
+    hasty = scripted.new_session("local", deadline_s=1.0)
+    assert is_right(hasty, OUT, FORWARD, 3, 0)
+    with every_channel_taken(hasty), pytest.raises(errors.DeadlineExceededError, match=r"other threads.*fewer threads"):
+        is_right(hasty, OUT, FORWARD, 3, 0)
+    (provider,) = hasty.routes.executors
     assert (provider.health.failures, provider.in_flight) == (0, 0)
-    assert is_right(session, OUT, FORWARD, 3, 0)
+    assert is_right(hasty, OUT, FORWARD, 3, 0)
 
 
 def test_a_returning_spare_helper_is_asked_when_the_other_one_fails(scripted: Scripted) -> None:
@@ -308,17 +302,6 @@ def test_closing_ends_the_wait_for_executors_that_are_away(new_provider: NewProv
 
 
 # Layers
-
-
-def test_layers_split_over_executors(new_provider: NewProvider, new_session: NewSession) -> None:
-    """Each is asked for its own layers only; one with overlapping layers takes over."""
-    low, high, both = new_provider(layers="0"), new_provider(layers="1"), new_provider()
-    session = new_session("pad", [low, high, both], [new_provider()])
-    assert all_right(session)
-    assert {h.request.group for h in low.executed} <= set(range(4))
-    assert {h.request.group for h in high.executed} <= set(range(4, 9))
-    low.behaviour = fails("lost")
-    assert all_right(session)
 
 
 def test_an_executor_that_has_moved_is_asked_for_the_layers_that_it_states_itself(scripted: Scripted) -> None:

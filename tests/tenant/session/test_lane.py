@@ -1,6 +1,7 @@
 """The fast lane: the same bits, pads and verdicts as the usual way, and every reason to leave it."""
 
 import functools
+import itertools
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -234,31 +235,22 @@ def test_rows_that_need_two_requests_make_no_lane(new_provider: NewProvider, new
     assert set(session.runtime.lanes) == {(0, FORWARD, 1)}
 
 
-@pytest.mark.parametrize("shape", [(1, 63), (1, 65), (2, 64), (64,)], ids=str)
-def test_rows_of_another_shape_are_refused(shape: tuple[int, ...], scripted: Scripted) -> None:
-    """The compiled code of a lane reads what the shapes say."""
+def test_a_lane_reads_and_writes_matrices_of_the_right_shape_and_one_format(scripted: Scripted) -> None:
+    """Its compiled code reads what the shapes say."""
     session = scripted.new_session("none")
     run(session, scripted.executor, [ONE_ROW], 32)
-    facts = session.preparation.facts[0]
-    rows = FloatRows(facts, FORWARD, [torch.ones(shape)], [torch.empty(1, facts.outputs(FORWARD))])
-    rows.count = 1
-    with pytest.raises(RangeError, match="float rows of shape"):
-        session.multiply(GroupIndex(0), FORWARD, rows)
-
-
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float16, torch.float16)], ids=str)
-@pytest.mark.parametrize("more", [-1, 0, 1])
-def test_a_lane_writes_results_of_the_right_shape_and_one_format(
-    more: int, dtypes: tuple[torch.dtype, torch.dtype], executor: ScriptedProvider, new_session: NewSession
-) -> None:
-    session = new_session("none")
-    run(session, executor, [ONE_ROW], 32)
     facts, own = narrowed(session, 32)[0], session.runtime.lanes[GroupIndex(0), FORWARD, 1]
     x, width = torch.ones(1, facts.inputs(FORWARD)), facts.outputs(FORWARD)
-    first, second = torch.empty(1, width - 1), torch.empty(1, 1 + more)
-    assert bool(own.places(FloatRows(facts, FORWARD, [x], [first, second]))) == (not more)
-    mixed = [out.to(dtype) for out, dtype in zip((first, second), dtypes, strict=True)]
-    assert not own.places(FloatRows(facts, FORWARD, [x], mixed))
+    for shape in ((1, 63), (1, 65), (2, 64), (64,)):
+        rows = FloatRows(facts, FORWARD, [torch.ones(shape)], [torch.empty(1, width)])
+        rows.count = 1
+        with pytest.raises(RangeError, match="float rows of shape"):
+            session.multiply(GroupIndex(0), FORWARD, rows)
+    single, double, half = torch.float32, torch.float64, torch.float16
+    for more, dtypes in itertools.product((-1, 0, 1), ((single, single), (single, double), (half, half))):
+        outputs = [torch.empty(1, w, dtype=dtype) for w, dtype in zip((width - 1, 1 + more), dtypes, strict=True)]
+        fits = not more and dtypes == (single, single)
+        assert bool(own.places(FloatRows(facts, FORWARD, [x], outputs))) == fits
 
 
 @pytest.mark.parametrize("masking", ["none", "pad"])

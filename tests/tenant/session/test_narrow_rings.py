@@ -47,6 +47,13 @@ def backend_of(session: Session, spread: float = 2.5) -> RingBackend:
     return RingBackend(crowded(session.preparation.facts, spread=spread), session)
 
 
+def has_the_bits_of_the_simulation(
+    session: Session, index: int, direction: Direction, rows: Tensor, spread: float
+) -> bool:
+    got = backend_of(session, spread).linear(index, direction, rows)
+    return torch.equal(got, reference(session, spread).linear(index, direction, rows))
+
+
 def floats(session: Session, index: int, direction: Direction, count: int, seed: int = 0) -> Tensor:
     width = session.preparation.facts[index].inputs(direction)
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
@@ -63,14 +70,11 @@ def test_every_scheme_has_the_bits_of_the_simulation(
     @settings(max_examples=12, suppress_health_check=list(HealthCheck))
     def exact(data: st.DataObject, index: int, direction: Direction, count: int, spread: float) -> None:
         rows = data.draw(testing.float_rows(width=session.preparation.facts[index].inputs(direction), count=count))
-        want = reference(session, spread).linear(index, direction, rows)
-        assert torch.equal(backend_of(session, spread).linear(index, direction, rows), want)
+        assert has_the_bits_of_the_simulation(session, index, direction, rows, spread)
 
     exact()
     for direction in DIRECTIONS:
-        rows = floats(session, DOWN, direction, 200)
-        got = backend_of(session, 1.5).linear(DOWN, direction, rows)
-        assert torch.equal(got, reference(session, 1.5).linear(DOWN, direction, rows))
+        assert has_the_bits_of_the_simulation(session, DOWN, direction, floats(session, DOWN, direction, 200), 1.5)
     ledger = session.ledger()
     assert ledger.rows_corrected > 0
     assert ledger.rows_repeated > 0
@@ -82,8 +86,7 @@ def test_what_providers_see_of_a_row_that_is_sent_again(executor: ScriptedProvid
     session = new_session("pad", ring_bits=24)
     rows = floats(session, DOWN, FORWARD, 60)
     for _ in range(2):
-        got = backend_of(session, 1.5).linear(DOWN, FORWARD, rows)
-        assert torch.equal(got, reference(session, 1.5).linear(DOWN, FORWARD, rows))
+        assert has_the_bits_of_the_simulation(session, DOWN, FORWARD, rows, 1.5)
     counts = [h.request.rows for h in executor.executed]
     assert counts[: len(counts) // 2] == counts[len(counts) // 2 :]
     assert counts[0] == 60 > counts[1] > 0
@@ -100,8 +103,7 @@ def test_an_output_that_wraps_in_every_row_is_not_taken_for_a_lie(
     monkeypatch.setattr(refused, "_ENTRIES", 500)  # rows are corrected in several steps
     session = new_session("pad", ring_bits=24)
     rows = 0.5 * floats(session, OUT, FORWARD, 60) + store_of(session).group(OUT).weight[5].to(torch.float32) / 100
-    want = reference(session, 5.0).linear(OUT, FORWARD, rows)
-    assert torch.equal(backend_of(session, 5.0).linear(OUT, FORWARD, rows), want)
+    assert has_the_bits_of_the_simulation(session, OUT, FORWARD, rows, 5.0)
     assert session.ledger().rows_corrected > 30
     assert session.ledger().rows_repeated == 0
 

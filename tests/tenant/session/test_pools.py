@@ -2,31 +2,62 @@
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import Keystream, StreamKey
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import DeadlineExceededError, VerificationError
+from symbiosis_priv.errors import DeadlineExceededError, SymbiosisError, VerificationError
 from symbiosis_priv.limits import GroupIndex
+from symbiosis_priv.network import wire
 from tenant.connections.executor_client import joined
 from tenant.core.pads import EffectSource, Pad, PadOrder, SessionSecret, Share
-from tenant.masking.registry import LocalSource
 from tenant.preparation.prepared import Preparation
-from tenant.session.supply import PadPool, PoolMemory
-from tenant.worker import Promise, Worker
+from tenant.session.supply import Supply
+from tenant.worker import Promise
+from tests.tenant.conftest import NewSession
 from tests.tenant.scripted import product_of
 
 TIMEOUT_S = 20.0
+GROUP = GroupIndex(0)
+LIMITS = wire.Welcome(
+    version=wire.VERSION, model_digest="", first_group=0, end_group=9, max_rows=4096, max_payload=1 << 24
+)
 
 
-def mask_of(pads: list[Pad], width: int) -> Tensor:
+@pytest.fixture
+def supply_of(new_session: NewSession) -> Callable[[int], Supply]:
+    """The supply of a session with this much memory for pads."""
+
+    def make(memory: int) -> Supply:
+        session = new_session("local", pool_memory=memory)
+        session.routes.executors[0].welcome = LIMITS
+        return session.runtime.pads
+
+    return make
+
+
+def take(supply: Supply, index: int, direction: Direction, rows: int) -> Sequence[Pad]:
+    """Take pads as a product does, and order as many for the next one."""
+    pads = supply.take(GroupIndex(index), direction, rows)
+    supply.order(GroupIndex(index), direction, rows)
+    return pads
+
+
+def settle(supply: Supply) -> None:
+    """Wait for every ordered refill, and for the effects of the source's threads."""
+    assert supply.source is not None
+    for worker in (supply.refill, *supply.source.workers):
+        worker.submit(lambda: None).result(TIMEOUT_S)
+
+
+def mask_of(pads: Sequence[Pad], width: int) -> Tensor:
     """The masks of the pads, in order."""
     masks = [torch.zeros(pad.rows, width, dtype=torch.int32) for pad in pads]
     for pad, mask in zip(pads, masks, strict=True):
@@ -45,102 +76,43 @@ def rows_of(masks: Tensor) -> list[bytes]:
     return [row.numpy().tobytes() for row in masks]
 
 
-class Ledger(PoolMemory):
-    """A memory budget that records its peak."""
-
-    peak = 0
-
-    def take(self, size: int) -> bool:
-        granted = super().take(size)
-        self.peak = max(self.peak, self.used)
-        return granted
-
-
-class Pools:
-    """A pool for every (layer group, direction) over one source, as in a session."""
-
-    def __init__(self, source: EffectSource, preparation: Preparation, *, memory: int) -> None:
-        self.source = source
-        self.memory = Ledger(memory)
-        self._facts = preparation.facts
-        self._refill = Worker("refill")
-        self._pools: dict[tuple[int, Direction], PadPool] = {}
-
-    def pool(self, index: int, direction: Direction) -> PadPool:
-        facts = self._facts[index]
-        return self._pools.setdefault(
-            (index, direction),
-            PadPool(
-                self.source,
-                index=GroupIndex(index),
-                direction=direction,
-                refill=self._refill,
-                memory=self.memory,
-                row_bytes=4 * (facts.entry.inputs + facts.entry.stacked_outputs),
-                max_rows=lambda: 4096,
-            ),
-        )
-
-    def take(self, index: int, direction: Direction, rows: int) -> list[Pad]:
-        """Take pads as a product does, and order as many for the next one."""
-        pool = self.pool(index, direction)
-        pads = pool.take(rows)
-        pool.order(rows)
-        return pads
-
-    def settle(self) -> None:
-        """Wait for every ordered refill, and for the effects of the source's threads."""
-        for worker in (self._refill, *self.source.workers):
-            worker.submit(lambda: None).result(TIMEOUT_S)
-
-    def close(self) -> None:
-        for worker in (self._refill, *self.source.workers):
-            worker.stop()
-            assert worker.join(TIMEOUT_S)
-
-
-@pytest.fixture
-def local(preparation: Preparation, store: WeightStore) -> Iterator[Pools]:
-    pools = Pools(LocalSource(preparation.facts, SessionSecret(), store), preparation, memory=8 << 20)
-    yield pools
-    pools.close()
-
-
 takes = st.lists(
     st.tuples(st.sampled_from((0, 1, 8)), st.sampled_from(DIRECTIONS), st.integers(1, 150), st.booleans()), max_size=12
 )
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pattern=takes, memory=st.sampled_from((0, 1, 40_000, 1 << 18, 8 << 20)))
 def test_no_pad_row_is_handed_out_twice_and_every_effect_is_its_masks_product(
-    preparation: Preparation, store: WeightStore, pattern: list[tuple[int, Direction, int, bool]], memory: int
+    supply_of: Callable[[int], Supply],
+    preparation: Preparation,
+    store: WeightStore,
+    pattern: list[tuple[int, Direction, int, bool]],
+    memory: int,
 ) -> None:
-    pools = Pools(LocalSource(preparation.facts, SessionSecret(), store), preparation, memory=memory)
-    masks: list[bytes] = []
+    supply, masks = supply_of(memory), list[bytes]()
     for index, direction, rows, settled in pattern:
-        pads = pools.take(index, direction, rows)
+        pads = take(supply, index, direction, rows)
+        assert supply._memory.used <= memory
         mask = mask_of(pads, preparation.facts[index].inputs(direction))
-        effect = joined([effect_of(pad) for pad in pads])
         assert len(mask) == rows
-        assert torch.equal(effect, product_of(store, index, direction, mask))
+        assert torch.equal(joined(list(map(effect_of, pads))), product_of(store, index, direction, mask))
         masks += rows_of(mask)
         if settled:  # the next take finds the pool full; otherwise it races with the refill
-            pools.settle()
+            settle(supply)
     assert len(set(masks)) == len(masks)
-    assert pools.memory.peak <= memory
-    pools.close()
 
 
-def test_no_pad_row_is_handed_out_twice_under_threads(local: Pools) -> None:
+def test_no_pad_row_is_handed_out_twice_under_threads(supply_of: Callable[[int], Supply]) -> None:
     """A session takes under one lock; refills and effects finish on other threads at any time."""
-    interval = sys.getswitchinterval()
+    interval, supply = sys.getswitchinterval(), supply_of(8 << 20)
     sys.setswitchinterval(1e-5)
-    lock, masks = threading.Lock(), []
+    lock, masks = threading.Lock(), list[bytes]()
 
     def tenant(number: int) -> None:
         for rows in (1, 3, 40, 7, 64, 65, 2):
             with lock:
-                pads = local.take(0, DIRECTIONS[number % 2], rows)
+                pads = take(supply, 0, DIRECTIONS[number % 2], rows)
             for pad in pads:
                 assert len(effect_of(pad)) == pad.rows
             masks.extend(rows_of(mask_of(pads, (64, 128)[number % 2])))
@@ -155,65 +127,56 @@ def test_no_pad_row_is_handed_out_twice_under_threads(local: Pools) -> None:
     assert len(set(masks)) == len(masks)
 
 
-def test_no_more_is_drawn_ahead_than_was_ordered(local: Pools) -> None:
-    pool = local.pool(0, FORWARD)
-    pool.take(8)
-    local.settle()
-    assert pool.ready() == 0  # nothing was ordered
-    for rows in (70, 70, 64, 1):
-        pool.order(rows)
-    local.settle()
-    assert pool.ready() == 70
-    pool.order(5000)  # a draw has 4096 rows at most
-    local.settle()
-    assert pool.ready() == 70 + 2 * 4096
+def test_no_more_is_drawn_ahead_than_was_ordered(supply_of: Callable[[int], Supply]) -> None:
+    supply = supply_of(8 << 20)
+    supply.take(GROUP, FORWARD, 8)
+    ready = []
+    for orders in ((), (70, 70, 64, 1), (5000,)):
+        for rows in orders:
+            supply.order(GROUP, FORWARD, rows)
+        settle(supply)
+        ready.append(supply.pools[0].ready())
+    assert ready == [0, 70, 70 + 2 * 4096]  # a draw has 4096 rows at most
 
 
 class Flaky(EffectSource):
-    """Effects that fail on request."""
+    """Effects that fail on request, when a pad is drawn or later."""
 
-    def __init__(self, preparation: Preparation, error: Exception, *, at_once: bool = False) -> None:
+    def __init__(self, preparation: Preparation, error: SymbiosisError, *, at_once: bool) -> None:
         super().__init__(preparation.facts, SessionSecret())
         self.error, self.at_once, self.away = error, at_once, True
-        self.drawn: list[tuple[int, bool]] = []
 
     def draw(self, order: PadOrder) -> Pad:
-        rows, ahead = order.rows, order.ahead
-        first = self._burn(order)
-        self.drawn.append((rows, ahead))
-        effect: Promise[Tensor] = Promise()
-        if ahead and self.away:
-            if self.at_once:
-                raise self.error
-            effect.set_exception(self.error)
+        first, effect = self._burn(order), Promise[Tensor]()
+        if not order.ahead or not self.away:
+            effect.set_result(torch.zeros(order.rows, 1, dtype=torch.int32))
+        elif self.at_once:
+            raise self.error
         else:
-            effect.set_result(torch.zeros(rows, 1, dtype=torch.int32))
-        return Pad(rows, (Share(None, Keystream(StreamKey(bytes(32)), width=64), first, effect),))
+            effect.set_exception(self.error)
+        return Pad(order.rows, (Share(None, Keystream(StreamKey(bytes(32)), width=64), first, effect),))
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_pool_recovers_from_a_helper_that_was_away(preparation: Preparation, at_once: bool) -> None:
-    source = Flaky(preparation, DeadlineExceededError("away"), at_once=at_once)
-    pools = Pools(source, preparation, memory=1 << 20)
-    pool = pools.pool(0, FORWARD)
-    seen: list[int] = []
+LIE = VerificationError(provider="helper", group_name="g", direction=FORWARD, what="an effect")
+
+
+@pytest.mark.parametrize(
+    ("error", "at_once"), [(DeadlineExceededError("away"), True), (DeadlineExceededError("away"), False), (LIE, False)]
+)
+def test_a_pool_recovers_from_a_helper_that_was_away_but_keeps_a_malformed_effect(
+    supply_of: Callable[[int], Supply], preparation: Preparation, error: SymbiosisError, at_once: bool
+) -> None:
+    """The fault is found when the malformed effect is used."""
+    supply = supply_of(1 << 20)
+    supply.source = source = Flaky(preparation, error, at_once=at_once)
+    seen, failures = list[int](), set[BaseException | None]()
     for away in (True, True, False, False, False):
         source.away = away
-        pads = pools.take(0, FORWARD, 4)
-        assert all(share.effect.exception(TIMEOUT_S) is None for pad in pads for share in pad.shares)
+        pads = take(supply, 0, FORWARD, 4)
+        failures |= {share.effect.exception(TIMEOUT_S) for pad in pads for share in pad.shares}
         seen += [pad.shares[0].first_row + i for pad in pads for i in range(pad.rows)]
-        pools.settle()
+        settle(supply)
+    assert failures == ({None, LIE} if error is LIE else {None})
     assert len(set(seen)) == len(seen) == 20
-    assert pool.dry < pool.taken  # the last pads came from the pool
-    assert pools.memory.used == sum(pad.rows for pad in pool._ready) * 4 * (64 + 128)
-    pools.close()
-
-
-def test_a_malformed_effect_in_the_pool_is_not_dropped(preparation: Preparation) -> None:
-    lie = VerificationError(provider="helper", group_name="g", direction=FORWARD, what="an effect")
-    pools = Pools(Flaky(preparation, lie), preparation, memory=1 << 20)
-    pools.take(0, FORWARD, 4)
-    pools.settle()
-    (pad,) = pools.take(0, FORWARD, 4)
-    assert pad.shares[0].effect.exception(TIMEOUT_S) is lie
-    pools.close()
+    assert supply.pools[0].ready() > 0
+    assert supply._memory.used == sum(pad.rows for pad in supply.pools[0]._ready) * 4 * 128

@@ -17,7 +17,7 @@ args = parser.parse_args()
 remote = RemoteConfig(federation=args.federation, masking="pad")
 model = AutoModelForCausalLM.from_pretrained(args.model, quantization_config=remote, trust_remote_code=False)
 tasks = Tasks(model)
-names = ["__base__", *(tasks.register(f"task-{i}", folder).name for i, folder in enumerate(args.adapters))]
+names = ["__base__", *(tasks.register(f"task-{i}", folder) for i, folder in enumerate(args.adapters))]
 
 tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
 prompts = tokenizer([args.prompt] * len(names), return_tensors="pt", return_token_type_ids=False)

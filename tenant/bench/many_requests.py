@@ -90,7 +90,7 @@ def endpoint(
         split = load_language_model(path, remote=remote_config(local, variant), dtype=torch.float32)
         tasks = Tasks(split)
         loaded = tasks.register_all(folder / "adapters") if model is None else []
-        names = [None, *(task.name for task in loaded)]
+        names = [None, *loaded]
         ways: dict[str, Callable[[], Way]] = {
             "one after another": lambda: partial(  # twice the places: one client may take only half of them
                 _answered, SequentialEngine(split, tokenizer, tasks=tasks, max_waiting=2 * streams)

@@ -92,7 +92,7 @@ def tasks(
     torch.set_num_threads(2 * effort.threads)
     model = load_model(path, dtype=torch.float32, kind=AutoModel)
     serving = Tasks(model, memory_limit=1 << 40)
-    names = [task.name for task in serving.register_all(repository)]
+    names = serving.register_all(repository)
     progress("loading tasks")
     yield from _memory(serving, names)
     progress("a mixed batch, whole")
@@ -222,7 +222,7 @@ def _coordinated(tasks: Tasks, names: Sequence[str], count: int, progress: Progr
     lengths = random.normal(_MEAN, _SIGMA, count).astype(int).clip(1, longest)
     chosen = [names[task] for task in random.integers(len(names[:_TASKS]), size=count)]
     requests = [
-        batching.Request(task=task, method=tasks[task].id.method, input_ids=_ids(1, int(length))[0])
+        batching.Request(task=task, method=tasks[task].method, input_ids=_ids(1, int(length))[0])
         for task, length in zip(chosen, lengths, strict=True)
     ]
     shared = replace(costs, own={method: np.zeros_like(table) for method, table in costs.own.items()})

@@ -58,7 +58,7 @@ def opened(
         loaded = load_language_model(model, remote=remote, tokenizer=tokenizer)
     with ExitStack() as running:
         backend = running.enter_context(backend_of(loaded))
-        tasks = Tasks(loaded, tag=name, memory_limit=DEFAULT_MEMORY if options.tinker is None else _TRAINING_MEMORY)
+        tasks = Tasks(loaded, memory_limit=DEFAULT_MEMORY if options.tinker is None else _TRAINING_MEMORY)
         for task, folder in adapters.items():
             tasks.register(task, folder)
             warn_of_other_template(folder, tokenizer)

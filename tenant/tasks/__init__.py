@@ -22,9 +22,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tenant.tasks.registry import TaskId, TaskInfo, Tasks
+    from tenant.tasks.registry import TaskInfo, Tasks
 
-__all__ = ["TaskId", "TaskInfo", "Tasks"]
+__all__ = ["TaskInfo", "Tasks"]
 
 
 def __getattr__(name: str) -> Any:

@@ -47,12 +47,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, kw_only=True)
 class TaskFolder:
-    """A task's PEFT folder, its PEFT method in capitals, and the bytes of its file of tensors. `within` is the folder
-    in which the files must lie; None if the user named `folder`."""
+    """A task's PEFT folder, and its PEFT method in capitals. `within` is the folder in which the files must lie; None
+    if the user named `folder`."""
 
     folder: Path
     method: str
-    bytes: int
     within: Path | None = None
 
 
@@ -75,9 +74,10 @@ def stored(folder: Path, *, within: Path | None = None) -> TaskFolder:
     for path in (folder / name for name in _READ):
         if root is not None and not path.resolve().is_relative_to(root):
             raise CheckpointError(f"{path} is a symbolic link out of {within}; copy the task's files into its folder")
-    config = vet_adapter(folder)
-    size = (folder / TENSORS).stat().st_size
-    return TaskFolder(folder=folder, method=str(config.get("peft_type")).upper(), bytes=size, within=within)
+    method = str(vet_adapter(folder).get("peft_type")).upper()
+    if not (folder / TENSORS).is_file():
+        raise ConfigError(f"{folder} is not a whole PEFT folder: it has no {TENSORS}")
+    return TaskFolder(folder=folder, method=method, within=within)
 
 
 def memory_of(source: TaskFolder) -> int:
@@ -313,15 +313,11 @@ def _skeleton(model: PreTrainedModel) -> PreTrainedModel:
     """Copy the tree of modules. Linears become stand-ins; the copy shares all other parameters and buffers."""
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
+        memo |= {id(buffer): buffer for buffer in module._buffers.values() if buffer is not None}
+        for tensor in module._parameters.values():
+            if tensor is not None and not isinstance(tensor, OffloadedWeight):
                 # another object for the same storage, so that PEFT switches no gradient of the model's own parameter
-                if isinstance(tensor, OffloadedWeight):
-                    memo[id(tensor)] = copy.deepcopy(tensor)
-                elif isinstance(tensor, nn.Parameter):
-                    memo[id(tensor)] = nn.Parameter(tensor.detach(), requires_grad=False)
-                else:
-                    memo[id(tensor)] = tensor
+                memo[id(tensor)] = nn.Parameter(tensor.detach(), requires_grad=False)
         memo |= {id(value): value for value in vars(module).values() if isinstance(value, LayerGroup)}
         if isinstance(module, RemoteLayer) or is_linear(module):
             kind = next(stand_in for kind, stand_in in _STAND_INS.items() if isinstance(module, kind))

@@ -136,7 +136,7 @@ def measure_costs(
     """
     of_method: dict[str, list[str]] = {}
     for name in names:
-        of_method.setdefault(tasks[name].id.method, []).append(name)
+        of_method.setdefault(tasks[name].method, []).append(name)
     shared = np.empty((len(rows), len(tokens)))
     own = {method: np.empty_like(shared) for method in of_method}
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 from peft import PeftConfig
@@ -29,31 +29,21 @@ _COMPOSITIONS = 64  # limit of cached compositions, each of a few kilobytes
 _active: ContextVar[tuple[tuple[Tasks, Batch], ...]] = ContextVar("active", default=())
 
 
-class TaskId(NamedTuple):
-    """The identity of a task: the base model's tag, the PEFT method in capitals, and the task's name."""
-
-    model: str
-    method: str
-    name: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class TaskInfo:
     """The state of one task.
 
     Args:
+        method: the PEFT method in capitals.
         folder: the PEFT folder; None for a task that was never saved.
-        stored_bytes: size of the folder's file of tensors; 0 without a folder.
         bytes: memory of the loaded adapter and its sparse patterns, without the buffers that tasks share; 0 if it is
             not loaded.
-        batches: number of batches and `Tasks.hold` contexts that use the task.
     """
 
-    id: TaskId
+    name: str
+    method: str
     folder: Path | None
-    stored_bytes: int
     bytes: int
-    batches: int
 
 
 class Tasks:
@@ -68,20 +58,18 @@ class Tasks:
     Args:
         model: a split or whole model from `from_pretrained`, without an adapter.
         memory_limit: bytes of all loaded adapters, including the buffers that tasks share.
-        tag: the model's name in task ids; if None, the name under which it was loaded.
 
     Raises:
         ConfigError: `model` cannot run tasks, or the limit is below 1.
     """
 
-    def __init__(self, model: PreTrainedModel, *, memory_limit: int = DEFAULT_MEMORY, tag: str | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, *, memory_limit: int = DEFAULT_MEMORY) -> None:
         if not isinstance(model, PreTrainedModel) or any(isinstance(m, BaseTunerLayer) for m in model.modules()):
             raise ConfigError("Tasks takes the base model from `from_pretrained`, before get_peft_model")
         if memory_limit < 1:
             raise ConfigError(f"memory_limit = {memory_limit}: write a number of bytes, at least 1")
         self.model: Any = model
         self.memory_limit = memory_limit
-        self.tag = tag or Path(str(model.name_or_path)).name or type(model).__name__
         self._sources: dict[str, TaskFolder | PeftConfig] = {}
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used one first
         self._bytes = 0  # of all loaded adapters, because adding up thousands for each load takes milliseconds
@@ -95,8 +83,8 @@ class Tasks:
 
     # The registry
 
-    def register(self, name: str, source: str | Path | PeftConfig, *, within: Path | None = None) -> TaskId:
-        """Add a task.
+    def register(self, name: str, source: str | Path | PeftConfig, *, within: Path | None = None) -> str:
+        """Add a task, and return its name.
 
         Args:
             name: up to 64 ASCII letters, digits, `.`, `_` and `-`.
@@ -110,10 +98,10 @@ class Tasks:
         found = source if isinstance(source, PeftConfig) else stored(Path(source), within=within)
         return self._add({check_name(name): found})[0]
 
-    def register_all(self, repository: str | Path) -> list[TaskId]:
-        """Add every task folder in `repository` under the folder's name. If one folder is refused, none is added.
-        Raises `ConfigError` and `CheckpointError` as `register` does. A symbolic link out of `repository` is
-        refused."""
+    def register_all(self, repository: str | Path) -> list[str]:
+        """Add every task folder in `repository` under the folder's name, and return the names. If one folder is
+        refused, none is added. Raises `ConfigError` and `CheckpointError` as `register` does. A symbolic link out of
+        `repository` is refused."""
         return self._add(stored_in(Path(repository)))
 
     def unregister(self, name: str, *, discard: bool = False) -> None:
@@ -130,13 +118,12 @@ class Tasks:
     def __getitem__(self, name: str) -> TaskInfo:
         with self._lock:
             source, loaded = self._source(name), self._loaded.get(name)
-            on_disk = source if isinstance(source, TaskFolder) else None
+            kind = source.method if isinstance(source, TaskFolder) else source.peft_type
             return TaskInfo(
-                id=TaskId(self.tag, _method(source), name),
-                folder=None if on_disk is None else on_disk.folder,
-                stored_bytes=0 if on_disk is None else on_disk.bytes,
+                name=name,
+                method=str(getattr(kind, "value", kind)).upper(),
+                folder=source.folder if isinstance(source, TaskFolder) else None,
                 bytes=0 if loaded is None else loaded.bytes,
-                batches=self._used[name],
             )
 
     def __contains__(self, name: object) -> bool:
@@ -290,12 +277,12 @@ class Tasks:
                 self._used.subtract(names)
                 self._used += Counter()  # drops zeros
 
-    def _add(self, found: dict[str, Any]) -> list[TaskId]:
+    def _add(self, found: dict[str, Any]) -> list[str]:
         with self._lock:
             if taken := sorted(found.keys() & self._sources.keys()):
                 raise ConfigError(f"there is a task {taken[0]} already; unregister it first, or choose another name")
             self._sources |= found
-            return [TaskId(self.tag, _method(source), name) for name, source in found.items()]
+            return list(found)
 
     def _source(self, name: str) -> TaskFolder | PeftConfig:
         try:
@@ -418,9 +405,3 @@ class _CheckpointInBatch:
                 _active.reset(token)
 
         return self.checkpoint(run_in_batch, *args, **kwargs)
-
-
-def _method(source: TaskFolder | PeftConfig) -> str:
-    if isinstance(source, TaskFolder):
-        return source.method
-    return str(getattr(source.peft_type, "value", source.peft_type)).upper()

@@ -174,8 +174,8 @@ class Service:
             "parent": None,
             "max_model_len": self.context,
         }
-        infos = [] if self.tasks is None else [one for one in self.tasks.infos() if not one.id.name.startswith(OWNED)]
-        return [base, *(base | {"id": one.id.name, "parent": self.name} for one in infos)]
+        infos = [] if self.tasks is None else [one for one in self.tasks.infos() if not one.name.startswith(OWNED)]
+        return [base, *(base | {"id": one.name, "parent": self.name} for one in infos)]
 
     def adapter(self, model: str) -> str | None:
         """Return the adapter with a model's name; None for the base model. Raises `ApiError` for another name."""

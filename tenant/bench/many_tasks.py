@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import torch
 import typer
-from peft import IA3Config, LoraConfig, OFTConfig, PeftConfig, VeraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, OFTConfig, PeftConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel
@@ -34,6 +34,7 @@ from tenant.model.ledger import since
 from tenant.model.loading import load_model
 from tenant.tasks import coordinated as batching
 from tenant.tasks.adapter import CONFIG, TENSORS
+from tenant.tasks.methods import BitFitConfig
 from tenant.tasks.registry import Tasks
 
 _LONGEST, _TASKS = 128, 128  # longest request in tokens, and number of tasks in the queue, as in the paper's traffic
@@ -42,7 +43,7 @@ _METHODS: Final[dict[str, PeftConfig]] = {
     "LORA": LoraConfig(r=8, target_modules=["query", "value"]),
     "IA3": IA3Config(target_modules=["key", "value", "output.dense"], feedforward_modules=["output.dense"]),
     "OFT": OFTConfig(oft_block_size=32, target_modules=["query", "value"]),
-    "VERA": VeraConfig(r=64, target_modules=["query", "value"]),
+    "BITFIT": BitFitConfig(target_modules=["query", "value"]),
 }
 
 _MEAN, _SIGMA, _SIZE = 32.0, 8.0, 32  # tokens of a queued request, as in the PetS paper; requests of a fixed batch
@@ -127,9 +128,8 @@ def write_tasks(repository: Path, model: Path, *, count: int) -> Path:
         (folder / CONFIG).write_bytes((template / CONFIG).read_bytes())
         tensors = load_file(template / TENSORS)
         for name, tensor in tensors.items():
-            if not name.startswith("base_model.vera_"):  # projections, which all tasks of one seed have
-                noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu")
-                tensors[name] = tensor + 0.02 * noise
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu")
+            tensors[name] = tensor + 0.02 * noise
         save_file(tensors, folder / TENSORS)
     return repository
 

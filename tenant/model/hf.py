@@ -39,7 +39,7 @@ from tenant.model.division import division
 from tenant.model.experts.modes import check_stored, choose_mode, offload
 from tenant.model.offloaded import NO_DISK, OffloadedWeight, set_dtype_and_device
 from tenant.model.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear, untie_head
-from tenant.model.trips import join_groups, take_gains
+from tenant.model.trips import join_groups
 from tenant.model.widened import WidenedQuantizer
 from tenant.options import Experts, Options
 
@@ -182,7 +182,8 @@ class RemoteQuantizer(WidenedQuantizer):
             for parameter in module.parameters(recurse=False)
             if not isinstance(parameter, OffloadedWeight)
         )
-        take_gains(self._trips)
+        for trip, norm in self._trips:
+            trip.take(norm)
         self._trips.clear()
         for table in self._tables:
             table.requires_grad_(False)

@@ -163,7 +163,8 @@ class Trip:
         return True
 
     def take(self, norm: nn.Module) -> None:
-        """Keep the norm's parameters as they were loaded."""
+        """Keep the norm's parameters as they were loaded: providers have composed them. If the norm is trained later,
+        its block takes four round trips."""
         parameters = {name: norm.get_parameter(name).detach() for name in self._composed.parameters}
         kept = {f"norm.{name}": tensor.to(torch.float32, copy=True) for name, tensor in parameters.items()}
         if "norm.weight" in kept:
@@ -265,7 +266,7 @@ def _same(found: Tensor, expected: Tensor, size: Tensor) -> bool:
 def join_groups(model: PreTrainedModel, groups: Mapping[tuple[str, ...], LayerGroup]) -> list[tuple[Trip, nn.Module]]:
     """Connect the layer groups of a split model by its composed groups. `groups`: the layer groups of the model's
     offloaded linears, by the names of their members, and its composed groups. Returns trips, and the norm after W1.
-    Call `take_gains` with them after the weights were loaded."""
+    Call `Trip.take` with the norm after the weights were loaded."""
     modules = dict(model.named_modules())
     made, hooked = [], set[str]()
     for members, group in groups.items():
@@ -287,10 +288,3 @@ def join_groups(model: PreTrainedModel, groups: Mapping[tuple[str, ...], LayerGr
                 hooked.add(name)
         made.append((trip, modules[after]))
     return made
-
-
-def take_gains(trips: list[tuple[Trip, nn.Module]]) -> None:
-    """Keep the norms' weights as they were loaded: providers have composed them. If a norm is trained later, its block
-    takes four round trips."""
-    for trip, norm in trips:
-        trip.take(norm)

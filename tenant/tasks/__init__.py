@@ -18,17 +18,6 @@ coordinated  divides queued requests into batches, by measured costs
 methods    PEFT methods of this package, and PEFT's methods that need base weights
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from tenant.tasks.registry import TaskInfo, Tasks
+from tenant.tasks.registry import TaskInfo, Tasks
 
 __all__ = ["TaskInfo", "Tasks"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, because it needs torch."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("tenant.tasks.registry"), name)

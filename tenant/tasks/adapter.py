@@ -7,7 +7,6 @@ the base model.
 """
 
 import copy
-import hashlib
 import itertools
 import math
 import re
@@ -105,11 +104,8 @@ def stored_in(repository: Path) -> dict[str, TaskFolder]:
 
 NAME = "default"
 """PEFT's name of the adapter in each layer of a task."""
-_SHARED_FROM = 1 << 16  # bytes from which equal buffers of several tasks are stored once
-
 _numbers = itertools.count(1)
 _base: ContextVar[Callable[..., Any]] = ContextVar("base")
-_buffers: weakref.WeakValueDictionary[tuple[object, ...], Tensor] = weakref.WeakValueDictionary()
 
 
 class Adapter:
@@ -122,7 +118,7 @@ class Adapter:
 
     Attributes:
         number: a number that no other adapter of this process has.
-        bytes: bytes of the layers' tensors and patterns, without the buffers that tasks share.
+        bytes: bytes of the layers' tensors and patterns.
         keys: cached results of `operator_key` by the layer's name, for an adapter that is not trained.
 
     Raises:
@@ -155,23 +151,13 @@ class Adapter:
             if isinstance(layer, BaseTunerLayer):
                 base = layer.get_base_layer()
                 base.forward = partial(_run_base, base)
-            for module in layer.modules():
-                for name, buffer in module._buffers.items():
-                    if buffer is not None and buffer.nbytes >= _SHARED_FROM and not _is_kept_once(buffer):
-                        # such as VeRA's projections, which are made from a seed
-                        content = buffer.detach().cpu().contiguous().view(torch.uint8).numpy().data
-                        key = (buffer.shape, buffer.dtype, buffer.device, hashlib.sha256(content).digest())
-                        kept = _buffers.get(key)
-                        if kept is None:
-                            kept = _buffers[key] = buffer.clone()
-                        module._buffers[name] = kept
         of_base: set[int] = set()
         for layer in self.layers.values():
             base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer.original_module
             named = (*base.named_parameters(), *base.named_buffers())
             of_base |= {id(tensor) for name, tensor in named if not name.startswith("moved.")}
         every = (tensor for layer in self.layers.values() for tensor in (*layer.parameters(), *layer.buffers()))
-        own = [one for one in every if id(one) not in of_base and not _is_kept_once(one)]
+        own = [one for one in every if id(one) not in of_base]
         for tensor in own if on_disk else ():
             tensor.data = tensor.data.clone()  # PEFT's tensors are the mapped file, which may change
         self.bytes = _bytes(own)
@@ -281,11 +267,6 @@ def base_layer(run: Callable[..., Any]) -> Iterator[None]:
         _base.reset(token)
 
 
-def shared_bytes() -> int:
-    """Return the bytes of the buffers that several tasks share, such as VeRA's projections."""
-    return _bytes(_buffers.values())
-
-
 def _refuse(settings: Mapping[str, Any]) -> None:
     """Refuse an adapter that changes what all tasks share: the base model's biases, and its layers."""
     if settings.get("layer_replication"):
@@ -355,10 +336,6 @@ _STAND_INS: dict[type[nn.Module], Any] = {
 
 
 # Memory
-
-
-def _is_kept_once(tensor: Tensor) -> bool:
-    return any(tensor is kept for kept in _buffers.values())
 
 
 def _bytes(tensors: Any) -> int:

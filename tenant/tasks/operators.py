@@ -19,10 +19,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from peft.tuners import ia3, lora, oft, vera
+from peft.tuners import ia3, lora, oft
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tenant.tasks.adapter import NAME, base_layer
 from tenant.tasks.methods.outputs import BitFitLayer, BottleneckLayer
@@ -70,17 +69,6 @@ class _Grouped(Operator):
         """Stack one tensor per task along a new first dimension; a single tensor is not copied."""
         return _stacked([tensor(layer) for layer in self.layers])
 
-    def linears(self, x: Tensor, *chain: Sequence[Tensor]) -> Tensor:
-        """Apply linears one after the other, each with a weight per task: `[tasks, rows, d]` to `[tasks, rows, o]`."""
-        if self.block is None:
-            for weights in chain:
-                x = x @ _stacked(weights).transpose(1, 2)
-            return x
-        outputs = list(x.unbind())
-        for weights in chain:
-            outputs = [exact_linear(rows, weight) for rows, weight in zip(outputs, weights, strict=True)]
-        return _stacked(outputs)
-
     def per_row(self, vectors: Tensor, like: Tensor) -> Tensor:
         """Repeat the vector of each task, `[tasks, width]`, for the rows of `like`, `[tasks * rows, ..., width]`."""
         rows = vectors.repeat_interleave(len(like) // len(vectors), dim=0)
@@ -105,8 +93,13 @@ class Lora(_Grouped):
     def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
         first, (a, b) = self.layers[0], self._weights
         dropped = first.lora_dropout[NAME](first._cast_input_dtype(x, a[0].dtype))
-        delta = self.linears(self.by_task(dropped), a, b) * first.scaling[NAME]
-        out: Tensor = (y + delta.view_as(y)).to(y.dtype)
+        rows = self.by_task(dropped)
+        if self.block is None:
+            delta = rows @ _stacked(a).transpose(1, 2) @ _stacked(b).transpose(1, 2)
+        else:
+            each = zip(rows.unbind(), a, b, strict=True)
+            delta = _stacked([exact_linear(exact_linear(part, down), up) for part, down, up in each])
+        out: Tensor = (y + (delta * first.scaling[NAME]).view_as(y)).to(y.dtype)
         return out
 
     @cached_property
@@ -134,32 +127,6 @@ class IA3(_Grouped):
 
     def _scaled(self, x: Tensor) -> Tensor:
         return (x * self.per_row(self.stack(lambda layer: layer.ia3_l[NAME].flatten()), x)).to(x.dtype)
-
-
-class Vera(_Grouped):
-    """VeRA: `y + b * ((d * x A^T) B^T)`. Tasks with one seed and one rank share A and B, and therefore both
-    products."""
-
-    @classmethod
-    def key(cls, layer: Any) -> Hashable | None:
-        if NAME not in layer.vera_lambda_d:
-            return None
-        a, b = layer.vera_A[NAME], layer.vera_B[NAME]
-        return id(a), id(b), layer.vera_lambda_d[NAME].dtype, _dropout(layer.vera_dropout[NAME])
-
-    def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
-        first = self.layers[0]
-        d = self.stack(lambda layer: layer.vera_lambda_d[NAME])
-        b = self.stack(lambda layer: layer.vera_lambda_b[NAME])
-        dropped = first.vera_dropout[NAME](first._cast_input_dtype(x, d.dtype))
-        inner = self._product(dropped, first.vera_A[NAME][:, : first.in_features])
-        delta = self._product(self.per_row(d, inner) * inner, first.vera_B[NAME][: first.out_features])
-        return (y + self.per_row(b, delta) * delta).to(y.dtype)
-
-    def _product(self, x: Tensor, shared: Tensor) -> Tensor:
-        if self.block is None:
-            return F.linear(x, shared)
-        return self.linears(self.by_task(x), [shared] * len(self.layers)).view(*x.shape[:-1], len(shared))
 
 
 class OFT(_Grouped):
@@ -297,7 +264,6 @@ class ByPeft(Operator):
 OPERATORS: dict[type[nn.Module], type[_Grouped]] = {
     lora.Linear: Lora,
     ia3.Linear: IA3,
-    vera.Linear: Vera,
     oft.Linear: OFT,
     BottleneckLayer: Bottleneck,
     BitFitLayer: BitFit,

@@ -36,8 +36,7 @@ class TaskInfo:
     Args:
         method: the PEFT method in capitals.
         folder: the PEFT folder; None for a task that was never saved.
-        bytes: memory of the loaded adapter and its sparse patterns, without the buffers that tasks share; 0 if it is
-            not loaded.
+        bytes: memory of the loaded adapter and its sparse patterns; 0 if it is not loaded.
     """
 
     name: str
@@ -57,7 +56,7 @@ class Tasks:
 
     Args:
         model: a split or whole model from `from_pretrained`, without an adapter.
-        memory_limit: bytes of all loaded adapters, including the buffers that tasks share.
+        memory_limit: bytes of all loaded adapters.
 
     Raises:
         ConfigError: `model` cannot run tasks, or the limit is below 1.
@@ -72,7 +71,8 @@ class Tasks:
         self.memory_limit = memory_limit
         self._sources: dict[str, TaskFolder | PeftConfig] = {}
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used one first
-        self._bytes = 0  # of all loaded adapters, because adding up thousands for each load takes milliseconds
+        self.bytes = 0
+        """Bytes of all loaded adapters."""
         self._twins: WeakValueDictionary[Hashable, Adapter] = WeakValueDictionary()
         self._used: Counter[str] = Counter()
         self._names: dict[nn.Module, tuple[str, tuple[str, ...]]] = {}  # with the names of its siblings
@@ -133,11 +133,6 @@ class Tasks:
         return len(self._sources)
 
     # Adapters in memory
-
-    @property
-    def bytes(self) -> int:
-        with self._lock:
-            return adapters.shared_bytes() + self._bytes
 
     def load(self, name: str, *, trainable: bool = False) -> None:
         """Load a task's adapter ahead of its first batch.
@@ -305,7 +300,7 @@ class Tasks:
                 loaded = adapters.create(self.model, source)
             self._make_room(name, loaded.bytes)
             self._loaded[name] = loaded
-            self._bytes += loaded.bytes
+            self.bytes += loaded.bytes
             for layer in loaded.layers:
                 if layer in self._hooks:
                     continue
@@ -352,7 +347,7 @@ class Tasks:
         self._compositions.clear()
         loaded = self._loaded.pop(name, None)
         if loaded is not None:
-            self._bytes -= loaded.bytes
+            self.bytes -= loaded.bytes
 
     # At the model's layers
 

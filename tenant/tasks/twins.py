@@ -6,23 +6,18 @@ tensors of another file are the other adapter; parts without such tensors are sh
 together (`OPERATORS`) have no twins, because their modules may hold more than their file's tensors.
 """
 
-import hashlib
 import json
 from collections.abc import Hashable, MutableMapping
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from symbiosis_priv.checkpoints.vetting import vet_adapter
 from symbiosis_priv.errors import CheckpointError
 from tenant.tasks.adapter import TENSORS, Adapter, TaskFolder, load
 from tenant.tasks.operators import ByPeft, operator_key
-
-_OF_LAYERS = "base_model.model."
-"""PEFT's prefix of the names of tensors that belong to a layer. VeRA's projections belong to none."""
 
 
 def load_as_twin(model: PreTrainedModel, source: TaskFolder, twins: MutableMapping[Hashable, Adapter]) -> Adapter:
@@ -31,28 +26,19 @@ def load_as_twin(model: PreTrainedModel, source: TaskFolder, twins: MutableMappi
     Args:
         twins: the model's loaded adapters; may drop those that are not loaded any more.
     """
-    config, tensors = vet_adapter(source.folder), _tensors(source)
-    shared = tuple(_digest(tensor) for name, tensor in sorted(tensors.items()) if not name.startswith(_OF_LAYERS))
+    config, file = vet_adapter(source.folder), source.folder / TENSORS
+    try:
+        tensors = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged ({error}); fetch it again") from error
     sizes = tuple((name, tensor.dtype, tensor.shape) for name, tensor in sorted(tensors.items()))
-    key = json.dumps(config, sort_keys=True), sizes, shared
+    key = json.dumps(config, sort_keys=True), sizes
     if (twin := twins.get(key)) is not None:
         adapter = twins[key] = twin.twin(tensors)
         return adapter
     adapter = load(model, source, trainable=False)
     if all(operator_key(layer)[0] is not ByPeft for layer in adapter.layers.values()):
         named = adapter.named()
-        of_layers = {name for name in tensors if name.startswith(_OF_LAYERS)}
-        if named.keys() == of_layers and all(torch.equal(one, tensors[name].to(one)) for name, one in named.items()):
+        if named.keys() == tensors.keys() and all(torch.equal(one, tensors[n].to(one)) for n, one in named.items()):
             twins[key] = adapter
     return adapter
-
-
-def _tensors(source: TaskFolder) -> dict[str, Tensor]:
-    try:
-        return load_file(source.folder / TENSORS)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{source.folder / TENSORS} is damaged ({error}); fetch it again") from error
-
-
-def _digest(tensor: Tensor) -> bytes:
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).digest()

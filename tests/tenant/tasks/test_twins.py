@@ -6,16 +6,15 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
-from safetensors.torch import load_file, save_file
 
 from tenant.model.loading import load_model
-from tenant.tasks.adapter import TENSORS, shared_bytes
+from tenant.tasks.adapter import TENSORS
 from tenant.tasks.registry import Tasks
 from tests.adapters import METHODS
 from tests.tenant.tasks.conftest import WriteTask
 
 IDS = torch.arange(1, 11).view(1, 10)
-COPIED = {"lora", "lora-r8", "ia3", "oft", "vera", "bottleneck"}
+COPIED = {"lora", "lora-r8", "ia3", "oft", "bottleneck"}
 """Methods whose adapters are computed together."""
 
 
@@ -59,20 +58,6 @@ def test_a_copied_adapter_answers_as_the_one_that_peft_loads(
     tasks.close()
 
 
-def test_tasks_with_other_projections_are_not_copies(base: Any, write_task: WriteTask, tmp_path: Path) -> None:
-    """VeRA's projections are in the file, but belong to no layer."""
-    folders = [write_task(tmp_path / name, METHODS["vera"]) for name in ("one", "other")]
-    tensors = load_file(folders[1] / TENSORS)
-    save_file(tensors | {"base_model.vera_A": tensors["base_model.vera_A"] + 1}, folders[1] / TENSORS)
-    expected = [by_peft(base, folder) for folder in folders]
-    tasks = Tasks(base)
-    for folder, answer in zip(folders, expected, strict=True):
-        tasks.register(folder.name, folder)
-        assert torch.equal(answers(tasks, [folder.name]), answer)
-    assert not torch.equal(*expected)
-    tasks.close()
-
-
 def test_a_file_that_changes_after_loading_changes_no_adapter(base: Any, write_task: WriteTask, tmp_path: Path) -> None:
     for method in METHODS:
         write_task(tmp_path / method, METHODS[method])
@@ -97,6 +82,6 @@ def test_the_memory_is_the_sum_of_all_tasks(base: Any, folders: Path, steps: lis
     tasks.register_all(folders)
     for name, load in steps:
         (tasks.load if load else tasks.unload)(name)
-        assert tasks.bytes == shared_bytes() + sum(info.bytes for info in tasks.infos())
+        assert tasks.bytes == sum(info.bytes for info in tasks.infos())
     tasks.close()
-    assert tasks.bytes == shared_bytes()
+    assert tasks.bytes == 0

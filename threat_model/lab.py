@@ -43,7 +43,6 @@ from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.packed_model import NextTokens, Output, PackedModel
 from tenant.endpoint.engine.requests import Done, EngineRequest, Event, Failed
-from tenant.endpoint.engine.sequence import Drafter
 from tenant.masking.registry import registered
 from tenant.masking.scheme import SessionScheme
 from tenant.preparation.keys import prepare
@@ -204,7 +203,7 @@ class Lab:
         chats: Sequence[Chat],
         *,
         bucket: int = 1,
-        drafter: Drafter | None = None,
+        ahead: int = 0,
         pace_s: float | None = None,
         forgets: int | None = None,
         computes: bool = True,
@@ -223,7 +222,7 @@ class Lab:
         traces = []
         with backend_of(model) if computes else nullcontext():
             packed = PackedModel(model) if computes else _Counting(model, recorder)
-            engine = ContinuousEngine(packed, tokenizer, drafter=drafter, limits=limits)
+            engine = ContinuousEngine(packed, tokenizer, ahead=ahead, limits=limits)
             try:
                 for i, chat in enumerate(chats):
                     begin = len(recorder.steps) if pace_s is None else (i + 1) * longest

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from symbiosis_priv.arithmetic.ring import FORWARD
-from tenant.endpoint.engine.speculation import PromptLookup
+from tenant.endpoint.engine.requests import AHEAD
 from threat_model.active.disk_image import attack_machine
 from threat_model.active.lattice_masks import ROWS, play_masks
 from threat_model.active.lying_providers import attack_actively
@@ -40,7 +40,7 @@ class Section:
 SCALE, QUICK_SCALE = 8, 16
 """Lengths of chats and buckets are divided by this number where rows are computed, so that it takes minutes."""
 
-_BUCKET, _AHEAD, _PACE_S = 32, 4, 0.05
+_BUCKET, _PACE_S = 32, 0.05
 
 
 def attack_topics(lab: Lab, *, quick: bool) -> tuple[list[Trial], Trial]:
@@ -72,7 +72,7 @@ def attack_topics(lab: Lab, *, quick: bool) -> tuple[list[Trial], Trial]:
     attack("", every, must_find=True, computes=False)
     attack(named, every[:96] if quick else every, bucket=_BUCKET, computes=False)
     attack("", short)
-    attack(f"{named} --draft", short, bucket=bucket, drafter=PromptLookup(ahead=_AHEAD), rows=1 + _AHEAD)
+    attack(f"{named} --draft", short, bucket=bucket, ahead=AHEAD, rows=1 + AHEAD)
     attack(f"{named} --pace", short, bucket=bucket, pace_s=_PACE_S, rows=bucket, must_find=False)
     few = [*short[:8], short[0]._replace(answer=bucket + 1)]
     wrong = uneven(lab.record_chats(few, bucket=bucket, forgets=8), bucket=bucket, rows=1)

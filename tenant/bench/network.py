@@ -41,9 +41,8 @@ from tenant.bench.options import Maskings, Progress, benchmark
 from tenant.bench.processes import Child, ask_all, check_supported, seconds_of
 from tenant.bench.report import Goal, Row, figure, number, where
 from tenant.cli.options import quiet
-from tenant.endpoint.engine.requests import EngineRequest, Sampling
+from tenant.endpoint.engine.requests import AHEAD, EngineRequest, Sampling
 from tenant.endpoint.engine.sequential import open_engine
-from tenant.endpoint.engine.speculation import PromptLookup
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.loading import load_language_model
 from tenant.session.traffic import PredictedTraffic, of_pass
@@ -173,8 +172,8 @@ def serve_split(model: Path, remote: RemoteConfig, threads: int) -> Iterator[Cal
     quiet()
     torch.set_num_threads(threads)
     split = load_language_model(model, remote=remote, dtype=torch.float32)
-    drafter = PromptLookup() if remote.round_trips == 2 else None
-    engine: Any = open_engine(split, NoText(), drafter=drafter)  # type: ignore[arg-type]  # no text is needed
+    ahead = AHEAD if remote.round_trips == 2 else 0
+    engine: Any = open_engine(split, NoText(), ahead=ahead)  # type: ignore[arg-type]  # no text is needed
     text = _text(split.config.vocab_size)
 
     def do(work: Work) -> Rate:

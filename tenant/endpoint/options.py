@@ -14,7 +14,7 @@ from symbiosis_priv.checkpoints.checkpoint import resolve_adapter
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.network import addresses
 from symbiosis_priv.system.files import read_text
-from tenant.endpoint.engine.requests import MOST_BUCKET
+from tenant.endpoint.engine.requests import AHEAD, MOST_BUCKET
 
 _MODULES = ("fastapi", "llguidance", "sse_starlette", "uvicorn")
 _KEY_LENGTH = 16
@@ -58,13 +58,12 @@ class Serving:
     ] = None
     memory_mib: Annotated[int, Option("--memory", min=1, help="MiB of memory for keys and values.")] = 1024
     draft: Annotated[
-        str | None,
+        Literal["prompt"] | None,
         Option(
-            help="A smaller model with the same tokenizer that guesses tokens on this machine, for fewer round trips; "
-            "'prompt' guesses from the text itself. Executors see how many steps an answer takes; see --answer-bucket."
+            help=f"Guess {AHEAD} tokens per step from earlier text, for fewer round trips. Executors see how many "
+            "steps an answer takes; see --answer-bucket."
         ),
     ] = None
-    draft_tokens: Annotated[int, Option(min=1, max=32, help="Guessed tokens per step, with --draft.")] = 4
     answer_bucket: Annotated[
         int,
         Option(
@@ -94,11 +93,9 @@ class Serving:
     def __post_init__(self) -> None:
         if self.pace_ms is None:
             return
-        if self.answer_bucket <= (self.draft_tokens if self.draft is not None else 1):
-            raise ConfigError(
-                "--pace needs --answer-bucket, the number of rows of every step: 2 or more, and more than "
-                "--draft-tokens"
-            )
+        least = 2 if self.draft is None else AHEAD + 1
+        if self.answer_bucket < least:
+            raise ConfigError(f"--pace needs --answer-bucket, the number of rows of every step: at least {least} here")
         if self.tinker is not None:
             raise ConfigError("--pace holds for answers only; leave out --tinker")
 

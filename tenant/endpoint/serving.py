@@ -16,8 +16,8 @@ from tenant.endpoint.api.service import Service, Settings
 from tenant.endpoint.engine.classifying import ClassifyingEngine
 from tenant.endpoint.engine.continuous import EngineLimits
 from tenant.endpoint.engine.queued import Engine, Turn
+from tenant.endpoint.engine.requests import AHEAD
 from tenant.endpoint.engine.sequential import open_engine
-from tenant.endpoint.engine.speculation import open_drafter
 from tenant.endpoint.options import Serving
 from tenant.endpoint.page.router import FILES, page_router
 from tenant.masking.registry import scheme_named
@@ -63,9 +63,7 @@ def opened(
             tasks.register(task, folder)
             warn_of_other_template(folder, tokenizer)
             tasks.load(task)
-        drafter = None
-        if options.draft is not None:
-            drafter = open_drafter(options.draft, tokenizer, ahead=options.draft_tokens)
+        ahead = AHEAD if options.draft is not None else 0
         limits = EngineLimits(memory=options.memory_mib << 20, clients=clients)
         if options.pace_ms is not None:
             limits = replace(limits, step_rows=options.answer_bucket, pace_s=options.pace_ms / 1000)
@@ -73,7 +71,7 @@ def opened(
         engine: Engine = (
             ClassifyingEngine(loaded, tokenizer, tasks=tasks)
             if classifies
-            else open_engine(loaded, tokenizer, tasks=tasks, limits=limits, drafter=drafter, turn=turn)
+            else open_engine(loaded, tokenizer, tasks=tasks, limits=limits, ahead=ahead, turn=turn)
         )
         running.callback(engine.close, interrupt=backend.close)
         service = Service(

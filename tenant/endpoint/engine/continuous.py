@@ -21,7 +21,8 @@ from tenant.endpoint.engine.kv import Prefixes
 from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.endpoint.engine.queued import Engine, Turn, Turns
 from tenant.endpoint.engine.requests import EngineRequest, Load
-from tenant.endpoint.engine.sequence import Drafter, Sequence
+from tenant.endpoint.engine.sequence import Sequence
+from tenant.endpoint.engine.speculation import guess
 from tenant.session.tally import look
 from tenant.tasks import Tasks
 from tenant.training.corpus import context_of
@@ -67,8 +68,8 @@ class EngineLimits:
 
 
 class ContinuousEngine(Engine):
-    """The engine that computes all requests together; see the module's docstring. `drafter`: guesses tokens to save
-    round trips; None for one token per pass."""
+    """The engine that computes all requests together; see the module's docstring. `ahead`: number of tokens that are
+    guessed for a step of an answer, to save round trips."""
 
     def __init__(
         self,
@@ -77,13 +78,12 @@ class ContinuousEngine(Engine):
         *,
         tasks: Tasks | None = None,
         limits: EngineLimits = EngineLimits(),
-        drafter: Drafter | None = None,
+        ahead: int = 0,
         turn: Turn | None = None,
     ) -> None:
         context = context_of(packed.config)
         super().__init__(packed.model, tokenizer, tasks=tasks, max_waiting=limits.waiting, context=context, turn=turn)
-        self._packed, self._limits = packed, limits
-        self._drafter, self._ahead = drafter, 0 if drafter is None else drafter.ahead
+        self._packed, self._limits, self._ahead = packed, limits, ahead
         self._prefixes = Prefixes()
         shape, heads = packed.shape, packed.config.num_attention_heads
         self._due, self._late = time.monotonic(), 0
@@ -193,8 +193,8 @@ class ContinuousEngine(Engine):
         """Choose the rows of a step: the next token of each answer, then tokens of prompts, which take turns. Returns
         also the number of rows without meaning that fill the prompts' buckets, or a step with a pace; and how many of
         them need logits, because those of the prompt do."""
-        guesses = {} if self._drafter is None else self._drafter.draft(list(self._running))
-        chosen = [(s, s.rows(1, guesses.get(s, ()))) for s in self._running if s.decoding]
+        ahead = self._ahead
+        chosen = [(s, s.rows(1, guess(s.tokens, ahead) if ahead else ())) for s in self._running if s.decoding]
         free = self._limits.step_rows - sum(len(rows.tokens) for _, rows in chosen)
         paced = self._limits.pace_s is not None
         if not paced:
@@ -275,8 +275,7 @@ class ContinuousEngine(Engine):
         """Return the largest memory of a sequence: at its full length, with a guess."""
         length = request.full_length + self._ahead
         step = max(self._limits.step_rows, self._limits.prompt_rows, self._ahead + 1)
-        drafts = 0 if self._drafter is None else self._drafter.bytes(length)
-        return self._packed.shape.bytes(length, step=step) + drafts
+        return self._packed.shape.bytes(length, step=step)
 
 
 def _owner(sequence: Sequence) -> tuple[object, ...]:

@@ -10,6 +10,8 @@ Finish = Literal["stop", "length", "cancelled"]
 Pooling = Literal["last", "mean", "logits"]
 MOST_BUCKET = 4096
 """An answer of one token takes as many passes as its bucket."""
+AHEAD = 4
+"""Tokens that are guessed for a step of an answer, with `--draft`."""
 
 
 class Grammar(Protocol):

@@ -1,7 +1,6 @@
 """One request in progress: its tokens, keys and values, events and costs."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from contextlib import ExitStack
 
@@ -25,22 +24,6 @@ from tenant.endpoint.engine.requests import (
     Token,
     TokenLogprob,
 )
-
-
-class Drafter(ABC):
-    """Guesses the next tokens of sequences, so that one pass may yield several tokens. `ahead`: number of tokens of a
-    guess."""
-
-    ahead: int
-
-    @abstractmethod
-    def draft(self, sequences: Collection["Sequence"]) -> dict["Sequence", list[int]]:
-        """Return a guess for each sequence whose prompt has been read. A guess always has `ahead` tokens, because
-        executors see the number of rows."""
-
-    def bytes(self, tokens: int) -> int:
-        """Return the bytes that the drafter needs for a sequence of `tokens` tokens."""
-        return 0
 
 
 class Sequence:

@@ -22,7 +22,7 @@ from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.endpoint.engine.queued import Engine, Turn
 from tenant.endpoint.engine.requests import EngineRequest
-from tenant.endpoint.engine.sequence import Drafter, Sequence
+from tenant.endpoint.engine.sequence import Sequence
 from tenant.model.loading import shortened
 from tenant.session.tally import look, taken_sight
 from tenant.tasks import Tasks
@@ -155,26 +155,26 @@ def open_engine(
     *,
     tasks: Tasks | None = None,
     limits: EngineLimits | None = None,
-    drafter: Drafter | None = None,
+    ahead: int = 0,
     turn: Turn | None = None,
 ) -> Engine:
     """Open the engine that computes all requests together; or, for a model that this engine does not support, the
-    engine that calls `generate()` for each request. The choice and its reason are logged. `drafter`: guesses tokens to
-    save round trips (`speculation`). Raises `ConfigError`: there is a drafter or a pace, which the engine on
+    engine that calls `generate()` for each request. The choice and its reason are logged. `ahead`: number of
+    tokens that are guessed for a step (`speculation`). Raises `ConfigError`: there are guesses or a pace, which the engine on
     `generate()` does not support; `SymbiosisError`: the model cannot generate, because a provider fails."""
     limits = limits or EngineLimits()
     try:
         packed = _probed(model, tasks)
     except UnsupportedModelError as error:
-        if drafter is not None or limits.pace_s is not None:
-            what, option = ("guesses of tokens need", "--draft") if drafter is not None else ("a pace needs", "--pace")
+        if ahead or limits.pace_s is not None:
+            what, option = ("guesses of tokens need", "--draft") if ahead else ("a pace needs", "--pace")
             raise ConfigError(
                 f"{what} an engine that cannot drive this model, because {error}; leave out {option}"
             ) from error
         log.warning("%s: one request at a time, because %s", type(model).__name__, error)
         return SequentialEngine(model, tokenizer, tasks=tasks, max_waiting=limits.waiting, turn=turn)
     log.info("%s: all requests together", type(model).__name__)
-    return ContinuousEngine(packed, tokenizer, tasks=tasks, limits=limits, drafter=drafter, turn=turn)
+    return ContinuousEngine(packed, tokenizer, tasks=tasks, limits=limits, ahead=ahead, turn=turn)
 
 
 def _probed(model: Any, tasks: Tasks | None) -> PackedModel:

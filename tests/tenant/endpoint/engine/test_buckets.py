@@ -15,7 +15,6 @@ from tenant import RemoteConfig
 from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.packed_model import Output, PackedModel
 from tenant.endpoint.engine.requests import Done, Event, RequestLedger, Sampling
-from tenant.endpoint.engine.speculation import PromptLookup
 from tenant.model.loading import load_language_model
 from tests.tenant.endpoint.engine.conftest import Asked, OnlyThese
 
@@ -37,11 +36,11 @@ class Watched(PackedModel):
         return super().__call__(rows)
 
 
-@pytest.fixture(scope="module", params=[None, PromptLookup(ahead=AHEAD)], ids=["one token per pass", "draft"])
+@pytest.fixture(scope="module", params=[0, AHEAD], ids=["one token per pass", "draft"])
 def engine(request: pytest.FixtureRequest, checkpoint: Path, tokenizer: Any) -> Iterator[ContinuousEngine]:
     packed = Watched(checkpoint, tied_head=True)
     limits = EngineLimits(step_rows=64, prompt_rows=MOST)
-    engine = ContinuousEngine(packed, tokenizer, drafter=request.param, limits=limits)
+    engine = ContinuousEngine(packed, tokenizer, ahead=request.param, limits=limits)
     engine._prefixes.keep = lambda *_: None  # type: ignore[method-assign] # the examples begin alike
     yield engine
     engine.close()
@@ -77,7 +76,7 @@ def test_an_executor_sees_bucketed_numbers_only(
         assert set(decoding) <= {1 + engine._ahead}
         assert (1 + len(decoding)) % bucket == 0
         assert 1 + len(decoding) <= passes * bucket
-    assert engine._drafter is not None or seen[0] == seen[1]
+    assert engine._ahead or seen[0] == seen[1]
 
 
 ANSWERS: dict[str, dict[str, Any]] = {
@@ -120,17 +119,16 @@ def test_a_cancelled_answer_fills_its_bucket(engine: ContinuousEngine) -> None:
     assert len(seen) % 16 == 0
 
 
-@pytest.mark.parametrize("engine", [None], indirect=True)
-@pytest.mark.parametrize("drafter", [None, PromptLookup(ahead=AHEAD)])
+@pytest.mark.parametrize("engine", [0], indirect=True)
+@pytest.mark.parametrize("ahead", [0, AHEAD])
 def test_with_a_pace_every_step_has_the_same_rows_also_without_requests(
-    checkpoint: Path, tokenizer: Any, engine: ContinuousEngine, drafter: PromptLookup | None
+    checkpoint: Path, tokenizer: Any, engine: ContinuousEngine, ahead: int
 ) -> None:
     """Prompts, answers and nothing look alike, also at an offloaded LM head, and answers are those of an engine without
     a pace."""
     packed = Watched(checkpoint, tied_head=True)
-    paced = ContinuousEngine(
-        packed, tokenizer, drafter=drafter, limits=EngineLimits(step_rows=8, pace_s=0.001, running=5)
-    )
+    limits = EngineLimits(step_rows=8, pace_s=0.001, running=5)
+    paced = ContinuousEngine(packed, tokenizer, ahead=ahead, limits=limits)
     said: dict[str, Any] = {"max_tokens": 9, "sampling": Sampling(temperature=0.8, seed=3)}
     asked = [Asked(paced, PROMPT[i:], **said) for i in range(12)]
     assert [one.tokens for one in asked] == [Asked(engine, PROMPT[i:], **said).tokens for i in range(12)]

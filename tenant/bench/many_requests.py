@@ -27,9 +27,10 @@ from symbiosis_priv.checkpoints.checkpoint import resolve
 from tenant.bench.measured_models import Effort, Llama, MaskingVariant, counters, provide, remote_config
 from tenant.bench.options import Masking, Progress, benchmark
 from tenant.bench.report import Goal, Row, figure, percentile, where
+from tenant.endpoint.engine.continuous import ContinuousEngine
 from tenant.endpoint.engine.queued import Engine
 from tenant.endpoint.engine.requests import Done, EngineRequest, Event, Failed, Token
-from tenant.endpoint.engine.sequential import SequentialEngine, open_engine
+from tenant.endpoint.engine.single_model import open_packed
 from tenant.model.hf import backend_of
 from tenant.model.ledger import since
 from tenant.model.loading import load_language_model, load_model, load_tokenizer
@@ -92,10 +93,8 @@ def endpoint(
         loaded = tasks.register_all(folder / "adapters") if model is None else []
         names = [None, *loaded]
         ways: dict[str, Callable[[], Way]] = {
-            "one after another": lambda: partial(  # twice the places: one client may take only half of them
-                _answered, SequentialEngine(split, tokenizer, tasks=tasks, max_waiting=2 * streams)
-            ),
-            "all together": lambda: partial(_answered, open_engine(split, tokenizer, tasks=tasks)),
+            "one after another": lambda: partial(_generate, split, batch=1, tasks=tasks),
+            "all together": lambda: partial(_answered, ContinuousEngine(open_packed(split, tasks), tokenizer)),
         }
         if model is not None:
             whole = load_language_model(path, dtype=torch.float32)
@@ -198,22 +197,25 @@ def _answered(engine: Engine, requests: list[EngineRequest]) -> list[list[float]
         return answer(engine, requests)
 
 
-def _generate(model: Any, requests: list[EngineRequest], *, batch: int) -> list[list[float]]:
-    """Answer with `generate()` of plain transformers, in batches of this size."""
+def _generate(
+    model: Any, requests: list[EngineRequest], *, batch: int, tasks: Tasks | None = None
+) -> list[list[float]]:
+    """Answer with `generate()`, in batches of this size. The requests of a batch have one adapter."""
     times = []
     for start in range(0, len(requests), batch):
         together = requests[start : start + batch]
         ids = torch.tensor([request.prompt for request in together], dtype=torch.long, device="cpu")
-        clock = _Clock()
-        model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=together[0].max_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            streamer=clock,
-        )
+        clock, adapter = _Clock(), together[0].adapter
+        with contextlib.nullcontext() if tasks is None or adapter is None else tasks.batch([adapter]):
+            model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=together[0].max_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                streamer=clock,
+            )
         times += [clock.times[1:]] * len(together)
     return times
 

@@ -41,8 +41,9 @@ from tenant.bench.options import Maskings, Progress, benchmark
 from tenant.bench.processes import Child, ask_all, check_supported, seconds_of
 from tenant.bench.report import Goal, Row, figure, number, where
 from tenant.cli.options import quiet
+from tenant.endpoint.engine.continuous import ContinuousEngine
 from tenant.endpoint.engine.requests import AHEAD, EngineRequest, Sampling
-from tenant.endpoint.engine.sequential import open_engine
+from tenant.endpoint.engine.single_model import open_packed
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.loading import load_language_model
 from tenant.session.traffic import PredictedTraffic, of_pass
@@ -173,7 +174,7 @@ def serve_split(model: Path, remote: RemoteConfig, threads: int) -> Iterator[Cal
     torch.set_num_threads(threads)
     split = load_language_model(model, remote=remote, dtype=torch.float32)
     ahead = AHEAD if remote.round_trips == 2 else 0
-    engine: Any = open_engine(split, NoText(), ahead=ahead)  # type: ignore[arg-type]  # no text is needed
+    engine = ContinuousEngine(open_packed(split), NoText(), ahead=ahead)  # type: ignore[arg-type]
     text = _text(split.config.vocab_size)
 
     def do(work: Work) -> Rate:
@@ -254,10 +255,8 @@ class _Forced:
         bits[token // 8] = 1 << token % 8
         return bytes(bits)
 
-    def accept(self, token: int) -> None:
+    def accept(self, token: int) -> bool:
         self._done += 1
-
-    def finished(self) -> bool:
         return False
 
 

@@ -48,10 +48,6 @@ class Serving:
             help="File with one key per line, first yours; each is a client. By default, a key is made and printed."
         ),
     ] = None
-    allow_loading: Annotated[
-        Path | None,
-        Option(help="Let clients load adapters from this folder (/v1/load_lora_adapter), and unload adapters."),
-    ] = None
     tinker: Annotated[
         Path | None,
         Option(help="Serve Tinker's API too, for loops that fine-tune with the package tinker; checkpoints go here."),
@@ -119,8 +115,6 @@ class Serving:
             if not name or not folder or name in found:
                 raise ConfigError(f"--adapter {one}: write NAME=FOLDER or NAME=owner/name@revision, and each name once")
             found[name] = resolve_adapter(folder)
-        if self.allow_loading is not None and not self.allow_loading.is_dir():
-            raise ConfigError(f"--allow-loading {self.allow_loading} is not a folder; name the folder of the adapters")
         return found
 
     def keys(self) -> tuple[str, ...]:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from symbiosis_priv.errors import DeadlineExceededError, UnsupportedMethodError
-from tenant.endpoint.engine.continuous import EngineLimits
+from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.gathered import Gathered
 from tenant.endpoint.engine.requests import EngineRequest, Sampling
-from tenant.endpoint.engine.sequential import open_engine
+from tenant.endpoint.engine.single_model import open_packed
 
 _PROGRESS_S = 900.0  # without a step of the engine
 
@@ -31,6 +31,7 @@ def batched_rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
 
     Raises:
         UnsupportedMethodError: the trainer has environments or `generation_kwargs`, or its method is prompt learning.
+        UnsupportedModelError: the engine cannot compute this model's attention.
         ConfigError: a prompt with its completion exceeds the model's context, or has no tokens.
         SymbiosisError: a provider fails.
     """
@@ -75,7 +76,8 @@ def batched_rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     try:
         whole = model.get_base_model() if hasattr(model, "get_base_model") else model
         # one client may have half of the places for waiting requests
-        engine = open_engine(whole, tokenizer, limits=EngineLimits(waiting=2 * len(requests)))
+        limits = EngineLimits(waiting=2 * len(requests))
+        engine = ContinuousEngine(open_packed(whole), tokenizer, limits=limits)
         try:
             for request, sink in zip(requests, found, strict=True):
                 engine.submit(request, sink)

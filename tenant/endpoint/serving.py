@@ -14,10 +14,10 @@ from tenant.endpoint.api.application import create_app
 from tenant.endpoint.api.http_server import Server
 from tenant.endpoint.api.service import Service, Settings
 from tenant.endpoint.engine.classifying import ClassifyingEngine
-from tenant.endpoint.engine.continuous import EngineLimits
+from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.queued import Engine, Turn
 from tenant.endpoint.engine.requests import AHEAD
-from tenant.endpoint.engine.sequential import open_engine
+from tenant.endpoint.engine.single_model import open_packed
 from tenant.endpoint.options import Serving
 from tenant.endpoint.page.router import FILES, page_router
 from tenant.masking.registry import scheme_named
@@ -71,7 +71,7 @@ def opened(
         engine: Engine = (
             ClassifyingEngine(loaded, tokenizer, tasks=tasks)
             if classifies
-            else open_engine(loaded, tokenizer, tasks=tasks, limits=limits, ahead=ahead, turn=turn)
+            else ContinuousEngine(open_packed(loaded, tasks), tokenizer, limits=limits, ahead=ahead, turn=turn)
         )
         running.callback(engine.close, interrupt=backend.close)
         service = Service(
@@ -104,8 +104,7 @@ def server(
         keys=keys,
         hosts=frozenset({"localhost", *(host.lower() for host in options.host)}),
         drain_s=options.drain_s,
-        adapters=options.allow_loading,
-        open_paths=frozenset({"/health", "/ready", "/openapi.json", *FILES}),
+        open_paths=frozenset({"/health", "/ready", *FILES}),
         signed=() if options.tinker is None else ("/tinker-files/",),
     )
     routers = service.routers

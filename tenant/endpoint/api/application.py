@@ -6,40 +6,24 @@ import logging
 import traceback
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from typing import Any
 
-from fastapi import APIRouter, FastAPI, Security
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from symbiosis_priv.network.addresses import names_host
 from symbiosis_priv.system.fair_share import FairShare
-from tenant.endpoint.api.errors import ApiError, ErrorAnswer
+from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.routes import chat, classify, completions, messages, models, responses
 from tenant.endpoint.api.service import Endpoint, EndpointMetrics, Service, Settings
 
 log = logging.getLogger(__name__)
 
 _DROPPED = 8
-_STATUSES = {
-    400: "a field is wrong or not supported",
-    401: "the key is missing or wrong",
-    403: "not allowed",
-    404: "no such model",
-    408: "the body was late",
-    409: "in use",
-    413: "the body is too large",
-    421: "the Host header is wrong",
-    429: "too many requests wait",
-    500: "an error of the endpoint",
-    503: "the providers gave no answer, or the endpoint stops",
-}
 _INSTEAD = {
     "functions": "use tools",
     "function_call": "use tool_choice",
@@ -47,11 +31,7 @@ _INSTEAD = {
     "best_of": "use n",
     "reasoning": "use chat_template_kwargs of /v1/chat/completions, if the model's template has such an option",
     "stop_token_ids": "use stop, with texts",
-    "length_penalty": "beams are not computed here",
-    "use_beam_search": "beams are not computed here",
     "guided_json": "use response_format",
-    "guided_regex": "use response_format with a JSON schema",
-    "guided_choice": "use response_format with a JSON schema",
     "structured_outputs": "use response_format",
     "format": "use response_format",
     "options": "send temperature, top_k and so on as fields of the body",
@@ -59,9 +39,6 @@ _INSTEAD = {
     "web_search_options": "the endpoint sends nothing to other servers; use tools",
 }
 """What to do in place of fields that clients of OpenAI, vLLM and Ollama send."""
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer, "description": text} for status, text in _STATUSES.items()
-}
 
 
 class Guard:
@@ -182,40 +159,27 @@ def _replayed(body: bytes, then: Receive) -> Receive:
 
 def create_app(service: Service, settings: Settings, *, routers: Sequence[APIRouter] = ()) -> Guard:
     """Return the ASGI application of an endpoint. `routers`: more routes, with a key unless `open_paths` has them."""
-    app = FastAPI(
-        title="symbiosis-priv tenant serve",
-        docs_url=None,  # FastAPI's documentation pages load scripts from other servers
-        redoc_url=None,
-        redirect_slashes=False,
-        separate_input_output_schemas=False,
-        responses=_ERRORS,
-    )
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
     metrics = EndpointMetrics(service.engine)
     app.state.endpoint = Endpoint(service=service, settings=settings, metrics=metrics)
     app.include_router(models.open_router)
     generating = (chat.router, completions.router, responses.router, messages.router)
     for router in (models.router, *((classify.router,) if service.labels else generating), *routers):
-        app.include_router(router, dependencies=[Security(HTTPBearer(auto_error=False))])
+        app.include_router(router)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _wrong_field)
     bug = "an error in the endpoint; see its log"
     app.add_exception_handler(Exception, lambda *_: ApiError(500, bug).response())
-    app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     return Guard(app, settings, metrics)
 
 
-async def _http_error(http: Request, error: Exception) -> Response:
+async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error, ApiError):
         return error.response()
-    detail = "there is no such route; GET /openapi.json lists the routes" if error.status_code == 404 else error.detail
+    detail = "there is no such route; docs/endpoint.md lists the routes" if error.status_code == 404 else error.detail
     answer = ApiError(error.status_code, str(detail)).response()
     answer.headers.update(error.headers or {})
-    if error.status_code == 405:  # the methods of all routes of the path; starlette names those of one route
-        paths = http.app.openapi()["paths"].items()
-        matching = [operations for path, operations in paths if compile_path(path)[0].match(http.url.path)]
-        if methods := sorted({method.upper() for operations in matching for method in operations}):
-            answer.headers["Allow"] = ", ".join(methods)
     return answer
 
 
@@ -242,15 +206,3 @@ async def _wrong_field(_: Request, error: Exception) -> Response:
     else:
         message = f"{place or 'the body'}: {inner['msg']}"
     return ApiError(400, message[:500], param=place[:200] or None).response()
-
-
-def _document(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document, with status 400 for a wrong field instead of FastAPI's 422."""
-    if app.openapi_schema is None:
-        document = FastAPI.openapi(app)
-        for operations in document["paths"].values():
-            for operation in operations.values():
-                operation["responses"].pop("422", None)
-        for name in ("HTTPValidationError", "ValidationError"):
-            document["components"]["schemas"].pop(name, None)
-    return app.openapi_schema or {}

@@ -192,7 +192,7 @@ class CompletionFields(Generating):
     logit_bias: (
         Annotated[
             dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
-            Field(max_length=_FIELDS, json_schema_extra={"additionalProperties": False}),
+            Field(max_length=_FIELDS),
             BOUNDED,
         ]
         | None
@@ -538,19 +538,6 @@ class RerankRequest(ForModel):
     documents: Documents
     top_n: Annotated[int, Field(ge=0), INTEGER] | None = None
     return_documents: bool | None = None
-
-
-class UnloadRequest(Strict):
-    """`POST /v1/unload_lora_adapter`."""
-
-    lora_name: str
-
-
-class LoadRequest(Strict):
-    """`POST /v1/load_lora_adapter`."""
-
-    lora_name: Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,64}$")]
-    lora_path: str
 
 
 class _JsonRequest(Request):

@@ -1,11 +1,10 @@
 """Errors in the format of OpenAI's API."""
 
 import re
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -14,22 +13,6 @@ from symbiosis_priv.errors import SymbiosisError
 
 _PATH = re.compile(r"(?<![\w.:/])~?/[^\s'\",;:()]*")
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-
-
-class ErrorDetail(BaseModel):
-    """The error; `param` names the field of the request."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorAnswer(BaseModel):
-    """The body of every answer with a status of 400 or more. `type` is of Anthropic's form, `error` of both."""
-
-    type: Literal["error"] = "error"
-    error: ErrorDetail
 
 
 class ApiError(HTTPException):
@@ -46,6 +29,7 @@ class ApiError(HTTPException):
         return self.detail
 
     def body(self) -> dict[str, Any]:
+        """Return the body; `type` is of Anthropic's form, `error` of both."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"type": "error", "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
@@ -68,10 +52,8 @@ def invalid(error: ValidationError, named: Callable[[str], str] = str) -> ApiErr
     return ApiError(400, f"{where}: {first['msg']}"[:500], param=where[:200])
 
 
-def public(text: str, names: Mapping[Path, str] | None = None) -> str:
-    """Return the text of an error without paths of this machine, except `names` of paths that clients know."""
-    for path, name in (names or {}).items():
-        text = text.replace(str(path), name)
+def public(text: str) -> str:
+    """Return the text of an error without paths of this machine."""
     return _PATH.sub("(a path of the endpoint)", text)
 
 

@@ -1,13 +1,13 @@
 """Passes requests from the event loop to the engine, and events back; sends answers whole or as server-sent events."""
 
 import asyncio
-import dataclasses
 import json
 import logging
 import re
 import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Sequence as Ordered
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -17,9 +17,9 @@ from starlette.responses import JSONResponse
 
 from symbiosis_priv.errors import SymbiosisError
 from tenant.endpoint.api.errors import ApiError, failed, refused
-from tenant.endpoint.api.service import EndpointMetrics, endpoint_of
+from tenant.endpoint.api.service import Endpoint, endpoint_of
 from tenant.endpoint.engine import requests as engine
-from tenant.endpoint.engine.queued import Engine
+from tenant.endpoint.engine.sequence import Sequence
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -31,48 +31,29 @@ _UNREAD_STEPS = 64  # ... and of a request with many choices, this number per ch
 _LOOPBACK = re.compile(r"localhost|127\.[0-9.]+|::1")
 _PING_S = 15  # between comments to a client that waits
 
-DOCUMENTED: dict[int | str, Json] = {
-    200: {"content": {"text/event-stream": {"itemSchema": {"type": "object", "required": ["data"]}}}}
-}
-"""`responses` of a route that may stream, for the OpenAPI document."""
-
 
 class Running:
     """The choices of one HTTP request, while they run in the engine. Iterate to receive their events. `cancel` ends
-    them. `users`: counts the running requests of each adapter. `shared`: other keys may have rows in the same steps.
-    Raises `ApiError` if the engine refuses one of them."""
+    them. Raises `ApiError` if the engine refuses one of them."""
 
-    def __init__(
-        self,
-        computed_by: Engine,
-        requests: Sequence[engine.EngineRequest],
-        metrics: EndpointMetrics,
-        users: Counter[str | None],
-        *,
-        shared: bool = False,
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, requests: Ordered[engine.EngineRequest]) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, engine.Event]] = asyncio.Queue()
         self._unread = max(_UNREAD, _UNREAD_STEPS * len(requests))
-        self._metrics = metrics
-        self._handles: list[engine.Handle] = []
+        self._metrics = endpoint.metrics
+        self._shared = len(endpoint.settings.keys) > 1  # other keys may have rows in the same steps
+        self._handles: list[Sequence] = []
         self._ended: dict[int, engine.RequestLedger] = {}
         self._begun = self._loop.time()
-        self._users, self._adapter, self._shared = users, requests[0].adapter, shared
-        users[self._adapter] += 1
-        self._left = False
         try:
             for index, request in enumerate(requests):
-                self._handles.append(computed_by.submit(request, partial(self._receive, index)))
+                self._handles.append(endpoint.service.engine.submit(request, partial(self._receive, index)))
         except SymbiosisError as error:
             self.cancel()
             raise refused(error) from error
 
     def cancel(self) -> None:
         """End all requests that have not ended."""
-        if not self._left:
-            self._left = True
-            self._users[self._adapter] -= 1
         for handle in self._handles:
             handle.cancel()
 
@@ -117,7 +98,7 @@ class Running:
 
 async def pooled(
     http: HttpRequest,
-    texts: Sequence[tuple[Sequence[int], Sequence[int] | None]],
+    texts: Ordered[tuple[Ordered[int], Ordered[int] | None]],
     take: Callable[[int, tuple[float, ...]], None],
     *,
     model: str,
@@ -142,10 +123,10 @@ async def pooled(
             )
             for tokens, types in texts[begin : begin + most]
         ]
-        running = Running(service.engine, requests, endpoint.metrics, service.users)
+        running = Running(endpoint, requests)
         try:
             async for index, event in running:
-                if isinstance(event, engine.Embedded):
+                if isinstance(event, engine.Done):
                     take(begin + index, event.vector)
         finally:
             running.cancel()
@@ -207,13 +188,9 @@ def finite(logprob: float) -> float:
 
 def several(request: engine.EngineRequest, n: int) -> list[engine.EngineRequest]:
     """Return `n` requests for the same prompt. Each has its own seed."""
-    sampling, found = request.sampling, []
-    for index in range(n):
-        changed: dict[str, Any] = {}
-        if index and sampling.seed is not None:
-            changed["sampling"] = dataclasses.replace(sampling, seed=sampling.seed + index)
-        found.append(dataclasses.replace(request, id=f"{request.id}-{index}", **changed))
-    return found
+    seed = request.sampling.seed
+    samplings = [replace(request.sampling, seed=None if seed is None else seed + index) for index in range(n)]
+    return [replace(request, id=f"{request.id}-{i}", sampling=sampling) for i, sampling in enumerate(samplings)]
 
 
 class Prepared(Protocol):
@@ -236,8 +213,7 @@ async def respond(prepared: Prepared, http: HttpRequest, *, streamed: bool | Non
         ends = (http.client.host if http.client else "", http.url.hostname or "")
         if not all(_LOOPBACK.fullmatch(end) for end in ends):
             raise ApiError(403, "rows are shown on the endpoint's own machine only", param="stream_options.include_row")
-    service, shared = endpoint.service, len(endpoint.settings.keys) > 1
-    running = Running(service.engine, prepared.requests, endpoint.metrics, service.users, shared=shared)
+    running = Running(endpoint, prepared.requests)
 
     async def events() -> AsyncIterator[ServerSentEvent]:
         try:

@@ -5,7 +5,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import anyio.to_thread
 from fastapi import APIRouter
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client import Counter as Count
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -34,7 +33,6 @@ from tenant.endpoint.engine.requests import Done, EngineRequest, Pooling, Sampli
 from tenant.model.loading import is_classifier
 from tenant.session.session import Session
 from tenant.tasks import Tasks
-from tenant.training.corpus import context_of
 
 T = TypeVar("T")
 _PREFIX = "symbiosis_endpoint_"
@@ -55,7 +53,6 @@ class Settings:
         body_limit, body_s: bytes of a request's body, and seconds in which it must arrive.
         requests: limit of requests in progress. A client may have at most as many of them as stay free.
         drain_s: seconds that answers may take to end when the server stops.
-        adapters: folder whose adapters may be loaded at run time; None for none.
         signed: prefixes of paths that hold a secret of their own in place of a key.
     """
 
@@ -65,8 +62,7 @@ class Settings:
     body_s: float = 30.0
     requests: int = CONNECTIONS
     drain_s: float = 30.0
-    adapters: Path | None = None
-    open_paths: frozenset[str] = frozenset({"/", "/health", "/ready", "/openapi.json"})
+    open_paths: frozenset[str] = frozenset({"/", "/health", "/ready"})
     signed: tuple[str, ...] = ()
 
 
@@ -78,14 +74,14 @@ class EndpointMetrics(Collector):
         self._engine = engine
         self._registry = registry = CollectorRegistry()
         registry.register(self)
-        self._prompt = Count(_PREFIX + "prompt_tokens", "tokens of prompts", registry=registry)
-        self._cached = Count(_PREFIX + "cached_tokens", "tokens of prompts from the cache", registry=registry)
-        self._finished = Count(_PREFIX + "finished", "choices, by their end", ["finish"], registry=registry)
+        self._prompt = Counter(_PREFIX + "prompt_tokens", "tokens of prompts", registry=registry)
+        self._cached = Counter(_PREFIX + "cached_tokens", "tokens of prompts from the cache", registry=registry)
+        self._finished = Counter(_PREFIX + "finished", "choices, by their end", ["finish"], registry=registry)
         self._whole = Histogram(_PREFIX + "answer_seconds", "from request to end", buckets=_SECONDS, registry=registry)
         self.first_token = Histogram(
             _PREFIX + "first_token_seconds", "from request to token", buckets=_SECONDS, registry=registry
         )
-        self.answers = Count(_PREFIX + "http_answers", "HTTP answers", ["route", "status"], registry=registry)
+        self.answers = Counter(_PREFIX + "http_answers", "HTTP answers", ["route", "status"], registry=registry)
         """The route is the path's pattern, not the client's path."""
 
     def ended(self, done: Done, seconds: float) -> None:
@@ -145,7 +141,7 @@ class Service:
         self.pooling = pooling
         self.answer_bucket = answer_bucket
         self.created = int(time.time())
-        self.context: int = context_of(config) or 1 << 20
+        self.context = engine.context
         self.ends = frozenset(token for token in found if token is not None)
         self.vocabulary = Vocabulary(tokenizer, size=config.vocab_size, ends=self.ends)
         chosen = {name: getattr(generation, name, None) for name in ("temperature", "top_p", "top_k")}
@@ -155,7 +151,6 @@ class Service:
         self._longest_token = max(map(len, tokenizer.get_vocab()))  # characters
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="endpoint-texts")
         self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by client
-        self.users: Counter[str | None] = Counter()  # running requests of each adapter
         self.routers: list[APIRouter] = []
         """Routes besides those of OpenAI's API."""
         self._session = session

@@ -234,16 +234,13 @@ class _Answer:
     """The state of one answer: a `Grammar`."""
 
     def __init__(self, grammar: CompiledGrammar, number: int) -> None:
-        self._grammar, self._number, self._finished = grammar, number, False
+        self._grammar, self._number = grammar, number
 
     def allowed(self) -> bytes:
         return self._grammar.mask(self._number)
 
-    def accept(self, token: int) -> None:
-        self._finished = self._grammar.accept(self._number, token)
-
-    def finished(self) -> bool:
-        return self._finished
+    def accept(self, token: int) -> bool:
+        return self._grammar.accept(self._number, token)
 
 
 def _close(source: BinaryIO, channel: socket.socket, pipe: int) -> None:

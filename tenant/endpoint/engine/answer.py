@@ -29,6 +29,7 @@ class Sampler:
         self._prompt = prompt
         self._seen: Tensor | None = None  # True for tokens of the prompt and the answer
         self._grammar = None if sampling.grammar is None else sampling.grammar()
+        self.finished = False  # True if the grammar allows only an end token
         self._uses: Counter[int] = Counter()
         self._added: Tensor | None = None  # biases and penalties, which are added to the logits
         self._random = torch.Generator(device="cpu")
@@ -66,7 +67,7 @@ class Sampler:
         if self._seen is not None:
             self._seen[token] = True
         if self._grammar is not None:
-            self._grammar.accept(token)
+            self.finished = self._grammar.accept(token)
         if self._added is not None and (options.presence_penalty or options.frequency_penalty):
             self._uses[token] += 1
             self._added[token] -= options.frequency_penalty + options.presence_penalty * (self._uses[token] == 1)
@@ -74,11 +75,6 @@ class Sampler:
             return token, None
         scale = options.temperature if options.scaled_logprobs and options.temperature else 1.0
         return token, token_logprob(logits.double() / scale, token, top=options.logprobs)
-
-    @property
-    def finished(self) -> bool:
-        """True if the grammar allows only an end token."""
-        return self._grammar is not None and self._grammar.finished()
 
     def _drawn(self, scores: Tensor) -> int:
         options = self._sampling

@@ -27,8 +27,8 @@ class ClassifyingEngine(Engine):
     no request fails for another one."""
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, *, tasks: Tasks | None) -> None:
-        self._most = min(context_of(model.config) or 1 << 20, int(tokenizer.model_max_length))
-        super().__init__(model, tokenizer, tasks=tasks, max_waiting=_WAITING, context=self._most, turn=None)
+        context = min(context_of(model.config) or 1 << 20, int(tokenizer.model_max_length))
+        super().__init__(model, tokenizer, tasks=tasks, max_waiting=_WAITING, context=context)
         self._pad_token_id: int | None = model.config.pad_token_id
 
     def check(self, request: EngineRequest) -> None:
@@ -86,7 +86,7 @@ class ClassifyingEngine(Engine):
         if pad is None:
             pad = self._model.config.pad_token_id = next(token for token in range(len(used) + 1) if token not in used)
         bucket = max(one.bucket for one in requests)
-        width = min(-(-max(len(one.prompt) for one in requests) // bucket) * bucket, self._most)
+        width = min(-(-max(len(one.prompt) for one in requests) // bucket) * bucket, self.context)
         given = {
             "input_ids": _padded([one.prompt for one in requests], pad, width),
             "attention_mask": _padded([[1] * len(one.prompt) for one in requests], 0, width),

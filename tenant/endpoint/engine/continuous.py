@@ -20,12 +20,10 @@ from tenant.endpoint.engine.attention import ROWS
 from tenant.endpoint.engine.kv import Prefixes
 from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.endpoint.engine.queued import Engine, Turn, Turns
-from tenant.endpoint.engine.requests import EngineRequest, Load
+from tenant.endpoint.engine.requests import EngineRequest, Load, ShownRow
 from tenant.endpoint.engine.sequence import Sequence
 from tenant.endpoint.engine.speculation import guess
-from tenant.session.tally import look
-from tenant.tasks import Tasks
-from tenant.training.corpus import context_of
+from tenant.session.tally import look, taken_sight
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +35,9 @@ _PROVIDERS = (
 _STEP_WORK = 20_000_000_000
 """Floating-point operations of a step for the attention of prompts while other requests run. The more tokens of a
 prompt have been read, the fewer rows it gets, so that it does not delay other answers."""
+
+
+_LOGITS = 1 << 30  # limit of the bytes of a prompt's logits, if it is read in one pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,18 +77,29 @@ class ContinuousEngine(Engine):
         packed: PackedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        tasks: Tasks | None = None,
         limits: EngineLimits = EngineLimits(),
         ahead: int = 0,
         turn: Turn | None = None,
     ) -> None:
-        context = context_of(packed.config)
-        super().__init__(packed.model, tokenizer, tasks=tasks, max_waiting=limits.waiting, context=context, turn=turn)
+        if not packed.together:
+            if ahead or limits.pace_s is not None:
+                raise ConfigError("this model is computed one request at a time; leave out --draft and --pace")
+            limits = replace(limits, running=1, step_rows=packed.context, prompt_rows=packed.context)
+        super().__init__(
+            packed.model,
+            tokenizer,
+            tasks=packed.tasks,
+            max_waiting=limits.waiting,
+            context=packed.context,
+            turn=turn,
+        )
         self._packed, self._limits, self._ahead = packed, limits, ahead
         self._prefixes = Prefixes()
-        shape, heads = packed.shape, packed.config.num_attention_heads
+        shape = packed.shape
         self._due, self._late = time.monotonic(), 0
-        self._pairs = _STEP_WORK // (2 * shape.layers * heads * (shape.key_width + shape.value_width))
+        if packed.together:
+            width = packed.config.num_attention_heads * (shape.key_width + shape.value_width)
+            self._pairs = _STEP_WORK // (2 * shape.layers * width)
         if limits.pace_s is not None:
             packed.hides_answers = True
             answers = min(limits.running, limits.step_rows // (1 + self._ahead))
@@ -107,6 +119,17 @@ class ContinuousEngine(Engine):
 
     def check(self, request: EngineRequest) -> None:
         super().check(request)
+        if not self._packed.together:
+            if request.bucket > 1:
+                raise ConfigError(
+                    "this model reads a prompt in its exact length; leave out --answer-bucket and answer_bucket"
+                )
+            logits = len(request.prompt) * self._packed.vocabulary * 4
+            if request.sampling.prompt_logprobs is not None and logits > _LOGITS:
+                raise ConfigError(
+                    f"log probabilities of {len(request.prompt):,} tokens of prompt take {logits:,} bytes here, more "
+                    f"than {_LOGITS:,}; ask for those of a shorter prompt"
+                )
         if not request.prompt:
             raise ConfigError("the prompt has no tokens")
         if not 0 <= min(request.prompt) <= max(request.prompt) < self._packed.vocabulary:
@@ -164,6 +187,8 @@ class ContinuousEngine(Engine):
                 if request.adapter is not None and self._tasks is not None:
                     sequence.generation = sequence.held.enter_context(self._tasks.hold(request.adapter))
                 known = None
+                if not self._packed.together:
+                    sequence.generation = None
                 if not sequence.reads_all and sequence.generation is not None:
                     # the last token is always computed, because its logits are needed
                     known = self._prefixes.find(_owner(sequence), request.prompt[:-1])
@@ -239,8 +264,9 @@ class ContinuousEngine(Engine):
                 outputs = self._packed([*(rows for _, rows in chosen), *filler])[: len(chosen)]
             finally:
                 self._steps += 1
-                if chosen:
-                    self.keep_row(chosen[0][0])
+                if chosen and (seen := taken_sight()) is not None:
+                    hidden, saw = map(tuple, seen)
+                    chosen[0][0].row = ShownRow(hidden=hidden, saw=saw)
                 self.charge([sequence for sequence, _ in chosen], [len(rows.tokens) for _, rows in chosen])
         except Exception as error:
             if len(chosen) > 1 and not isinstance(error, _PROVIDERS):

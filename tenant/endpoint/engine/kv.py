@@ -73,12 +73,7 @@ class Shape:
             if window is not None and step is not None:
                 blocks = min(blocks, -(-(window + step - 2) // BLOCK) + 1)
             layers += blocks * count
-        return layers * (self.block_bytes // self.layers)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block of all layers."""
-        return self.layers * self.heads * BLOCK * (self.key_width + self.value_width) * self.dtype.itemsize
+        return layers * self.heads * BLOCK * (self.key_width + self.value_width) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,9 +123,8 @@ class KeyValues:
     def shortest(self) -> int:
         """The shortest length that `truncate` and `prefix` can return to."""
         released = [blocks.count(None) for blocks in self._blocks]
-        return max(
-            n * BLOCK + (window or 0) - 1 if n else 0 for n, window in zip(released, self.shape.kinds, strict=True)
-        )
+        pairs = zip(released, self.shape.kinds, strict=True)
+        return max((n * BLOCK + (window or 0) - 1 for n, window in pairs if n), default=0)
 
     def grow(self, tokens: int) -> None:
         """Append tokens, in blocks that no other sequence uses. Their keys and values are finite."""

@@ -29,6 +29,7 @@ from tenant.training.corpus import context_of
 
 _PREFIX = "packed_"
 _STEP = "_symbiosis_priv_step"  # attribute of keys that a `_Step` has returned
+LONGEST = 1 << 20  # tokens of a sequence, for a model without a limit
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,32 +56,36 @@ class PackedModel:
     cannot be computed sequence by sequence.
 
     Attributes:
+        context: largest number of tokens of a sequence.
         hides_answers: True if an offloaded LM head gets all rows of a pass, so that executors do not see how many
             tokens are chosen.
+        together: True if a pass has tokens of many sequences.
     """
+
+    together = True
 
     def __init__(self, model: PreTrainedModel, tasks: Tasks | None = None) -> None:
         self.model: Any = model
-        self._tasks = tasks
+        self.tasks = tasks
         self.hides_answers = False
         self.config: Any = model.config.get_text_config(decoder=True)
         # what the configuration shows not to be supported
         kinds = set(getattr(self.config, "layer_types", None) or ())
         rope = getattr(self.config, "rope_parameters", None) or {}
-        ropes = {str(rope.get("rope_type"))} | {str(r.get("rope_type")) for r in rope.values() if isinstance(r, dict)}
+        ropes = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
         if model.config.is_encoder_decoder:
             raise UnsupportedModelError("it has an encoder")
         if others := sorted(kinds - {"full_attention", "sliding_attention"}):
             raise UnsupportedModelError(f"it has layers of the kind {', '.join(others)}")
-        if others := sorted(ropes & {"dynamic", "longrope"}):
-            raise UnsupportedModelError(
-                f"its positions depend on the longest sequence of a batch ({', '.join(others)})"
-            )
         if getattr(self.config, "num_kv_shared_layers", 0):
             raise UnsupportedModelError("its layers share keys and values")
         if model.get_output_embeddings() is None or model.base_model is model:
             raise UnsupportedModelError("it has no LM head")
-        self._last_position = (context_of(self.config) or sys.maxsize) - 1
+        self.context = context_of(self.config) or LONGEST
+        for one in ropes:  # behind these positions, the longest sequence of a batch would decide about all
+            if one.get("rope_type") in ("dynamic", "longrope"):
+                original = one.get("original_max_position_embeddings") or self.config.max_position_embeddings
+                self.context = min(self.context, original)
         self.shape = Shape.from_config(self.config, model.dtype)
         words: Any = model.get_input_embeddings()
         self.vocabulary: int = words.num_embeddings
@@ -119,21 +124,21 @@ class PackedModel:
         before = [part.kv.length for part in rows]
         names = [part.adapter or BASE for part in rows for _ in part.tokens]
         tokens = [token for part in rows for token in part.tokens]
-        last = self._last_position  # tokens of a guess after the last position are not used
+        last = self.context - 1  # tokens of a guess after the last position are not used
         places = [begin + i for begin, part in zip(before, rows, strict=True) for i in range(len(part.tokens))]
         positions = [min(place, last) for place in places]
 
         def column(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.long, device=self.model.device)[:, None]
 
-        plain = self._tasks is None or set(names) == {BASE}
+        plain = self.tasks is None or set(names) == {BASE}
         try:
             # an adapter that changes the LM head needs all rows of the batch
-            adapted = () if self._tasks is None else {part.adapter for part in rows}
-            keep_all = any(name and self._tasks and self._head in self._tasks.layers(name) for name in adapted)
+            adapted = () if self.tasks is None else {part.adapter for part in rows}
+            keep_all = any(name and self.tasks and self._head in self.tasks.layers(name) for name in adapted)
             keep_all |= self.hides_answers and isinstance(self.model.get_output_embeddings(), RemoteLayer)
             step = _Step(rows, keep_all=keep_all)
-            batch = nullcontext() if plain or self._tasks is None else self._tasks.batch(names, block=ROWS)
+            batch = nullcontext() if plain or self.tasks is None else self.tasks.batch(names, block=ROWS)
             with batch, self._blocks.step(adapted=not plain):
                 output = self.model(
                     input_ids=column(tokens), position_ids=column(positions), past_key_values=step, use_cache=True
@@ -207,15 +212,15 @@ def _registered(original: str) -> str:
     """Register an attention implementation that computes the rows of a `_Step`, and otherwise calls `original`."""
 
     def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         step, layer = getattr(key, _STEP, (None, 0))
         if step is None:
             eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
             own = AttentionInterface().get_interface(original, eager)
-            result: tuple[Tensor, Tensor | None] = own(module, query, key, value, mask, *args, **kwargs)
+            result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, *args, **kwargs)
             return result
-        if mask is not None or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
+        if attention_mask is not None or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
             raise UnsupportedModelError("its attention uses a mask or a bias of its own")
         window = step.windows[layer]
         everywhere = getattr(module.config, "layer_types", None) is None  # otherwise some layers ignore this argument

@@ -11,10 +11,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from symbiosis_priv.errors import DeadlineExceededError, OverloadedError, SymbiosisError, TaskError
-from tenant.endpoint.engine.requests import EngineRequest, Load, ShownRow, Sink
+from tenant.endpoint.engine.requests import EngineRequest, Load, Sink
 from tenant.endpoint.engine.sequence import Sequence
 from tenant.model.ledger import ledger_of, since
-from tenant.session.tally import Ledger, taken_sight
+from tenant.session.tally import Ledger
 from tenant.tasks import Tasks
 from tenant.training.corpus import check_context
 
@@ -87,21 +87,14 @@ class Turn:
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
-            if threading.get_ident() in self._asked:  # not if `pass_on` has failed
-                self._asked.popleft()
-                self._changed.notify_all()
-
-    def pass_on(self) -> None:
-        """Let each engine that waits have a step, and take the next turn."""
-        self.__exit__()
-        self.__enter__()
+            self._asked.popleft()
+            self._changed.notify_all()
 
 
 class Engine(ABC):
     """Generates answers, in a thread that computes the requests of a queue. Its public methods may be called from any
-    thread. `max_waiting`: limit of requests that wait. A client may
-    have at most as many of them as stay free. `context`: largest number of tokens of a request; None without a limit.
-    """
+    thread. `max_waiting`: limit of requests that wait. A client may have at most as many of them as stay free.
+    `context`: largest number of tokens of a request. `turn`: shared with other engines of the model."""
 
     def __init__(
         self,
@@ -110,11 +103,12 @@ class Engine(ABC):
         *,
         tasks: Tasks | None,
         max_waiting: int,
-        context: int | None,
-        turn: Turn | None,
+        context: int,
+        turn: Turn | None = None,
     ) -> None:
+        self.context = context
         self._model, self._tasks = model, tasks
-        self._tokenizer, self._max_waiting, self._context = tokenizer, max_waiting, context
+        self._tokenizer, self._max_waiting = tokenizer, max_waiting
         self._waiting, self._running = Turns(), Turns()
         self._steps = self._tokens = 0
         self._turn = turn or Turn()
@@ -130,7 +124,7 @@ class Engine(ABC):
         if request.adapter is not None and request.adapter not in (self._tasks or ()):
             raise TaskError(f"there is no adapter {request.adapter[:80]!a}; register it first")
         prompt = len(request.prompt)
-        check_context(self._context, prompt=prompt, new=request.full_length - prompt)
+        check_context(self.context, prompt=prompt, new=request.full_length - prompt)
 
     @abstractmethod
     def step(self) -> None:
@@ -194,12 +188,6 @@ class Engine(ABC):
             part = {name: n * (done + own) // every - n * done // every for name, n in amounts.items()}
             sequence.charge(**part, round_trips=spent.executor_round_trips)
             done += own
-
-    def keep_row(self, sequence: Sequence) -> None:
-        """Keep the row of the last pass, which had no rows of other requests, for the client that asked for it."""
-        if (seen := taken_sight()) is not None:
-            hidden, saw = map(tuple, seen)
-            sequence.row = ShownRow(hidden=hidden, saw=saw)
 
     def end(self, sequence: Sequence, error: Exception | None = None) -> None:
         """Free the resources of a request, and report its last event. Messages of other libraries may quote the prompt,

@@ -20,11 +20,8 @@ class Grammar(Protocol):
     def allowed(self) -> bytes:
         """Return one bit per token of the vocabulary: bit `t % 8` of byte `t // 8` is 1 if token `t` may follow."""
 
-    def accept(self, token: int) -> None:
-        """Advance the state by an allowed token."""
-
-    def finished(self) -> bool:
-        """True if only an end token may follow."""
+    def accept(self, token: int) -> bool:
+        """Advance the state by an allowed token. Returns True if only an end token may follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,13 +162,6 @@ class Token:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Embedded:
-    """The requested embedding or logits, float32 values."""
-
-    vector: tuple[float, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Done:
     """The last event of a request that succeeded or was cancelled.
 
@@ -181,6 +171,7 @@ class Done:
         prompt_tokens, new_tokens: numbers of tokens; the stop token counts as new.
         row: a row of the last token, if requested and computed without other requests.
         stop: the stop token that ended the answer, with its log probability if requested.
+        vector: the requested embedding or logits, float32 values.
     """
 
     finish: Finish
@@ -191,6 +182,7 @@ class Done:
     ledger: RequestLedger = field(default_factory=RequestLedger)
     row: ShownRow | None = None
     stop: Token | None = None
+    vector: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,19 +192,9 @@ class Failed:
     error: SymbiosisError
 
 
-Event = Started | Token | Embedded | Done | Failed
+Event = Started | Token | Done | Failed
 Sink = Callable[[Event], None]
 """Receives the events of a request, in the engine's thread. It must not block and must not raise."""
-
-
-class Handle(Protocol):
-    """A request that an engine has taken."""
-
-    def cancel(self) -> None:
-        """End the request at the next step; `Done` with "cancelled" follows. No effect on a request that has ended."""
-
-    def ledger(self) -> RequestLedger:
-        """Return the costs so far."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ from tenant.endpoint.engine.kv import KeyValues
 from tenant.endpoint.engine.packed_model import NextTokens, Output
 from tenant.endpoint.engine.requests import (
     Done,
-    Embedded,
     EngineRequest,
     Failed,
     Finish,
@@ -27,8 +26,7 @@ from tenant.endpoint.engine.requests import (
 
 
 class Sequence:
-    """A request in progress, and its `Handle`. The engine calls `start`; then `add` for every token until `ended`, and
-    `passed` after each pass, until `is_over`; then `done` or `fail`.
+    """A request in progress. The engine calls `rows` and `take` for each pass until `is_over`; then `done` or `fail`.
 
     Args:
         sink: gets the events.
@@ -68,6 +66,7 @@ class Sequence:
         self._spent = RequestLedger()
         self._prompt_logprobs: list[TokenLogprob | None] = [None]
         self._sum: Tensor | None = None
+        self._vector: tuple[float, ...] = ()
 
     @property
     def decoding(self) -> bool:
@@ -88,23 +87,19 @@ class Sequence:
         return self.finish is not None
 
     def cancel(self) -> None:
+        """End the request at the next step; `Done` with "cancelled" follows. No effect on a request that has ended."""
         self.cancelled = True
         self._withdraw(self)
 
     def ledger(self) -> RequestLedger:
+        """Return the costs so far."""
         return self._spent
 
     def charge(self, **amounts: int) -> None:
         """Add costs to the ledger of this request, by the names of `RequestLedger`."""
         self._spent += RequestLedger(**amounts)
 
-    def start(self, prompt_logprobs: Tokens[TokenLogprob | None] = ()) -> None:
-        """Report that the prompt has been read."""
-        self._sink(Started(prompt_logprobs=tuple(prompt_logprobs)))
-        if self.request.max_tokens == 0:
-            self.finish = "length"
-
-    def add(self, logits: Tensor) -> int:
+    def _add(self, logits: Tensor) -> int:
         """Choose and report the next token, and decide whether the answer ends with it. `logits`: `[vocabulary]`, the
         model's own logits."""
         token, logprob = self._sampler(logits)
@@ -120,20 +115,15 @@ class Sequence:
             self._end = "length"
         return token
 
-    @property
-    def ended(self) -> bool:
-        """True after the last token. Passes may follow, until the bucket is full."""
-        return self._end is not None
-
-    def passed(self) -> None:
-        """Count a pass that has computed a token, or would have."""
+    def _passed(self) -> None:
+        """Count a pass that has computed a token, or would have. After the last token, passes fill the bucket."""
         self._passes += 1
         if self._passes % self.request.bucket == 0:
             self.finish = self._end
 
     def embedded(self, vector: Tensor) -> None:
-        """Report the requested embedding, float `[width]`."""
-        self._sink(Embedded(vector=tuple(vector.float().tolist())))
+        """Take the requested embedding or logits, float `[width]`."""
+        self._vector = tuple(vector.float().tolist())
         self.finish = "stop"
 
     def done(self) -> None:
@@ -148,6 +138,7 @@ class Sequence:
                 ledger=self._spent,
                 row=self.row,
                 stop=self._stop,
+                vector=self._vector,
             )
         )
 
@@ -178,9 +169,9 @@ class Sequence:
         done, known = self.kv.length, len(self.tokens)
         if known > len(self.request.prompt):  # as long as the guess is right, take the token of the next row
             for row, guess in zip(output.logits, [*rows.tokens[1:], None], strict=True):
-                if self.ended or self.add(row) != guess:
+                if self._end is not None or self._add(row) != guess:
                     break
-            self.passed()
+            self._passed()
             self.kv.truncate(len(self.tokens) - 1)  # after the end, the last token is computed again and again
             return len(self.tokens) - known
         top = self.request.sampling.prompt_logprobs
@@ -197,9 +188,10 @@ class Sequence:
         if self.request.pooling is not None:
             self.embedded(output.hidden[-1] if self._sum is None else (self._sum / done))
             return 0
-        self.start(self._prompt_logprobs if top is not None else ())
-        if self.finish is not None:
+        self._sink(Started(prompt_logprobs=tuple(self._prompt_logprobs if top is not None else ())))
+        if self.request.max_tokens == 0:
+            self.finish = "length"
             return 0
-        self.add(output.logits[-1])
-        self.passed()
+        self._add(output.logits[-1])
+        self._passed()
         return 1

@@ -1,16 +1,15 @@
 """The page's files, and `/ledger`: the counters of the session, and what each provider can see."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import resources
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
 
 from symbiosis_priv.limits import Role
 from tenant.endpoint.api.service import sees_all
 from tenant.masking.scheme import Scheme
-from tenant.routing.known_provider import ProviderFigures
 from tenant.session.tally import Ledger
 
 FILES = {
@@ -45,62 +44,35 @@ _COUNTED = ("requests", "verified", "rejected", "bytes_sent", "bytes_received", 
 _VISIBLE = "how many rows there are, for which layer, when, and when the answer ends"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Provider(ProviderFigures):
-    """A provider's figures since the session began; counters and latency are None for all keys but the first. `sees`:
-    what it learns about an answer. `hidden`: not the rows."""
-
-    requests: int | None  # type: ignore[assignment]
-    verified: int | None  # type: ignore[assignment]
-    rejected: int | None  # type: ignore[assignment]
-    bytes_sent: int | None  # type: ignore[assignment]
-    bytes_received: int | None  # type: ignore[assignment]
-    hidden: bool
-    sees: str
-
-
-class SessionLedger(BaseModel):
-    """The providers of the session. `summary` names the parties that can read rows, and `assumption` states when rows
-    are hidden from the others. `model`: the base model; with its commit if it is on the hub. `remote`: rows are sent to
-    providers; `exposed`: an executor can read them."""
-
-    model: str
-    masking: str
-    summary: str
-    assumption: str
-    visible: str
-    remote: bool
-    exposed: bool
-    providers: list[Provider]
-
-
 def page_router(scheme: Scheme, ledger: Callable[[], Ledger | None], *, model: str) -> APIRouter:
     """Return the routes of the page. `/ledger` needs a key, which the application checks. `ledger`: returns the
-    counters of the session; None if the scheme has no session."""
+    counters of the session; None if the scheme has no session. `model`: the base model; with its commit if it is on the
+    hub."""
     router = APIRouter()
     for path, (name, media_type) in FILES.items():
-        router.get(path, include_in_schema=False)(_file(name, media_type))
+        router.get(path)(_file(name, media_type))
 
     @router.get("/ledger")
-    def session_ledger(http: Request, response: Response) -> SessionLedger:
-        """Return the providers, and their counters for the first key."""
+    def session_ledger(http: Request, response: Response) -> dict[str, Any]:
+        """Return what the scheme hides, and the providers; with their counters for the first key. `remote`: rows are
+        sent to providers; `exposed`: an executor can read them; `sees`: what a provider learns about an answer."""
         response.headers["Cache-Control"] = "no-store"
         counted = ledger()
         providers = [] if counted is None else counted.providers
         unseen: dict[str, None] = {} if sees_all(http) else dict.fromkeys(_COUNTED)
-        return SessionLedger(
-            model=model,
-            masking=scheme.name,
-            summary=scheme.summary,
-            assumption=scheme.assumption,
-            visible=_VISIBLE,
-            remote="executor" in scheme.roles,
-            exposed="executor" in scheme.roles - scheme.hides_from,
-            providers=[
-                Provider(**asdict(one) | unseen, hidden=one.role in scheme.hides_from, sees=sees(scheme, one.role))
+        return {
+            "model": model,
+            "masking": scheme.name,
+            "summary": scheme.summary,
+            "assumption": scheme.assumption,
+            "visible": _VISIBLE,
+            "remote": "executor" in scheme.roles,
+            "exposed": "executor" in scheme.roles - scheme.hides_from,
+            "providers": [
+                asdict(one) | unseen | {"hidden": one.role in scheme.hides_from, "sees": sees(scheme, one.role)}
                 for one in providers
             ],
-        )
+        }
 
     return router
 

@@ -57,7 +57,7 @@ def size_of(body: types.SampleRequest, requests: Sequence[EngineRequest]) -> int
 
 def start(body: types.SampleRequest, requests: Sequence[EngineRequest], endpoint: Endpoint, future: Future) -> None:
     """Send all samples of a request to the engine; `future` gets their message. Raises `ApiError` if one is refused."""
-    running = Running(endpoint.service.engine, requests, endpoint.metrics, endpoint.service.users)
+    running = Running(endpoint, requests)
     found = [Gathered() for _ in requests]
 
     def cancel() -> None:

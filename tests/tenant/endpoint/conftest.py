@@ -42,9 +42,8 @@ def tokenizer(checkpoint: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two adapters, `lora` and `other`."""
+    """A folder with the adapter `lora`."""
     folder = tmp_path_factory.mktemp("adapters")
-    for seed, name in enumerate(("lora", "other")):
-        config = LoraConfig(target_modules="all-linear")
-        write_adapter(load_language_model(checkpoint), folder / name, config, seed=seed, scale=0.2)
+    config = LoraConfig(target_modules="all-linear")
+    write_adapter(load_language_model(checkpoint), folder / "lora", config, scale=0.2)
     return folder

@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -15,7 +16,6 @@ from tenant.endpoint.api.bodies import ChatRequest, JsonRoute, Message, NamedToo
 from tenant.endpoint.api.errors import ApiError, invalid
 from tenant.endpoint.api.routes.tools import ToolText, arguments_of, calling, closed, tagged
 from tenant.endpoint.api.running import (
-    DOCUMENTED,
     FinishReason,
     Json,
     Running,
@@ -38,7 +38,7 @@ _SAME: Mapping[str, str] = {}
 _SPACE = {"whitespace_pattern": "[ \\n\\t]{0,16}"}  # without a limit, some models write white space up to `max_tokens`
 
 
-@router.post("/v1/chat/completions", response_model=None, responses=DOCUMENTED)
+@router.post("/v1/chat/completions", response_model=None)
 async def chat(body: ChatRequest, http: Request) -> Any:
     """Answer a chat."""
     return await respond(await prepare(http, body), http, streamed=body.stream)
@@ -62,16 +62,16 @@ async def prepare(http: Request, given: ChatRequest | Json, *, params: Mapping[s
         raise
 
 
+@dataclass
 class PreparedChat:
-    """A chat whose fields have been checked, and its answers."""
+    """A chat whose fields have been checked, and its answers. `_in_tags`: the model writes calls between tags."""
 
-    def __init__(self, body: ChatRequest, service: Service, request: engine.EngineRequest, *, in_tags: bool) -> None:
-        self.requests = several(request, body.n or 1)
-        self._body = body
-        self._service = service
-        self._in_tags = in_tags
-        self.created = int(time.time())
-        self._head: Json = {"id": new_id("chatcmpl"), "created": self.created, "model": body.model}
+    requests: list[engine.EngineRequest]
+    created: int
+    _body: ChatRequest
+    _service: Service
+    _head: Json
+    _in_tags: bool
 
     @classmethod
     async def of(cls, body: ChatRequest, service: Service, client: str) -> "PreparedChat":
@@ -100,7 +100,9 @@ class PreparedChat:
             grammar=grammar,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
-        return cls(body, service, request, in_tags=in_tags)
+        created = int(time.time())
+        head = {"id": new_id("chatcmpl"), "created": created, "model": body.model}
+        return cls(several(request, body.n or 1), created, body, service, head, in_tags)
 
     async def chunks(self, running: Running) -> AsyncIterator[Json]:
         body, options = self._body, self._body.stream_options or StreamOptions()

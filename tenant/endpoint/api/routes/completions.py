@@ -4,6 +4,7 @@ import base64
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,6 @@ from fastapi import APIRouter, Request, Response
 from tenant.endpoint.api.bodies import CompletionRequest, EmbeddingRequest, JsonRoute, StreamOptions
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.running import (
-    DOCUMENTED,
     Json,
     Running,
     finish_reason,
@@ -34,7 +34,7 @@ _MOST = 128  # choices of all prompts
 _AT_A_TIME = 16  # embeddings
 
 
-@router.post("/v1/completions", response_model=None, responses=DOCUMENTED)
+@router.post("/v1/completions", response_model=None)
 async def completions(body: CompletionRequest, http: Request) -> Any:
     """Continue one text or several."""
     endpoint = endpoint_of(http)
@@ -42,24 +42,17 @@ async def completions(body: CompletionRequest, http: Request) -> Any:
     return await respond(prepared, http, streamed=body.stream)
 
 
+@dataclass
 class _Prepared:
-    """A request whose fields have been checked, and its answers."""
+    """A request whose fields have been checked, and its answers. With `echo`, `_texts` has the prompt of each request,
+    and `_places` those of its tokens in the text."""
 
-    def __init__(
-        self,
-        body: CompletionRequest,
-        service: Service,
-        *,
-        texts: Sequence[str],
-        places: Sequence[Sequence[int]],
-        requests: list[engine.EngineRequest],
-    ) -> None:
-        self.requests = requests
-        self._body = body
-        self._service = service
-        self._texts, self._places = texts, places
-        self._head: Json = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time())}
-        self._head["model"] = body.model
+    requests: list[engine.EngineRequest]
+    _body: CompletionRequest
+    _service: Service
+    _texts: Sequence[str]
+    _places: Sequence[Sequence[int]]
+    _head: Json
 
     @classmethod
     async def of(cls, body: CompletionRequest, service: Service, client: str) -> "_Prepared":
@@ -81,7 +74,8 @@ class _Prepared:
         if body.echo:
             decoded = [await service.in_thread(client, partial(service.decode, prompt)) for prompt in prompts]
             texts, places = map(list, zip(*(one for one in decoded for _ in range(n)), strict=True))
-        return cls(body, service, texts=texts, places=places, requests=requests)
+        head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": body.model}
+        return cls(requests, body, service, texts, places, head)
 
     async def chunks(self, running: Running) -> AsyncIterator[Json]:
         options = self._body.stream_options or StreamOptions()

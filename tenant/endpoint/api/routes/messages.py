@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from tenant.endpoint.api import bodies
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.routes.chat import PreparedChat, prepare
-from tenant.endpoint.api.running import DOCUMENTED, FinishReason, Json, Running, new_id, respond
+from tenant.endpoint.api.running import FinishReason, Json, Running, new_id, respond
 
 router = APIRouter(route_class=bodies.JsonRoute)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -18,7 +18,7 @@ _PARAMS = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice"}
 """The field of `MessagesRequest` for each field of a chat request that has another name."""
 
 
-@router.post("/v1/messages", response_model=None, responses=DOCUMENTED)
+@router.post("/v1/messages", response_model=None)
 async def messages(body: bodies.MessagesRequest, http: Request) -> Any:
     """Answer a conversation."""
     chat = await prepare(http, _chat(body), params=_PARAMS)

@@ -1,24 +1,15 @@
-"""`/v1/models`, `/v1/load_lora_adapter`, `/v1/unload_lora_adapter`, `/health`, `/ready` and `/metrics`."""
+"""`/v1/models`, `/health`, `/ready` and `/metrics`."""
 
-import logging
-from pathlib import Path
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import PlainTextResponse
 
-from symbiosis_priv.errors import CheckpointError, ConfigError, TaskError
-from tenant.endpoint.api.bodies import JsonRoute, LoadRequest, UnloadRequest
-from tenant.endpoint.api.errors import ApiError, public
-from tenant.endpoint.api.service import OWNED, Endpoint, endpoint_of, sees_all
-from tenant.model.loading import warn_of_other_template
-from tenant.tasks import Tasks
+from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.api.service import endpoint_of, sees_all
 
-log = logging.getLogger(__name__)
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter()
 open_router = APIRouter()
-_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
 @router.get("/v1/models")
@@ -35,46 +26,7 @@ async def model(model: str, http: Request) -> dict[str, Any]:
     return next(one for one in service.models() if one["id"] == model)
 
 
-@router.post("/v1/load_lora_adapter", response_model=None, responses=_TEXT)
-async def load_adapter(body: LoadRequest, http: Request) -> PlainTextResponse:
-    """Add an adapter of any method from a folder, if the endpoint was started with `--allow-loading`."""
-    endpoint = endpoint_of(http)
-    tasks, folder = _loading(endpoint)
-    if body.lora_name == endpoint.service.name or body.lora_name.startswith(OWNED):
-        raise ApiError(400, "this is the base model's name, or begins as those of Tinker's clients", param="lora_name")
-    if body.lora_name in tasks:
-        raise ApiError(409, f"there is an adapter {body.lora_name} already; unload it first", param="lora_name")
-    try:
-        path = (folder / body.lora_path).resolve()
-        if not path.is_relative_to(folder):
-            raise ApiError(404, "the adapter is outside the folder of --allow-loading", param="lora_path")
-        tasks.register(body.lora_name, path, within=folder)
-        warn_of_other_template(path, endpoint.service.tokenizer)
-    except CheckpointError as error:
-        log.warning("the adapter of lora_path cannot be used: %s", error)
-        raise ApiError(400, public(str(error), {path: body.lora_path}), param="lora_path") from error
-    except (ConfigError, OSError, ValueError) as error:
-        raise ApiError(404, "there is no PEFT folder of this name", param="lora_path") from error
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
-
-
-@router.post("/v1/unload_lora_adapter", response_model=None, responses=_TEXT)
-async def unload_adapter(body: UnloadRequest, http: Request) -> PlainTextResponse:
-    """Unload an adapter that no request uses."""
-    endpoint = endpoint_of(http)
-    tasks, _ = _loading(endpoint)
-    if body.lora_name not in tasks or body.lora_name.startswith(OWNED):
-        raise ApiError(404, f"there is no adapter {body.lora_name[:80]!a}", code="model_not_found", param="lora_name")
-    if users := endpoint.service.users[body.lora_name]:
-        raise ApiError(409, f"{users} requests use this adapter; wait for their end", param="lora_name")
-    try:
-        tasks.unregister(body.lora_name)
-    except TaskError as error:
-        raise ApiError(409, str(error), param="lora_name") from error
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-
-@router.get("/metrics", response_model=None, responses=_TEXT)
+@router.get("/metrics", response_model=None)
 async def metrics(http: Request) -> Response:
     """Return figures for Prometheus, to the first key."""
     if not sees_all(http):
@@ -97,10 +49,3 @@ async def ready(http: Request) -> dict[Literal["status"], Literal["ok"]]:
     if not await endpoint_of(http).service.is_ready():
         raise ApiError(503, "no executor can be reached", code="providers")
     return {"status": "ok"}
-
-
-def _loading(endpoint: Endpoint) -> tuple[Tasks, Path]:
-    tasks, folder = endpoint.service.tasks, endpoint.settings.adapters
-    if tasks is None or folder is None:
-        raise ApiError(403, "start the endpoint with --allow-loading FOLDER to load and unload adapters", code="off")
-    return tasks, folder.resolve()

@@ -7,31 +7,20 @@ from fastapi import APIRouter, Request
 
 from tenant.endpoint.api import bodies
 from tenant.endpoint.api.routes.chat import PreparedChat, prepare
-from tenant.endpoint.api.running import DOCUMENTED, Json, Running, new_id, respond
+from tenant.endpoint.api.running import Json, Running, new_id, respond
 
 router = APIRouter(route_class=bodies.JsonRoute)
 _PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
 """The field of `ResponsesRequest` for each field of a chat request."""
 _UNSET: Json = {
-    "error": None,
-    "incomplete_details": None,
-    "instructions": None,
-    "max_output_tokens": None,
-    "metadata": {},
-    "parallel_tool_calls": True,
-    "previous_response_id": None,
-    "store": False,
-    "temperature": None,
-    "text": None,
-    "tool_choice": "auto",
-    "tools": [],
-    "top_p": None,
-    "usage": None,
+    **dict.fromkeys(("error", "incomplete_details", "instructions", "max_output_tokens", "previous_response_id")),
+    **dict.fromkeys(("temperature", "text", "top_p", "usage")),
+    **{"metadata": {}, "parallel_tool_calls": True, "store": False, "tool_choice": "auto", "tools": []},
 }
 """The fields of an answer that the request or the answer's end sets."""
 
 
-@router.post("/v1/responses", response_model=None, responses=DOCUMENTED)
+@router.post("/v1/responses", response_model=None)
 async def responses(body: bodies.ResponsesRequest, http: Request) -> Any:
     """Answer a conversation."""
     chat = await prepare(http, _chat(body), params=_PARAMS)

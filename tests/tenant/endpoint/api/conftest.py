@@ -13,7 +13,8 @@ from tenant import RemoteConfig
 from tenant.endpoint.api.application import create_app
 from tenant.endpoint.api.http_server import Server
 from tenant.endpoint.api.service import Service, Settings
-from tenant.endpoint.engine.sequential import SequentialEngine
+from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
+from tenant.endpoint.engine.packed_model import PackedModel
 from tenant.model.loading import load_language_model, load_tokenizer
 from tenant.tasks import Tasks
 from tests.waiting import answering
@@ -48,9 +49,9 @@ def served(checkpoint: Path, adapters: Path) -> Iterator[Served]:
     tokenizer.chat_template = CHAT
     tasks = Tasks(model)
     tasks.register("lora", adapters / "lora")
-    engine = SequentialEngine(model, tokenizer, tasks=tasks)
+    engine = ContinuousEngine(PackedModel(model, tasks), tokenizer, limits=EngineLimits(waiting=64))
     service = Service(engine, model, tokenizer, name="tiny", tasks=tasks)
-    settings = Settings(keys=(KEY, "sk-other"), adapters=adapters, body_limit=1 << 20, body_s=0.3, drain_s=5.0)
+    settings = Settings(keys=(KEY, "sk-other"), body_limit=1 << 20, body_s=0.3, drain_s=5.0)
     listener = socket.create_server(("127.0.0.1", 0))
     server = Server(create_app(service, settings), listener, drain_s=settings.drain_s)
     with answering(server):

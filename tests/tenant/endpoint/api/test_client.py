@@ -2,11 +2,7 @@
 
 import json
 import math
-import os
-import shutil
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -50,7 +46,8 @@ def test_a_chat_whole_and_in_pieces(client: Any) -> None:
             texts[choice.index] += choice.delta.content or ""
             if choice.logprobs is not None:
                 logprobs.setdefault(choice.index, []).extend(one.logprob for one in choice.logprobs.content)
-    assert last.usage == whole.usage
+    counts = {"prompt_tokens", "completion_tokens", "total_tokens"}  # the second prompt was cached
+    assert last.usage.model_dump(include=counts) == whole.usage.model_dump(include=counts)
     for choice in whole.choices:
         assert texts[choice.index] == choice.message.content
         assert logprobs[choice.index] == [one.logprob for one in choice.logprobs.content]
@@ -311,68 +308,6 @@ def test_models_are_listed_and_unknown_ones_and_wrong_keys_refused(client: Any) 
         assert unknown.value.code == "model_not_found"
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="sk-wrong").models.list()
-
-
-def test_adapters_are_loaded_and_dropped(client: Any, adapters: Path) -> None:
-    def post(path: str, **body: str) -> None:
-        client.post(path, body=body, cast_to=object)
-
-    def text(model: str) -> str:
-        answer = client.completions.create(model=model, prompt="Hello there", max_tokens=8, temperature=0)
-        return str(answer.choices[0].text)
-
-    post("/load_lora_adapter", lora_name="other", lora_path=str(adapters / "other"))
-    assert text("other") != text("lora")
-    post("/unload_lora_adapter", lora_name="other")
-    with pytest.raises(openai.NotFoundError):
-        text("other")
-    for path in ("/etc", str(adapters / ".." / "tiny"), "lora\0", "."):
-        with pytest.raises(openai.NotFoundError):
-            post("/load_lora_adapter", lora_name="outside", lora_path=path)
-
-
-@pytest.fixture
-def hostile(adapters: Path) -> Iterator[Path]:
-    """A copy of an adapter, in the folder of adapters that may be loaded."""
-    folder = adapters / "hostile"
-    shutil.copytree(adapters / "lora", folder)
-    yield folder
-    shutil.rmtree(folder)
-
-
-def test_errors_of_adapters_name_no_paths_of_this_machine(client: Any, hostile: Path, served: Served) -> None:
-    asked = {"lora_name": "hostile", "lora_path": "hostile"}
-    client.post("/load_lora_adapter", body=asked, cast_to=object)
-    (hostile / "adapter_config.json").rename(hostile / "gone")
-    with pytest.raises(openai.APIStatusError) as unused:
-        client.completions.create(model="hostile", prompt="x")
-    client.post("/unload_lora_adapter", body={"lora_name": "hostile"}, cast_to=object)
-    (hostile / "adapter_config.json").write_text("[")
-    with pytest.raises(openai.BadRequestError, match=r"hostile/adapter_config[.]json is damaged") as refused:
-        client.post("/load_lora_adapter", body=asked, cast_to=object)
-    for error in (unused, refused):
-        assert str(hostile.parent) not in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
-def test_files_of_an_adapter_lead_nowhere_else(client: Any, hostile: Path, tmp_path: Path, name: str) -> None:
-    """The endpoint refuses links. It does not read the files of a loaded adapter for chats: the template is a part of
-    each prompt, an adapter may be trained to repeat its prompt, and a template decides how many rows a chat has."""
-    messages = [{"role": "user", "content": "Hello"}]
-    secret = tmp_path / "secret"
-    secret.write_text(json.dumps({"chat_template": "secret"}))
-    asked = {"lora_name": "hostile", "lora_path": "hostile"}
-    (hostile / name).symlink_to(secret)
-    with pytest.raises(openai.BadRequestError, match="symbolic link"):
-        client.post("/load_lora_adapter", body=asked, cast_to=object)
-    (hostile / name).unlink()
-    client.post("/load_lora_adapter", body=asked, cast_to=object)
-    try:
-        os.mkfifo(hostile / name)
-        chat = partial(client.with_options(timeout=30).chat.completions.create, messages=messages, max_tokens=1)
-        assert chat(model="hostile").usage.prompt_tokens == chat(model="lora").usage.prompt_tokens
-    finally:
-        client.post("/unload_lora_adapter", body={"lora_name": "hostile"}, cast_to=object)
 
 
 @pytest.mark.parametrize(("own", "asked", "bucket"), [(1, 6, 6), (6, None, 6), (6, 4, 6), (4, 6, 6)])

@@ -63,10 +63,8 @@ class OnlyThese:
             bits[token // 8] |= 1 << token % 8
         return bytes(bits)
 
-    def accept(self, token: int) -> None:
+    def accept(self, token: int) -> bool:
         self.accepted.append(token)
-
-    def finished(self) -> bool:
         return len(self.accepted) == 2
 
 

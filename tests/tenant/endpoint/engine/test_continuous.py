@@ -16,7 +16,7 @@ from tenant import RemoteConfig, backend_of
 from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.kv import BLOCK
 from tenant.endpoint.engine.packed_model import PackedModel
-from tenant.endpoint.engine.requests import Done, Sampling
+from tenant.endpoint.engine.requests import Done, Sampling, Started
 from tenant.model.loading import load_adapter, load_language_model
 from tenant.tasks import Tasks
 from tests.adapters import write_adapter
@@ -40,9 +40,7 @@ def opened(model: Any, tokenizer: Any, tasks: Tasks) -> Iterator[Open]:
     engines = []
 
     def open_engine(**limits: int) -> ContinuousEngine:
-        engines.append(
-            ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks, limits=EngineLimits(**limits))
-        )
+        engines.append(ContinuousEngine(PackedModel(model, tasks), tokenizer, limits=EngineLimits(**limits)))
         return engines[-1]
 
     yield open_engine
@@ -52,7 +50,7 @@ def opened(model: Any, tokenizer: Any, tasks: Tasks) -> Iterator[Open]:
 
 @pytest.fixture(scope="module")
 def engine(model: Any, tokenizer: Any, tasks: Tasks) -> Iterator[ContinuousEngine]:
-    engine = ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks, limits=EngineLimits(step_rows=48))
+    engine = ContinuousEngine(PackedModel(model, tasks), tokenizer, limits=EngineLimits(step_rows=48))
     yield engine
     engine.close()
 
@@ -146,7 +144,7 @@ def test_a_client_cannot_find_out_what_another_one_has_asked(engine: ContinuousE
 
 def test_an_adapter_that_was_loaded_again_shares_no_beginning(model: Any, tokenizer: Any, adapters: Path) -> None:
     tasks = Tasks(model)
-    engine = ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks)
+    engine = ContinuousEngine(PackedModel(model, tasks), tokenizer)
     tasks.register("mine", adapters / "lora")
     first = Asked(engine, PROMPT, adapter="mine", max_tokens=4, sampling=LOGPROBS).logprobs
     tasks.unregister("mine")
@@ -175,7 +173,7 @@ def test_an_adapter_cannot_be_unloaded_while_an_answer_uses_it(engine: Continuou
 
 
 def test_requests_wait_for_memory_and_too_large_ones_are_refused(opened: Open, model: Any) -> None:
-    block = PackedModel(model).shape.block_bytes
+    block = PackedModel(model).shape.bytes(1)
     engine = opened(memory=block)
     with pytest.raises(ConfigError, match=f"{2 * block:,}.*{block:,}"):
         Asked(engine, PROMPT, max_tokens=BLOCK)
@@ -211,7 +209,7 @@ def test_a_request_whose_own_numbers_overflow_fails_alone(
     tasks = Tasks(model)
     write_adapter(load_language_model(checkpoint), tmp_path / "huge", config)
     tasks.register("huge", tmp_path / "huge")
-    engine = ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks)
+    engine = ContinuousEngine(PackedModel(model, tasks), tokenizer)
     right = Asked(engine, PROMPT, max_tokens=5).tokens
     asked: list[Asked] = []
     other = Asked(
@@ -255,7 +253,7 @@ def test_clients_get_equal_shares_of_a_step(opened: Open) -> None:
 @pytest.mark.parametrize("limit", ["places", "memory"])
 def test_a_client_leaves_room_for_others_to_run(opened: Open, model: Any, limit: str) -> None:
     """The requests of one key may run for hours; another key's request runs beside them."""
-    block = PackedModel(model).shape.block_bytes
+    block = PackedModel(model).shape.bytes(1)
     engine = opened(clients=2, running=4) if limit == "places" else opened(clients=2, memory=4 * block)
     first, paused, second, ended = *(threading.Event() for _ in range(3)), list[bool]()
 
@@ -281,6 +279,71 @@ def test_a_client_leaves_room_for_others_to_run(opened: Open, model: Any, limit:
     for one in taken:
         one.handle.cancel()
         one.done()
+
+
+@pytest.mark.parametrize("bucket", [1, 3, 8])
+def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(engine: ContinuousEngine, bucket: int) -> None:
+    """Passes without tokens fill the bucket, also beyond the largest number of tokens."""
+    free = Asked(engine, PROMPT, max_tokens=8).tokens
+    steps, stop = engine.load().steps, frozenset(free[3:4])
+    stopped = Asked(engine, PROMPT, max_tokens=6, stop_tokens=stop, bucket=bucket)
+    assert stopped.tokens == free[: free.index(free[3])]
+    new = len(stopped.tokens) + 1
+    assert (stopped.done().finish, stopped.done().new_tokens) == ("stop", new)
+    assert engine.load().steps - steps == new + -new % bucket
+
+
+def test_log_probabilities_of_prompt_and_answer_are_the_models_own(engine: ContinuousEngine, model: Any) -> None:
+    sampling = Sampling(logprobs=2, prompt_logprobs=0, temperature=2.0, seed=3, logit_bias={7: 3.0})
+    asked = Asked(engine, PROMPT, max_tokens=4, sampling=sampling)
+    ids = torch.tensor([PROMPT + tuple(asked.tokens)])
+    with torch.no_grad():
+        expected = model(ids).logits[0].double().log_softmax(-1)
+    started = asked.events[0]
+    assert isinstance(started, Started)
+    assert started.prompt_logprobs[0] is None
+    found = [one.logprob for one in (*started.prompt_logprobs, *asked.logprobs) if one]
+    each = expected[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    assert found == pytest.approx(each.tolist(), abs=1e-4)
+
+
+def test_embeddings_are_hidden_states(engine: ContinuousEngine, model: Any) -> None:
+    with torch.no_grad():
+        hidden = model.base_model(torch.tensor([PROMPT])).last_hidden_state[0]
+    for pooling, expected in (("last", hidden[-1]), ("mean", hidden.mean(0))):
+        found = Asked(engine, PROMPT, pooling=pooling).done()
+        assert found.new_tokens == 0
+        torch.testing.assert_close(torch.tensor(found.vector), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_requests_that_cannot_be_served_are_refused(engine: ContinuousEngine) -> None:
+    for wrong, new in (((), 1), ((10**6,), 1), ((-1,), 1), (PROMPT, 1 << 20)):
+        with pytest.raises(ConfigError):
+            Asked(engine, wrong, max_tokens=new)
+    with pytest.raises(TaskError, match="none-such"):
+        Asked(engine, PROMPT, adapter="none-such")
+
+
+def test_cancelled_requests_end_within_a_step_and_too_many_are_refused(opened: Open) -> None:
+    engine, first = opened(running=1, waiting=4), threading.Event()
+    asked: list[Asked] = []
+    asked.append(Asked(engine, PROMPT, max_tokens=100, at={3: lambda: asked[0].handle.cancel()}))
+    assert asked[0].done().finish == "cancelled"
+    assert len(asked[0].got) == 3
+    assert engine.load().running == 0
+    long = Asked(engine, PROMPT, max_tokens=200, client="a", at={1: first.set})
+    assert first.wait(60)
+    waiting = [Asked(engine, PROMPT, max_tokens=1, client=client) for client in "aabc"]
+    with pytest.raises(OverloadedError):
+        Asked(engine, PROMPT)
+    waiting[1].handle.cancel()
+    assert isinstance(waiting[1].events[-1], Done)
+    long.handle.cancel()
+    assert long.done().finish == "cancelled"
+    assert long.done().new_tokens < 200
+    for one in waiting:
+        one.last()
+    assert engine.load().waiting == 0
 
 
 def test_closing_cancels_what_runs_and_waits(opened: Open) -> None:

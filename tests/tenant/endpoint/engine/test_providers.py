@@ -47,7 +47,7 @@ def open_engine(checkpoint: Path, tokenizer: Any, adapters: Path) -> Iterator[Ca
         tasks = Tasks(model)
         tasks.register_all(adapters)
         limits = EngineLimits(step_rows=512)
-        engine = ContinuousEngine(PackedModel(model, tasks), tokenizer, tasks=tasks, limits=limits)
+        engine = ContinuousEngine(PackedModel(model, tasks), tokenizer, limits=limits)
         opened.append((engine, model))
         return engine, model
 

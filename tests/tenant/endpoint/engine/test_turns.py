@@ -62,7 +62,7 @@ def test_a_turn_that_does_not_come_ends_the_requests(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(queued, "_TURN_S", 0.05)
     turn, events, tokenizer = Turn(), SimpleQueue[Event](), SimpleNamespace(decode=lambda *_, **__: "")
     with turn:
-        engine = Waits(None, tokenizer, tasks=None, max_waiting=2, context=None, turn=turn)  # type: ignore[arg-type]
+        engine = Waits(None, tokenizer, tasks=None, max_waiting=2, context=99, turn=turn)  # type: ignore[arg-type]
         engine.submit(EngineRequest(id="r", prompt=(1,)), events.put)
         failed = events.get(timeout=30)
         engine.close()

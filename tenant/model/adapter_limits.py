@@ -38,29 +38,24 @@ _NOTHING = "(?!)"
 _PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")  # a string value is a regular expression
 _SPARE_BYTES = 128 << 20  # for tensors that a method makes from a seed and shares between layers (VeRA)
 _MAX_ITERATIONS = 64  # iterations of PiSSA's fast initialisation; PEFT recommends 4 to 16
-_REPEATED = 4  # times the model's layers that `layer_replication` may make; published ones make twice as many
 STARTS_FROM_WEIGHT = ("pissa", "olora", "corda", "mica")
 """The first letters of LoRA's initialisations that read the base weight."""
 _COPIES = 4  # PEFT may hold several copies of the adapter's tensors, in a wider dtype than on disk
 
 
 def needs_weights(settings: Mapping[str, Any]) -> bool:
-    """Return whether PEFT needs the base model's weights, or its modules, to make an adapter with these settings."""
-    start = str(settings.get("init_lora_weights")).lower()
-    return bool(settings.get("layer_replication")) or start.startswith(STARTS_FROM_WEIGHT)
+    """Return whether PEFT needs the base model's weights to make an adapter with these settings."""
+    return str(settings.get("init_lora_weights")).lower().startswith(STARTS_FROM_WEIGHT)
 
 
 def bounded_config(config: PeftConfig, model: nn.Module, *, folder: Path) -> PeftConfig:
     """Replace the regular expressions of an adapter's configuration by the module names that they match. Returns
     `config`. Raises `CheckpointError`: a pattern is invalid, matches no module, or takes too much time or memory; the
-    adapter's initialisation takes too many iterations; or the adapter repeats too many layers."""
+    adapter's initialisation takes too many iterations; or the adapter repeats layers."""
     names = [name for name, _ in model.named_modules()]
-    repeated = sum(len(range(start, end)) for start, end in getattr(config, "layer_replication", None) or ())
-    most = _REPEATED * int(getattr(getattr(model, "config", None), "num_hidden_layers", 1))
-    if repeated > most:
+    if getattr(config, "layer_replication", None):
         raise CheckpointError(
-            f"layer_replication in {folder / 'adapter_config.json'} makes {repeated} layers, and at most {most} are "
-            f"allowed for this model ({_REPEATED} times its own); use another adapter"
+            f"layer_replication in {folder / 'adapter_config.json'} repeats layers of the model; use an adapter without"
         )
     iterations = re.fullmatch(r"pissa_niter_(\d+)", str(getattr(config, "init_lora_weights", "")))
     if iterations and (len(iterations[1]) > 3 or int(iterations[1]) > _MAX_ITERATIONS):
@@ -72,8 +67,6 @@ def bounded_config(config: PeftConfig, model: nn.Module, *, folder: Path) -> Pef
         pattern = getattr(config, field, None)
         if isinstance(pattern, str) and pattern.lower() != "all-linear":
             what = f"{field} in {folder / 'adapter_config.json'}"
-            if getattr(config, "layer_replication", None):
-                raise CheckpointError(f"{what} is a pattern used with layer_replication; write a list of module names")
             try:  # in a child process with limited time and memory
                 done = subprocess.run(
                     [sys.executable, "-I", "-S", "-c", _MATCH, str(_MEMORY)],

@@ -320,16 +320,11 @@ def load_adapter_tensors(adapted: Any, folder: Path) -> None:
 
 @contextmanager
 def _undone_on_error(model: nn.Module) -> Iterator[None]:
-    """Context manager: if the block fails, restore the model's configuration, and its modules' attributes and
-    children."""
+    """Context manager: if the block fails, restore the attributes and children of the model's modules."""
     before = {module: (dict(vars(module)), dict(module._modules)) for module in model.modules()}
-    config = model.config if isinstance(model, PreTrainedModel) else None
-    settings = {} if config is None else dict(vars(config))
     try:
         yield
     except BaseException:
-        if config is not None:
-            vars(config).update(settings)  # PEFT writes the number of layers there
         for module, (attributes, children) in before.items():
             vars(module).clear()
             vars(module).update(attributes | {"_modules": children})

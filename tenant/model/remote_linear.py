@@ -27,7 +27,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,36 +42,17 @@ from tenant.model.connect import BaseWeights
 from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedWeight
 from tenant.model.overlap import waiting
 
-
-class AdapterRows(Protocol):
-    """Rows of an adapter that are sent with a layer group's forward request, masked and verified like all rows."""
-
-    member: int
-
-    def rows(self) -> Tensor | None:
-        """Return float rows `[r, d]` to send with the next request, or None."""
-
-    def take(self, product: Tensor) -> None:
-        """Receive the member's output `[r, o]`, with bias, for the rows that were sent."""
-
-
 _groups: weakref.WeakValueDictionary[int, "LayerGroup"] = weakref.WeakValueDictionary()
 _handles = itertools.count()
 
 
-class RoundTrip(Protocol):
-    """Computes the output of a group of one linear together with that of the next group (`trips.Trip`)."""
-
-    def send(self, x: Tensor) -> Tensor | None:
-        """Return the output, in the dtype of a product of `x`; None if `x` takes an ordinary product."""
-
-
 class LayerGroup:
     """The linears of one layer group. Calls the backend once per distinct input. `weights` reads base weights; None
-    without a checkpoint. `row_bucket`: rows for single experts are sent in multiples of it. `trip` computes products
-    without gradients, if there is one; a copied model has none."""
+    without a checkpoint. `row_bucket`: rows for single experts are sent in multiples of it. `trip` is the `trips.Trip`
+    that computes products without gradients, if there is one; a copied model has none. `adapter_rows` are rows of
+    adapters (`methods.lora.RowsOfA`) that are sent with a forward request, masked and verified like all rows."""
 
-    trip: RoundTrip | None = None
+    trip: Any = None
 
     def __init__(
         self, backend: Backend, index: int, weights: BaseWeights | None = None, *, row_bucket: int = 1
@@ -81,7 +62,7 @@ class LayerGroup:
         self.weights = weights
         self.row_bucket = row_bucket
         self.inputs = backend.facts[index].entry.inputs
-        self.adapter_rows: weakref.WeakSet[AdapterRows] = weakref.WeakSet()
+        self.adapter_rows: weakref.WeakSet[Any] = weakref.WeakSet()
         self._outputs = backend.facts[index].entry.outputs
         self._thread_state = _ThreadState()
         self.handle = next(_handles)
@@ -94,7 +75,7 @@ class LayerGroup:
             pending = state.pending
             if pending is None or not pending.is_for(x) or pending.parts[member] is None:
                 if self.trip is not None and type(x) is Tensor and not torch.is_grad_enabled():
-                    together = self.trip.send(x)
+                    together: Tensor | None = self.trip.send(x)
                     if together is not None:
                         return together
                 parts: tuple[Tensor, ...]
@@ -133,9 +114,7 @@ class LayerGroup:
                 self.backend.multiply(self.index, FORWARD, [x.reshape(-1, x.shape[-1])], outputs)
         return tuple(parts)
 
-    def _forward_with(
-        self, sent: list[tuple[AdapterRows, Tensor]], x: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, ...]:
+    def _forward_with(self, sent: list[tuple[Any, Tensor]], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Compute the outputs of `x` and of the adapter rows with one backend call, in the wider of the dtypes."""
         wide = torch.promote_types(dtype, torch.float32)
         own = x.reshape(-1, x.shape[-1])

@@ -121,7 +121,7 @@ def _adapted(
     if needs_weights(settings):
         start = settings.get("init_lora_weights")
         raise UnsupportedModelError(
-            f"{adapter} starts from the base weights ({start}) or repeats layers; convert it to a plain LoRA with PEFT "
+            f"{adapter} starts from the base weights ({start}); convert it to a plain LoRA with PEFT "
             f"(path_initial_model_for_weight_conversion), or {_ELSEWHERE}"
         )
     fix = "name the base model that it was trained on"

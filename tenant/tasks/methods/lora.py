@@ -48,7 +48,7 @@ class RemoteDora(DoraLinearLayer):
             self.weight.data = norm.to(self.weight)
         by_row = weight.t() if self.fan_in_fan_out else weight
         self.register_buffer("squares", by_row.square().sum(1), persistent=False)
-        self._rows_of_a = _RowsOfA(module, adapter, layer.member)
+        self._rows_of_a = RowsOfA(module, adapter, layer.member)
         layer.group.adapter_rows.add(self._rows_of_a)
 
     def forward(
@@ -89,7 +89,7 @@ class RemoteDora(DoraLinearLayer):
         return squares.clamp(min=0).sqrt()
 
 
-class _RowsOfA:
+class RowsOfA:
     """The rows of an adapter's `A`, which are sent with the next request once their values have changed."""
 
     def __init__(self, module: Any, adapter: str, member: int) -> None:
@@ -99,6 +99,7 @@ class _RowsOfA:
         self._sent = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def rows(self) -> Tensor | None:
+        """Return float rows `[r, d]` to send with the next request, or None."""
         module = self._module
         if self._adapter not in module.active_adapters or module.disable_adapters:
             return None
@@ -107,6 +108,7 @@ class _RowsOfA:
         return None if same else a
 
     def take(self, product: Tensor) -> None:
+        """Receive the member's output `[r, o]`, with bias, for the rows that were sent."""
         self.image, self._sent = product.to(torch.float32), self._a().clone()
 
     def _a(self) -> Tensor:

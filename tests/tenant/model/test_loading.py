@@ -498,18 +498,6 @@ def test_an_entry_of_an_adapter_does_not_hang_the_load(
     assert time.monotonic() - start < 20
 
 
-def test_an_adapter_does_not_repeat_layers_without_a_limit(adapter: Hostile, llama: Path) -> None:
-    model = load_model(llama)
-    layers = model.config.num_hidden_layers
-    start = time.monotonic()
-    with pytest.raises(CheckpointError, match="makes 800 layers, and at most 8 are allowed"):
-        load_adapter(model, adapter(layer_replication=[[0, 2]] * 400, target_modules=T))
-    assert time.monotonic() - start < 20
-    with pytest.raises(CheckpointError, match=r"lacks"):
-        load_adapter(model, adapter(layer_replication=[[0, 2]] * 2, target_modules=T))
-    assert (model.config.num_hidden_layers, len(model.model.layers)) == (layers, layers)
-
-
 # Missing tensors
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from symbiosis_priv.errors import UnsupportedMethodError
 from tenant import backend_of, rounded_model
-from tenant.model.experts.stack import Factors, Flat
+from tenant.model.experts.stack import Flat
 from tests.splitting import split_model
 
 IDS = torch.arange(3, 15).view(2, 6) * 7 % 96
@@ -75,19 +75,6 @@ def test_a_method_that_needs_expert_weights_is_refused_by_name(checkpoint: Calla
         split.base_model.set_adapter(["default", "second"])
         with pytest.raises(UnsupportedMethodError, match=r"experts.*one active adapter"):
             split(input_ids=IDS)
-
-
-@given(st.lists(st.integers(0, 3), max_size=7), st.booleans())
-def test_each_row_is_multiplied_by_its_own_experts_factors(chosen: list[int], transposed: bool) -> None:
-    generator = torch.Generator().manual_seed(len(chosen))
-    lhs, rhs = torch.randn(4, 5, 2, generator=generator), torch.randn(4, 2, 3, generator=generator)
-    width = 5 if transposed else 3
-    rows, experts = torch.randn(len(chosen), width, generator=generator), torch.tensor(chosen, dtype=torch.int64)
-    product = Factors(lhs, rhs, 0.5).product(rows, experts, transposed=transposed)
-    delta = 0.5 * lhs @ rhs
-    expected = [row @ (delta[k] if transposed else delta[k].t()) for row, k in zip(rows, chosen, strict=True)]
-    assert product.shape == (len(chosen), 8 - width)
-    assert all(torch.allclose(mine, one, atol=1e-6) for mine, one in zip(product, expected, strict=True))
 
 
 EXPERTS = 5

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,22 +46,6 @@ class Way:
         return cls(tuple(dict.fromkeys(own)), changes, len(own), len(calls) - len(own))
 
 
-class Recorder:
-    """Records the calls of each thread while `on` is True."""
-
-    def __init__(self) -> None:
-        self.on = False
-        self.calls: dict[int, list[str]] = {}
-
-    def profile(self, frame: FrameType, event: str, _: object) -> None:
-        """For `sys.setprofile` and `threading.setprofile`."""
-        if not self.on or event not in ("call", "c_call"):
-            return
-        path = frame.f_code.co_filename if event == "call" else ""
-        own = path.removeprefix(ROOT) if path.startswith(PRODUCT) else ""
-        self.calls.setdefault(threading.get_ident(), []).append(own)
-
-
 def ways() -> tuple[Way, Way]:
     """Measure a row's way at the tenant and at the provider."""
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +74,13 @@ def _measure(folder: Path) -> tuple[Way, Way]:
     LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(model)
     authority = issuing.create_authority(folder)
     tenant = issuing.issue(folder, authority=authority, kind=Kind.TENANT, name="tenant")
-    recorder = Recorder()
+    recording, calls = threading.Event(), dict[int, list[str]]()
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if recording.is_set() and event in ("call", "c_call"):
+            path = frame.f_code.co_filename if event == "call" else ""
+            own = path.removeprefix(ROOT) if path.startswith(PRODUCT) else ""
+            calls.setdefault(threading.get_ident(), []).append(own)
 
     def started(role: Role) -> Provider:
         own = issuing.issue(folder, authority=None, kind=Kind.PROVIDER, name=role)
@@ -100,7 +91,7 @@ def _measure(folder: Path) -> tuple[Way, Way]:
         host, _, port = provider.address.rpartition(":")
         return Peer(role, f"company of {role}", role, host, int(port), folder / f"{role}.pem")
 
-    threading.setprofile(recorder.profile)  # in all threads that start from now on
+    threading.setprofile(profile)  # in all threads that start from now on
     executor, helper = started("executor"), started("helper")
     store = WeightStore(model, cache=folder)
     digest = store.manifest().digest
@@ -121,31 +112,26 @@ def _measure(folder: Path) -> tuple[Way, Way]:
             x, me = torch.randn(1, 64), threading.get_ident()
             y = torch.empty(1, backend.facts[1].outputs(FORWARD))
             for number in range(_PRODUCTS):
-                recorder.calls.clear()
-                recorder.on = number > 0
-                sys.setprofile(recorder.profile)
+                calls.clear()
+                if number:
+                    recording.set()
+                sys.setprofile(profile)
                 try:
                     if backend.forward_few(1, x, torch.float32) is None:
                         backend.multiply(1, FORWARD, [x], [y])
                 finally:
                     sys.setprofile(None)
                 time.sleep(_QUIET_S)
-                recorder.on = False
-                ends = dict(recorder.calls)
+                recording.clear()
                 if number:
-                    own.append(Way.of(ends.pop(me)[:-1]))  # without the call that ends the recording
-                    theirs.append(max(map(Way.of, ends.values()), key=_at_provider))
+                    own.append(Way.of(calls.pop(me)[:-1]))  # without the call that ends the recording
+                    threads = map(Way.of, list(calls.values()))
+                    at_provider = [way for way in threads if any(file.startswith("provider/") for file in way.files)]
+                    theirs.append(max(at_provider, key=lambda way: way.own))
     finally:
         threading.setprofile(None)
         executor.stop()
         helper.stop()
 
-    def fewest(measured: list[Way]) -> Way:
-        return min(measured, key=lambda way: way.own + way.other)
-
+    fewest = partial(min, key=lambda way: way.own + way.other)
     return fewest(own), fewest(theirs)
-
-
-def _at_provider(way: Way) -> int:
-    """The calls of a thread of the provider; 0 for the tenant's threads."""
-    return way.own if any(file.startswith("provider/") for file in way.files) else 0

@@ -201,7 +201,7 @@ class Checkpoint:
             from symbiosis_priv.checkpoints import widening
 
             return self._made(name, partial(widening.widen, at=at))
-        tensor = self._stored(name) if at is None else self._read(name, lambda file: file.get_tensor(name)[at])
+        tensor = self._stored(name) if at is None else self._stored(name)[at]
         if tensor.element_size() == 1 and tensor.is_floating_point():
             raise CheckpointError(f"{self.path} holds {name} as {tensor.dtype} without its scales; fetch it again")
         return tensor

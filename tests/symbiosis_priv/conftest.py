@@ -72,12 +72,9 @@ def gpt2_path(gpt2: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def gpt2_cache(gpt2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache folder that a `WeightStore` of the GPT-2 has written, with packed and plain groups. Copy it before
-    use."""
+    """The cache folder that a `WeightStore` of the GPT-2 has written. Copy it before use."""
     cache = tmp_path_factory.mktemp("gpt2") / "cache"
-    store = WeightStore(gpt2_path, cache=cache)
-    for index in range(len(store.manifest().groups)):
-        store.group(index)
+    WeightStore(gpt2_path, cache=cache).manifest()
     return cache
 
 

@@ -72,7 +72,13 @@ class KnownValues(TorchDispatchMode):
         unknown = len(known) < len(operands)
         self._spend(sum(operand.numel() for operand in known))
         if kind in _INDEXED:
-            args = (args[0], self._positions(args[1]), *args[2:])
+            positions: list[Tensor | None] = []  # a mask is replaced by the positions where it is true
+            for index in args[1]:
+                is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+                if is_mask:
+                    self._spend(index.numel())
+                positions += _zeros(index).nonzero(as_tuple=True) if is_mask else [index]
+            args = (args[0], positions, *args[2:])
         elif any(tag in func.tags for tag in _SHAPED_BY_VALUES):
             args = _each(_zeros, args)
             operands = _tensors(args)
@@ -99,18 +105,6 @@ class KnownValues(TorchDispatchMode):
         self._spend(elements)
         result = _on("cpu", func, args, kwargs)
         return result.zero_() if kind in _UNINITIALISED else result
-
-    def _positions(self, indices: list[Tensor | None]) -> list[Tensor | None]:
-        """Replace a mask among the indices by the positions where it is true."""
-        found: list[Tensor | None] = []
-        for index in indices:
-            if index is not None and index.dtype in (torch.bool, torch.uint8):
-                mask = _zeros(index)
-                self._spend(mask.numel())
-                found += mask.nonzero(as_tuple=True)
-            else:
-                found.append(index)
-        return found
 
     def _spend(self, values: int) -> None:
         self._left -= 1 + values // _VALUES_PER_OPERATION
@@ -150,7 +144,7 @@ def _without_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @functools.cache
 def _makes_new(func: Any) -> bool:
-    """Returns True if an operation makes new tensors: no views, and no operand is written to."""
+    """Returns True if an operation makes no views, and writes to no operand."""
     return all(value.alias_info is None for value in (*func._schema.arguments, *func._schema.returns))
 
 
@@ -202,12 +196,10 @@ def _each(function: Callable[[Tensor], Tensor], values: Iterable[Any]) -> tuple[
 
 
 def _shape(tensor: Tensor) -> Tensor:
-    """Return an unknown tensor in place of a known one."""
     return tensor if tensor.is_meta else _unknown(tensor)
 
 
 def _unknown(tensor: Tensor) -> Tensor:
-    """Return a new unknown tensor of the same shape and dtype."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 

@@ -235,18 +235,15 @@ class _Trace(TorchFunctionMode):
         self._runs = 0
         self._inside = 0
 
-    def within(self, prefix: str) -> set[str]:
-        return {name for name in self._modules if name.startswith(prefix)}
-
     def share(self) -> float:
         """Share of the modules' parameters that runs have used."""
         reached = {call.name for call in self.calls}
         sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in self._modules.items()}
         return sum(size for name, size in sizes.items() if name in reached) / sum(sizes.values())
 
-    def unreached(self, prefix: str) -> set[str]:
-        """The modules in `prefix` that no run has called."""
-        return self.within(prefix) - {call.name for call in self.calls}
+    def is_complete(self) -> bool:
+        """Returns True if runs have called every module."""
+        return len(self._modules) == len({call.name for call in self.calls})
 
     def run(self, function: Callable[..., Any], inputs: dict[str, Any]) -> str:
         """Call a function of the model. Returns "", or where and why it failed; then its calls do not count."""
@@ -323,12 +320,13 @@ def _run_all(model: PreTrainedModel, trace: _Trace) -> list[_Run]:
     owners: tuple[PreTrainedModel, ...] = (model, model.base_model)  # type: ignore[assignment]
     for part in dict.fromkeys(owners):
         for name in filter(_FEATURES.fullmatch, dir(type(part))):
-            if trace.unreached(""):
+            if not trace.is_complete():
                 attempt(getattr(part, name), part.config)
-    if trace.unreached(""):
+    if not trace.is_complete():
         whole |= attempt(model.forward, model.config)
     for name, part in model.named_modules():
-        if isinstance(part, PreTrainedModel) and name and trace.unreached(f"{name}.") == trace.within(f"{name}."):
+        reached = any(call.name.startswith(f"{name}.") for call in trace.calls)
+        if isinstance(part, PreTrainedModel) and name and not reached:
             attempt(part.forward, part.config, part.main_input_name)
     if not trace.calls or (not whole and trace.share() < _LEAST_SHARE):
         raise UnsupportedModelError(

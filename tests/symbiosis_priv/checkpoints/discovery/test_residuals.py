@@ -17,15 +17,8 @@ from symbiosis_priv.errors import UnsupportedModelError
 from tests.cases import cases
 
 TWO = Scope(round_trips=2)
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-}
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 48, "vocab_size": 64}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
 
 
 def found(kind: str, architecture: str, **more: Any) -> Skeleton:

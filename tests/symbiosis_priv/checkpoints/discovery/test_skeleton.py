@@ -16,7 +16,7 @@ from symbiosis_priv.checkpoints.discovery.linears import is_linear, widths
 from symbiosis_priv.checkpoints.discovery.skeleton import Skeleton, discover, load_config, traced
 from symbiosis_priv.checkpoints.layers import GroupSpec, Scope
 from symbiosis_priv.errors import UnsupportedModelError
-from tests.cases import table
+from tests.cases import cases, table
 from tests.compatibility.families import build, inputs_of, small
 
 TEXTS, OTHERS, KEPT, UNTRACEABLE = (table(__file__, name) for name in ("texts", "others", "kept", "untraceable"))
@@ -175,19 +175,6 @@ def test_cross_attention_is_not_fused_over_blocks(tmp_path: Path) -> None:
     assert [len(members) for members in cross] == [2, 2]
 
 
-REFUSED: list[tuple[str, list[Any], str | None]] = [
-    ("architectures", [["LlamaForTimeTravel"]], "architectures"),
-    ("architectures", [["AutoTokenizer"], ["logging"], ["__version__"], ["LlamaConfig"], ["a.b"]], None),  # no models
-    ("architectures", [5, "LlamaForCausalLM", [5], [None], [["LlamaForCausalLM"]], {}], None),
-    ("model_type", ["time_travel"], None),
-    ("quantization_config", [{"quant_method": "hqq"}], r"quantised already \(hqq\).*use the unquantised model"),
-    ("hidden_size", ["wide"], None),
-    ("num_attention_heads", [0], None),
-    ("hidden_act", ["magic"], None),
-    ("eos_token_id", [1 << 70], None),
-]
-
-
 @pytest.mark.parametrize("nothing", [None, []])
 def test_a_checkpoint_without_architectures_generates_text(nothing: object, tmp_path: Path) -> None:
     path = save("LlamaForCausalLM", tmp_path) / "config.json"
@@ -199,12 +186,16 @@ def test_a_checkpoint_without_architectures_generates_text(nothing: object, tmp_
         discover(tmp_path)
 
 
-@pytest.mark.parametrize(("key", "value", "says"), [(key, one, says) for key, all_, says in REFUSED for one in all_])
-def test_configurations_of_no_supported_model_are_refused(key: str, value: Any, says: str, tmp_path: Path) -> None:
+@cases(__file__, "refused")
+def test_configurations_of_no_supported_model_are_refused(
+    key: str, values: list[Any], says: str | None, tmp_path: Path
+) -> None:
     path = save("LlamaForCausalLM", tmp_path) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    with pytest.raises(UnsupportedModelError, match=says):
-        discover(tmp_path)
+    config = json.loads(path.read_text())
+    for value in values:
+        path.write_text(json.dumps(config | {key: value}))
+        with pytest.raises(UnsupportedModelError, match=says):
+            discover(tmp_path)
 
 
 @pytest.mark.parametrize("architecture", UNTRACEABLE)

@@ -133,7 +133,6 @@ def quantise(layers: Sequence[Layer | Stack], *, weight_bits: int = DEFAULT_WEIG
 _COMPOSED_BITS = 19
 """Bits of an entry's size in the integer matrices that `compose` multiplies: 2^10 times finer than the result's."""
 _COMPOSED_ROWS = 1024  # rows that are float64 at the same time
-_EXACT_BITS = 53
 
 
 def compose(second: Tensor, gain: Tensor, first: Tensor) -> Tensor:
@@ -146,7 +145,7 @@ def compose(second: Tensor, gain: Tensor, first: Tensor) -> Tensor:
     single entries again. Takes float `[o, d]`, `[d]` and `[d, k]`. Returns float32 `[o, k]`; inf or nan where a weight
     is inf or nan. Raises `CheckpointError`: d is larger."""
     width = gain.shape[0]
-    if width > 1 << _EXACT_BITS - 2 * _COMPOSED_BITS:
+    if width > 1 << 53 - 2 * _COMPOSED_BITS:
         raise CheckpointError(f"rows of {width} numbers are too long to be composed exactly; remove round_trips")
     levels = 2.0**_COMPOSED_BITS
     below, scale = _rounded(first.cpu(), levels)

@@ -3,15 +3,13 @@
 A manifest lists every layer group with the SHA-256 of its integers, scales and bias; `federation.toml` pins the digest
 of the manifest. Quantising is deterministic, so tenants and providers get the same digest from the same checkpoint.
 
-A tenant keeps public facts of a layer group instead of the weights (`GroupFacts`). They come from one pass over the
-checkpoint, layer by layer, and are cached under the manifest's digest. They are not secret. A wrong fact can make a
-product wrong, but cannot reveal a row.
+A tenant keeps public facts of a layer group instead of the weights (`GroupFacts`), cached under the manifest's digest.
+They are not secret. A wrong fact can make a product wrong, but cannot reveal a row.
 
-A model holds a stack of experts, the matrices of all experts of a layer, as `[experts, out, in]`, or transposed as
-`[experts, in, out]`. A layer group holds it as one matrix `[o, d]` (`Stack`), so that products, masks, checks and
-quantisation are those of a linear. Gate and up are joined along the outputs: every row is multiplied by every expert.
-Down is joined along the inputs: its product is the sum over experts, and a row has zeros where an expert does not take
-part.
+A model holds a stack of experts as `[experts, out, in]`, or transposed as `[experts, in, out]`. A layer group holds it
+as one matrix `[o, d]` (`Stack`), so that products, masks, checks and quantisation are those of a linear. Gate and up
+are joined along the outputs: every row is multiplied by every expert. Down is joined along the inputs: its product is
+the sum over experts, and a row has zeros where an expert does not take part.
 """
 
 import functools

@@ -1,13 +1,11 @@
 """Packed weights on disk: written once, then mapped. A start copies nothing, and processes share the pages.
 
-Theory of operation. A file holds one layer group in one layout, and the group's digest in its header. Mapping a file
-converts nothing and hashes nothing: hashing gigabytes would make every start slow. Damage is noticed before the first
-product is served: the file also holds the products of a public probe row, computed from the quantised weights with
-torch, and the reader computes those products again (`agrees`). Every entry of the probe is odd, and so a unit of the
-ring: one altered weight always changes a product, and several altered weights rarely cancel out. The check reads each
-weight once at the speed of memory, as the first request would, and tests the kernel on the real matrix. The check does
-not protect against a user that can write to the cache: the folder belongs to the operator, and tenants verify every
-answer.
+Theory of operation. A file holds one layer group in one layout, and the group's digest in its header. Hashing gigabytes
+would make every start slow, so damage is noticed in another way before the first product is served: the file also holds
+the products of a public probe row, computed from the quantised weights with torch, and the reader computes them again
+(`agrees`). Every entry of the probe is odd, and so a unit of the ring: one altered weight always changes a product, and
+several rarely cancel out. This also tests the kernel on the real matrix. It does not protect against a user that can
+write to the cache: the folder belongs to the operator, and tenants verify every answer.
 """
 
 import functools

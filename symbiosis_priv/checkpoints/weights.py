@@ -49,8 +49,8 @@ Progress = Callable[[int, int], None]  # called with (groups done, groups in all
 
 @dataclass(frozen=True)
 class _Members:
-    """Reads the float members of layer groups from an open checkpoint, whose tensors are in `stored` by parameter.
-    Raises `CheckpointError`: a tensor is missing, or is not of the shape and dtype that config.json implies."""
+    """Reads the float members of layer groups; the checkpoint's tensors are in `stored` by parameter. Raises
+    `CheckpointError`: a tensor is missing, or is not of the shape and dtype that config.json implies."""
 
     skeleton: Skeleton
     checkpoint: Checkpoint
@@ -137,8 +137,8 @@ class WeightStore:
         self._skeleton: Skeleton | None = None
         self._manifest: Manifest | None = None
         self._cache_failed = False
-        try:  # warn if other users can change the cache: they could replace weights, or truncate a mapped file
-            with PrivateFolder.open(self.cache.parent) as parent:
+        try:  # other users who can change the cache could replace weights, or truncate a mapped file
+            with contextlib.suppress(OSError), PrivateFolder.open(self.cache.parent) as parent:  # there may be no cache
                 parent.subfolder(self.cache.name).close()
         except ConfigError:
             log.warning(
@@ -146,8 +146,6 @@ class WeightStore:
                 "them, or choose another folder (`cache` in provider.toml, SYMBIOSIS_PRIV_CACHE)",
                 self.cache,
             )
-        except OSError:  # there is no cache yet
-            pass
 
     @property
     def skeleton(self) -> Skeleton:
@@ -335,8 +333,7 @@ class WeightStore:
         return [result for _, result in results]
 
     def _write_to_cache(self, write: Callable[[], None]) -> None:
-        """Write to the cache. On a full or read-only disk nothing is cached, and the next start computes everything
-        again."""
+        """Write to the cache. On a full or read-only disk nothing is cached, and the next start computes it again."""
         try:
             write()
         except (OSError, SafetensorError) as error:

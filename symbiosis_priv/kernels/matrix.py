@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction, Widths, opposite
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction, Widths, opposite
 from symbiosis_priv.arithmetic.segments import Counts, check_counts, segments
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.kernels.choice import Choice, choose
@@ -50,7 +50,6 @@ class RingMatrix:
         packed weights are those of the transposed stack."""
         stack = copy.copy(self)
         stack.experts, stack._transposed = experts, transposed
-        stack._set_columns()
         return stack
 
     def _hold(self, packed: Packed, choice: Choice, device: torch.device | str, results: Path | None = None) -> None:
@@ -58,7 +57,6 @@ class RingMatrix:
         self.experts, self._transposed = 1, False
         self.chosen = choice.kernel
         self._packed = packed.to(self.device)
-        self._set_columns()
         for kernel in dict.fromkeys(choice):
             kernel.prepare(self._packed, results)
 
@@ -68,17 +66,8 @@ class RingMatrix:
 
     def columns(self, direction: Direction, *, by_expert: bool = False) -> Widths:
         """The columns of a product's rows and of its result, for the whole matrix or for one expert's."""
-        return self._columns[direction, by_expert]
-
-    def _set_columns(self) -> None:
-        packed, experts = self._packed, self.experts
-        self._columns = {
-            (direction, by_expert): Widths.of(
-                packed.inputs, packed.outputs // (experts if by_expert else 1), self._as_packed(direction)
-            )
-            for direction in DIRECTIONS
-            for by_expert in (False, True)
-        }
+        outputs = self._packed.outputs // (self.experts if by_expert else 1)
+        return Widths.of(self._packed.inputs, outputs, self._as_packed(direction))
 
     def product(
         self,

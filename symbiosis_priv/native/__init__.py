@@ -159,7 +159,7 @@ def _load() -> ctypes.CDLL | None:
 
 
 def _keeps_subnormals() -> bool:
-    """Returns True if this thread computes with subnormal numbers, as the project's exact results require."""
+    """Returns True if this thread computes with subnormal numbers, as exact results require."""
     return bool(torch.tensor(2.0**-149, dtype=torch.float32, device="cpu").mul(1.0))
 
 

@@ -6,10 +6,8 @@ tracing       runs the model on small inputs and records the calls of linears an
 skeleton      the model class of a checkpoint, built without weights; the parameter of each stored tensor; `discover`,
               which finds the layer groups
 
-Both sides run the discovery on the checkpoint's config alone: the architecture is built without memory for its weights
-and run on small inputs. Linears of one block that receive the *same tensor* form one layer group, whatever their names
-are: q/k/v, gate/up, a fused c_attn. There is no list of architectures; the manifest's digest proves that both sides
-found the same groups. These stay with the tenant: embeddings, a tied LM head, heads of other tasks (classifiers),
-linears whose weight the model uses in another way (PyTorch's own attention module), and linears that no run reaches
-(cross-attention of a decoder without an encoder).
+Both sides run the discovery on the checkpoint's config alone. Linears of one block that receive the *same tensor* form
+one layer group, whatever their names are: q/k/v, gate/up, a fused c_attn. There is no list of architectures; the
+manifest's digest proves that both sides found the same groups. These stay with the tenant: embeddings, a tied LM head,
+heads of other tasks, linears whose weight the model uses in another way, and linears that no run reaches.
 """

@@ -70,12 +70,3 @@ def test_a_directory_with_other_content_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="in use"):
         make_base_model(tmp_path, recipe=TINY)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-
-
-def test_an_interrupted_training_leaves_no_directory(tmp_path: Path) -> None:
-    def interrupt(step: int, total: int, loss: float) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        make_base_model(tmp_path / "base", recipe=TINY, on_progress=interrupt)
-    assert list(tmp_path.iterdir()) == []

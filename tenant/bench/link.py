@@ -1,12 +1,12 @@
 """An emulated link between a tenant and its providers, with a latency and a bandwidth, for `bench network`.
 
-    with open_link() as link, LocalFederation(model, folder, host=HOST) as local:
+    with Link() as link, LocalFederation(model, folder, host=HOST) as local:
         federation = link.federation(local.federation)
         with Child("tenant", serve_tenant, federation) as tenant:
             link.apply(Condition(mbit_per_s=100, round_trip_ms=100))
 
-A process forwards the bytes of connections on loopback, without changing TLS. All providers share the bandwidth, which
-is separate for each direction. The process reads at most a few round trips ahead, so that the bandwidth limits a
+A thread forwards the bytes of connections on loopback, without changing TLS. All providers share the bandwidth, which
+is separate for each direction. The thread reads at most a few round trips ahead, so that the bandwidth limits a
 sender. A new connection waits for the round trip of TCP's handshake before its first byte is forwarded. TCP itself has
 no delay, so there is no slow start, and nothing is lost.
 """
@@ -17,8 +17,6 @@ import math
 import re
 import selectors
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -26,13 +24,12 @@ from typing import Self
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.system.files import write_atomically
-from tenant.bench.processes import Child
 
 HOST = "127.0.0.1"
 _NUMBER = r"\d*\.?\d+"
 _FORM = re.compile(rf"(?P<rate>{_NUMBER})(?P<unit>mbit|gbit)/(?P<delay>{_NUMBER})ms")
 _CHUNK, _AHEAD = 32 << 10, 128  # bytes that are read at once, and how often before the first of them have arrived
-_CONNECT_S, _ANSWER_S = 10.0, 20.0
+_CONNECT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,50 +57,6 @@ class Condition:
         return f"{rate}, {self.round_trip_ms:g} ms"
 
 
-class Link:
-    """An emulated link. Providers must listen at `HOST`."""
-
-    def __init__(self, proxy: "Child[Condition | list[int], list[int]]") -> None:
-        self._proxy = proxy
-
-    def apply(self, condition: Condition) -> None:
-        """Emulate this condition from now on; `Condition()` has no limits."""
-        self._proxy.ask(condition, timeout_s=_ANSWER_S)
-
-    def federation(self, path: Path) -> Path:
-        """Write a `federation.toml` through which the tenant reaches the providers of `path`. Returns its path."""
-        text, ports = path.read_text(encoding="utf-8"), [peer.port for peer in load_federation(path).peers]
-        for port, reached in zip(ports, self._proxy.ask(ports, timeout_s=_ANSWER_S), strict=True):
-            text = text.replace(f'"{HOST}:{port}"', f'"{HOST}:{reached}"')
-        emulated = path.with_name(f"{path.stem}-emulated{path.suffix}")
-        write_atomically(emulated, text.encode())
-        return emulated
-
-
-@contextmanager
-def open_link() -> Iterator[Link]:
-    """Context manager: open a link without limits. It ends with the block, or with this process."""
-    with Child("proxy", serve_proxy) as child:
-        yield Link(child)
-
-
-@contextmanager
-def serve_proxy() -> Iterator[Callable[[Condition | list[int]], list[int]]]:
-    """The work of a `Child`: the handler applies a condition, or returns a port of the proxy for each given port."""
-    # select's timeouts have a resolution of microseconds, epoll's of milliseconds
-    loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    proxy = _Proxy()
-
-    async def answer(question: Condition | list[int]) -> list[int]:
-        if isinstance(question, Condition):
-            proxy.directions = [DelayLine(question) for _ in range(2)]
-            return []
-        return [await proxy.listen(port) for port in question]
-
-    yield lambda question: asyncio.run_coroutine_threadsafe(answer(question), loop).result()
-
-
 class DelayLine:
     """One direction of a link: bytes leave in order at the bandwidth, and arrive after the delay."""
 
@@ -117,18 +70,51 @@ class DelayLine:
         return self._free + self.condition.delay_s
 
 
-class _Proxy:
-    """All connections over one link; later bytes take its present directions."""
+class Link:
+    """An emulated link, and a context manager that closes it. Providers must listen at `HOST`. It begins without
+    limits."""
 
     def __init__(self) -> None:
+        self._directions = [DelayLine(Condition()) for _ in range(2)]
         self._servers: list[asyncio.Server] = []
-        self.directions = [DelayLine(Condition()) for _ in range(2)]
+        # select's timeouts have a resolution of microseconds, epoll's of milliseconds
+        self._loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
-    async def listen(self, port: int) -> int:
-        """Open a port of the proxy, and forward its connections to `port`."""
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        for server in self._servers:
+            server.close()
+        for task in (tasks := asyncio.all_tasks(self._loop)):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.wait(tasks) if tasks else asyncio.sleep(0))
+        self._loop.run_until_complete(asyncio.sleep(0))  # transports end one step after their tasks
+        self._loop.close()
+
+    def apply(self, condition: Condition) -> None:
+        """Emulate this condition for all later bytes; `Condition()` has no limits."""
+        self._directions = [DelayLine(condition) for _ in range(2)]
+
+    def federation(self, path: Path) -> Path:
+        """Write a `federation.toml` through which the tenant reaches the providers of `path`. Returns its path."""
+        text = path.read_text(encoding="utf-8")
+        for peer in load_federation(path).peers:
+            reached = asyncio.run_coroutine_threadsafe(self._listen(peer.port), self._loop).result()
+            text = text.replace(f'"{HOST}:{peer.port}"', f'"{HOST}:{reached}"')
+        emulated = path.with_name(f"{path.stem}-emulated{path.suffix}")
+        write_atomically(emulated, text.encode())
+        return emulated
+
+    async def _listen(self, port: int) -> int:
+        """Open a port, and forward its connections to `port`."""
 
         async def connect(near: asyncio.StreamReader, to_near: asyncio.StreamWriter) -> None:
-            await asyncio.sleep(2 * self.directions[0].condition.delay_s)
+            await asyncio.sleep(2 * self._directions[0].condition.delay_s)
             try:
                 with contextlib.closing(to_near):
                     far, to_far = await asyncio.wait_for(asyncio.open_connection(HOST, port), _CONNECT_S)
@@ -161,5 +147,5 @@ class _Proxy:
             data, held = b"begin", 0.0
             while data:
                 data = await source.read(_CHUNK)
-                held = max(held, self.directions[index].arrival(loop.time(), len(data)))
+                held = max(held, self._directions[index].arrival(loop.time(), len(data)))
                 await due.put((held, data))

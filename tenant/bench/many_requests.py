@@ -19,12 +19,12 @@ from typing import Annotated, Any, Final
 import numpy as np
 import torch
 import typer
-from peft import IA3Config, LoraConfig, OFTConfig, PeftConfig, get_peft_model
+from peft import IA3Config, LoraConfig, OFTConfig, PeftConfig
 from torch import Tensor
 from transformers.generation import BaseStreamer
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
-from tenant.bench.measured_models import Effort, Llama, MaskingVariant, counters, provide, remote_config
+from tenant.bench.measured_models import Effort, Llama, MaskingVariant, counters, provide, remote_config, write_adapters
 from tenant.bench.options import Masking, Progress, benchmark
 from tenant.bench.report import Goal, Row, figure, percentile, where
 from tenant.endpoint.engine.continuous import ContinuousEngine
@@ -85,7 +85,7 @@ def endpoint(
     tokenizer: Any = NoText() if model is None else load_tokenizer(path)
     if model is None:
         progress("writing adapters")
-        _write_adapters(folder / "adapters", load_model(path, dtype=torch.float32))
+        write_adapters(folder / "adapters", load_model(path, dtype=torch.float32), _ADAPTERS)
     progress("starting providers")
     with provide(path, folder, threads=effort.threads, maskings=[variant]) as local:
         split = load_language_model(path, remote=remote_config(local, variant), dtype=torch.float32)
@@ -132,18 +132,6 @@ def endpoint(
             "token_p99_ms": percentile(figures.between, 99, unit=1e-3),
             "round_trips": figures.round_trips // effort.repeat,
         }
-
-
-def _write_adapters(folder: Path, base: Any) -> None:
-    torch.manual_seed(0)
-    for adapter, config in _ADAPTERS.items():
-        adapted: Any = get_peft_model(base, config)
-        with torch.no_grad():
-            for parameter in adapted.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn_like(parameter) * 0.01)
-        adapted.save_pretrained(str(folder / adapter))
-        base = adapted.unload()
 
 
 class _Figures:

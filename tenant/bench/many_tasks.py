@@ -7,25 +7,24 @@ coordinated batching with batches of fixed size, and with batches by the cost of
 """
 
 import contextlib
-import copy
 import gc
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import numpy as np
 import psutil
 import torch
 import typer
-from peft import IA3Config, LoraConfig, OFTConfig, PeftConfig, get_peft_model
+from peft import IA3Config, LoraConfig, OFTConfig, PeftConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel
 
-from tenant.bench.measured_models import Bert, Effort, MaskingVariant, counters, provide, remote_config
+from tenant.bench.measured_models import Bert, Effort, MaskingVariant, counters, provide, remote_config, write_adapters
 from tenant.bench.options import Progress, benchmark
 from tenant.bench.processes import seconds_of
 from tenant.bench.report import Goal, Row, Value, figure, where
@@ -115,11 +114,8 @@ def tasks(
 
 def write_tasks(repository: Path, model: Path, *, count: int) -> Path:
     """Write `count` task folders with random parameters; the methods alternate."""
-    base = load_model(model, dtype=torch.float32, kind=AutoModel)
-    for name, config in _METHODS.items():
-        adapted: Any = get_peft_model(copy.deepcopy(base), copy.deepcopy(config))
-        adapted.save_pretrained(str(repository / f".{name}"))
-        del adapted
+    templates = {f".{name}": config for name, config in _METHODS.items()}
+    write_adapters(repository, load_model(model, dtype=torch.float32, kind=AutoModel), templates)
     generator = torch.Generator().manual_seed(0)
     for number in range(count):
         template = repository / f".{list(_METHODS)[number % len(_METHODS)]}"

@@ -1,10 +1,11 @@
 """What benchmarks measure: models with random weights, providers of a model, and a tenant process that trains it and
 generates with it."""
 
+import copy
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import BertConfig, BertModel, LlamaConfig
 from typer import Option
@@ -135,6 +136,19 @@ class Bert:
 
 def _heads(width: int) -> int:
     return math.gcd(width // 2, max(1, width // 64))
+
+
+def write_adapters(folder: Path, base: Any, configs: Mapping[str, PeftConfig]) -> None:
+    """Write an adapter with random parameters, always the same, for each configuration."""
+    torch.manual_seed(0)
+    for name, config in configs.items():
+        adapted: Any = get_peft_model(base, copy.copy(config))
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter) * 0.01)
+        adapted.save_pretrained(str(folder / name))
+        base = adapted.unload()
 
 
 class MaskingVariant(NamedTuple):

@@ -35,7 +35,7 @@ from symbiosis_priv.checkpoints.discovery.skeleton import traced
 from symbiosis_priv.checkpoints.layers import Scope
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from tenant.bench import measured_models as models
-from tenant.bench.link import HOST, Condition, Link, open_link
+from tenant.bench.link import HOST, Condition, Link
 from tenant.bench.many_requests import NoText, answer
 from tenant.bench.options import Maskings, Progress, benchmark
 from tenant.bench.processes import Child, ask_all, check_supported, seconds_of
@@ -126,7 +126,7 @@ def network(
     model = shape.save(folder / "model", max_position_embeddings=2 * max(_LENGTHS))
     with ExitStack() as stack:
         progress("starting providers")
-        links = [stack.enter_context(open_link()) for _ in range(_TENANTS)]
+        links = [stack.enter_context(Link()) for _ in range(_TENANTS)]
         providers = models.provide(model, folder, threads=threads, maskings=[_PAD, _FEWER], host=HOST)
         local = stack.enter_context(providers)
 

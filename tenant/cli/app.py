@@ -8,12 +8,12 @@ import typer
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.limits import DEFAULT_HINT_BITS
+from symbiosis_priv.limits import DEFAULT_HINT_BITS, HintBits
 from tenant.cli.check import check
 from tenant.cli.finetune import finetune
 from tenant.cli.generate import generate
 from tenant.cli.merge import merge
-from tenant.cli.options import Federation, Masking, checked_hint_bits, loading
+from tenant.cli.options import Federation, Masking, loading
 from tenant.cli.serve import serve
 
 
@@ -30,7 +30,7 @@ def prepare(
     masking: Annotated[
         Masking | None, typer.Option(help="Also make what this masking keeps on disk: the hints of lwe (experimental).")
     ] = None,
-    hint_bits: Annotated[int, typer.Option(help="Bits of an entry of a hint: 16, 20, 24 or 32.")] = DEFAULT_HINT_BITS,
+    hint_bits: Annotated[HintBits, typer.Option(help="Bits of an entry of a hint.")] = DEFAULT_HINT_BITS,
     training: Annotated[bool, typer.Option("--training", help="Also make hints of backward products.")] = False,
 ) -> None:
     """Make facts and verification keys from the full checkpoint and store them in the cache.
@@ -38,7 +38,6 @@ def prepare(
     Later runs do not need the full checkpoint. With --masking lwe, a run that
     was interrupted goes on where it was.
     """
-    bits = checked_hint_bits(hint_bits)
     pinned, folder = load_federation(federation), resolve(model)
     with loading():
         from symbiosis_priv.checkpoints.weights import WeightStore
@@ -59,7 +58,9 @@ def prepare(
     typer.echo(f"prepared {len(preparation.facts)} layer groups of {pinned.model_digest}")
     if masking is not None:
         with terminal.progress_bar("hints") as progress:
-            size = session_scheme(masking).prepare(preparation, store, bits=bits, training=training, progress=progress)
+            size = session_scheme(masking).prepare(
+                preparation, store, bits=hint_bits, training=training, progress=progress
+            )
         typer.echo(f"{ledgers.size(size)} of hints in {preparation.folder}")
     if slim is not None:
         kept, left_out = write_slim(store, preparation.manifest, slim, keep_experts=keep_experts)

@@ -27,7 +27,7 @@ from symbiosis_priv.limits import (
 )
 from symbiosis_priv.system.files import default_cache
 from symbiosis_priv.system.machine import look
-from tenant.cli.options import Masking, checked_hint_bits, loading, table_of
+from tenant.cli.options import Masking, loading, table_of
 from tenant.training import corpus
 from tenant.training.options import Length, check_installed
 
@@ -57,7 +57,9 @@ def check(
     masking: Annotated[
         Masking | None, typer.Option(help="Also show what this masking costs here: lwe (experimental).")
     ] = None,
-    hint_bits: Annotated[int, typer.Option(help="With --masking lwe: bits of an entry of a hint.")] = DEFAULT_HINT_BITS,
+    hint_bits: Annotated[
+        HintBits, typer.Option(help="With --masking lwe: bits of an entry of a hint.")
+    ] = DEFAULT_HINT_BITS,
     sequence_length: Length = 256,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of text to compare.")] = 8,
     show: Annotated[
@@ -109,7 +111,7 @@ def check(
     if masking is not None and session_scheme(masking).keeps_hints:
         bits = weight_bits if pinned is None else pinned.weight_bits
         scope = Scope(tied_head=tied_head, round_trips=round_trips)
-        _show_hints(folder, scope, bits=checked_hint_bits(hint_bits), weight_bits=bits)
+        _show_hints(folder, scope, bits=hint_bits, weight_bits=bits)
     if data is None:
         return
     kind = architecture(load_config(folder))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 from rich.table import Table
@@ -18,7 +18,7 @@ from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.layers import RoundTrips, Scope
 from symbiosis_priv.errors import ConfigError, RoleConflictError, SymbiosisError
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_SECONDS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, HintBits
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_SECONDS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from symbiosis_priv.system import interrupts
 from symbiosis_priv.system.files import output_file
 
@@ -53,14 +53,6 @@ MASKING_ROLES: dict[Masking, frozenset[Role]] = {  # as the schemes declare them
     "paper-pool": frozenset({"executor"}),
     "simulate": frozenset(),
 }
-
-
-def checked_hint_bits(bits: int) -> HintBits:
-    """Check the value of --hint-bits. Raises `ConfigError`."""
-    for known in get_args(HintBits):
-        if bits == known:
-            return cast(HintBits, bits)
-    raise ConfigError(f"--hint-bits {bits}: choose one of {', '.join(map(str, get_args(HintBits)))}")
 
 
 @dataclass(frozen=True, kw_only=True)

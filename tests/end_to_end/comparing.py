@@ -1,15 +1,12 @@
 """Configurations of a scheme and of its simulation, and comparisons of their results."""
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from symbiosis_priv.federation import Peer
 from symbiosis_priv.harness.local import LocalFederation
-from symbiosis_priv.network import wire
 from tenant import RemoteConfig
 
 DEADLINE_S = 120.0
@@ -41,24 +38,3 @@ def adapter_of(model: Any) -> Tensors:
 def equal(a: Tensors, b: Tensors) -> bool:
     """Returns True if two sets of tensors have the same bits and are not empty."""
     return bool(a) and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-class Killer:
-    """A wiretap that kills a provider with SIGKILL just before a frame is sent to it, and restarts it meanwhile.
-
-    The frame is lost in the middle of a forward or backward pass.
-    """
-
-    def __init__(self, federation: LocalFederation, name: str, *, frame: int) -> None:
-        self.federation, self.name, self.left = federation, name, frame
-        self.before = federation.pid(name)
-        self.starting = threading.Thread(target=federation.restart, args=(name,))
-
-    def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        if peer.name == self.name:
-            self.left -= 1
-            if not self.left:
-                self.federation.kill(self.name)
-                self.starting.start()
-
-    def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None: ...

@@ -10,12 +10,14 @@ import pytest
 from tests.waiting import until
 
 PARENT = """
-import signal, time
-from tenant.bench.link import serve_proxy
+import contextlib, signal, time
 from tenant.bench.processes import Child
+@contextlib.contextmanager
+def serve():
+    yield print
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process of a shell ignores it
-    with Child("proxy", serve_proxy) as child:
+    with Child("child", serve) as child:
         child.wait_ready()
         print(child.pid, flush=True)
         time.sleep(120)

@@ -6,7 +6,6 @@ change at a time. It prints the test that has failed for each, and ends with an 
 
     python -m tests.mutations                    every entry, in a quarter of an hour
     python -m tests.mutations wire "a pad"       entries whose name, file or tests contain one of these words
-    python -m tests.mutations --list             the table, without running anything
 
 A line is found by its code, wherever it is in the file or folder: spaces, line breaks and a last comma make no
 difference. `tests/test_mutations.py` fails if an entry fits no line, or more than one.
@@ -167,7 +166,6 @@ def main() -> None:
     """Try the chosen mutations. Exits with 1 if no test notices one of them."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=str(__doc__).partition("\n")[0])
     parser.add_argument("words", nargs="*", help="only entries whose name, file or tests contain one of these")
-    parser.add_argument("--list", action="store_true", help="print the entries, and run nothing")
     options = parser.parse_args()
     chosen = [
         mutation
@@ -175,10 +173,6 @@ def main() -> None:
         if not options.words
         or any(w in " ".join([mutation.name, mutation.file, *mutation.noticed_by]) for w in options.words)
     ]
-    if options.list:
-        for mutation in chosen:
-            print(f"{mutation.name}\n    {mutation.file}: {mutation.line}\n    becomes {mutation.becomes}")
-        return
     try:
         for mutation in chosen:
             mutated(mutation, ROOT)  # before minutes have passed

@@ -1,10 +1,7 @@
-"""`symbiosis-priv bench`: measures the cost of split execution. In each run, split and whole models are measured by
-turns.
+"""`symbiosis-priv bench`: measures the cost of split execution (docs/benchmarks.md).
 
-Absolute times are valid only for one machine, so compare the ratios. Each module has the command of its benchmark, its
-goals and its measurement; `pyproject.toml` lists the commands, so that `--help` does not wait for torch.
-
-Read in this order:
+Each module has the command of its benchmark, its goals and its measurement; `pyproject.toml` lists the commands, so
+that `--help` does not wait for torch. Read in this order:
 
 report            the file of --json, its tables, and goals for its figures; `bench report`
 measured_models   the measured models, providers of them, and a tenant process
@@ -13,7 +10,7 @@ options           options of the commands, and `benchmark`, which makes a comman
 steps_and_tokens  `bench step` and `bench token`
 masked_linear     `bench linear`
 link, network     `bench network` (over an emulated link) and `bench bytes`
-many_tenants      `bench provider`, with the tenants of request_load
+many_tenants      `bench provider`
 many_tasks        `bench tasks`
 many_requests     `bench endpoint`
 real_size         `bench size`

@@ -1,13 +1,12 @@
 """`bench adapters`: how many LoRA jobs fit into the memory of one machine, and how fast they train together.
 
-A job is a process with a LoRA, an optimizer and data of its own. The whole model is read from a checkpoint in bfloat16,
-as models are published: in float32 each job has a copy of it, in bfloat16 all jobs of one machine map the same pages.
-The split model's jobs are tenants, each with its own certificate, of one executor, and with pads also of one helper.
+A job is a process with a LoRA, an optimizer and data of its own. The whole model is read from a checkpoint in bfloat16:
+in float32 each job has a copy of it, in bfloat16 all jobs of one machine map the same pages. The split model's jobs are
+tenants, each with its own certificate, of one executor, and with pads also of one helper.
 
-Memory is the highest sum of the proportional set sizes (PSS) of all processes that the benchmark starts: a page that
-several processes map counts once. All jobs are forked from one process that has imported the modules, and return the
-memory of large tensors to the system at once (`MALLOC_MMAP_THRESHOLD_` of glibc): a job of width 2048 and 16 layers
-takes 331 MiB in place of 591 without masks, for some 15 % more of its processor time.
+Memory is the highest sum of the proportional set sizes (PSS) of all processes that the benchmark starts. All jobs are
+forked from one process that has imported the modules, and return the memory of large tensors to the system at once
+(`MALLOC_MMAP_THRESHOLD_` of glibc; docs/training.md says what that saves and costs).
 """
 
 import contextlib

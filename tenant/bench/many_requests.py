@@ -1,10 +1,8 @@
-"""`bench endpoint`: times many requests, answered together by the endpoint's engine and one after another by
-`generate()`.
+"""`bench endpoint`: many requests, answered together by the endpoint's engine and one after another by `generate()`.
 
-All requests are submitted at the same time to one session with masked rows, so the time to the first token includes
-the queue. With a random model, the requests use eight adapters (the base model, LoRA, IA3, OFT and an adapter of PetS).
-With a checkpoint, they use the base model, and plain transformers answer them too. Prompts are random tokens and all
-answers have the same length, so the figures do not depend on the text.
+All requests are submitted at the same time, so the time to the first token includes the queue. With a random model,
+they use eight adapters (none, LoRA, IA3, OFT and an adapter of PetS). With a checkpoint, they use none, and plain
+transformers answer them too. Prompts are random tokens, and all answers have one length.
 """
 
 import contextlib
@@ -21,7 +19,6 @@ import torch
 import typer
 from peft import IA3Config, LoraConfig, OFTConfig, PeftConfig
 from torch import Tensor
-from transformers.generation import BaseStreamer
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from tenant.bench.measured_models import Effort, Llama, MaskingVariant, counters, provide, remote_config, write_adapters
@@ -193,7 +190,13 @@ def _generate(
     for start in range(0, len(requests), batch):
         together = requests[start : start + batch]
         ids = torch.tensor([request.prompt for request in together], dtype=torch.long, device="cpu")
-        clock, adapter = _Clock(), together[0].adapter
+        clock, adapter = list[float](), together[0].adapter
+
+        def tick(ids: Tensor, _: Tensor, clock: list[float] = clock) -> Tensor:
+            """Called after each token."""
+            clock.append(time.perf_counter())
+            return torch.zeros(len(ids), dtype=torch.bool, device="cpu")
+
         with contextlib.nullcontext() if tasks is None or adapter is None else tasks.batch([adapter]):
             model.generate(
                 input_ids=ids,
@@ -202,20 +205,7 @@ def _generate(
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,
-                streamer=clock,
+                stopping_criteria=[tick],
             )
-        times += [clock.times[1:]] * len(together)
+        times += [clock] * len(together)
     return times
-
-
-class _Clock(BaseStreamer):
-    """Records the times of the prompt and of each token."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass

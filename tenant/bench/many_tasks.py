@@ -1,9 +1,8 @@
 """`bench tasks`: many tasks of several PEFT methods over one model of DistilBERT's size with random weights, as in the
 PetS paper (its table 5 has 4,344 tasks).
 
-Four comparisons in one run: the memory of all tasks with that of a full copy per task; a batch of rows of many tasks
-with one task after the other, and with batches of one task; the same with the split model, where round trips count; and
-coordinated batching with batches of fixed size, and with batches by the cost of what tasks share.
+The memory of all tasks is compared with that of a full copy per task; a batch of rows of many tasks with one task after
+the other and with batches of one task, whole and split; and coordinated batching with the best of its parts.
 """
 
 import contextlib
@@ -51,20 +50,17 @@ _DISTILBERT, _EFFORT = Bert(layers=6), Effort()
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    for measurement, variant, what, at_least in (
-        ("memory", "one model", "tasks in the memory of as many full copies", 26),
-        ("batch, whole model", "mixed batch", "time of one task after the other over a mixed batch's, whole", 2),
-        ("batch, split model", "mixed batch", "round trips of one task after the other over a mixed batch's", 10),
-        ("coordinated batching", "coordinated", "time of batches of fixed size over coordinated ones'", 1.5),
+    by_turns = "of one task after the other over a mixed batch's"
+    for measurement, variant, what, least, most in (
+        ("memory", "one model", "tasks in the memory of as many full copies", 26, None),
+        ("batch, whole model", "mixed batch", f"time {by_turns}, whole", 2, None),
+        ("batch, split model", "mixed batch", f"round trips {by_turns}", 10, None),
+        ("coordinated batching", "coordinated", "time of batches of fixed size over coordinated ones'", 1.5, None),
+        ("batch, whole model", "mixed batch", "time of a mixed batch over that of a batch of one task", None, 1.5),
+        ("coordinated batching", "coordinated", "time of coordinated batches over that of the best part", None, 1.02),
     ):
         for row in where(rows, measurement=measurement, variant=variant):
-            yield Goal(what, figure(row, "gain"), at_least=at_least)
-    for measurement, variant, what, at_most in (
-        ("batch, whole model", "mixed batch", "time of a mixed batch over that of a batch of one task", 1.5),
-        ("coordinated batching", "coordinated", "time of coordinated batches over that of the best part", 1.02),
-    ):
-        for row in where(rows, measurement=measurement, variant=variant):
-            yield Goal(what, figure(row, "over_best"), at_most=at_most)
+            yield Goal(what, figure(row, "gain" if most is None else "over_best"), at_most=most, at_least=least)
 
 
 @benchmark("tasks", goals=goals)

@@ -1,6 +1,6 @@
 """`bench provider`: many tenants at one provider, which serves a synthetic model.
 
-Each tenant is a process with a TLS connection that sends random rows and computes with an adapter, but has no model.
+Each tenant is a process with a TLS connection that sends random rows, without a model.
 A generating tenant sends its rows through every layer group forward, as for one token of a batch. A training tenant
 sends them forward and backward, as for one step. Every answer is compared with the one that the tenant received while
 it was alone. Tenants and providers share one machine, so the CPU time of tenants affects the figures.
@@ -17,7 +17,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -45,7 +44,6 @@ _DEADLINE_S = 120.0
 _NICE = 10  # the provider has priority, because in practice tenants have their own machines
 _SLOW, _RUNS_S = "slow", 0.025  # a slow tenant runs for this time, and stands still three times as long
 _TRAINING_ROWS: Final = (2, 16, 64, 256)
-_ADAPTER_RANKS: Final = (8, 64)
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
@@ -105,10 +103,10 @@ def provider(
         identities: dict[str, Identity] = {}
         for scenario in scenarios:
             loads = []
-            for name, kind, rows, rank in scenario.tenants():
+            for name, kind, rows in scenario.tenants():
                 if name not in identities:
                     identities[name] = local.issue_tenant(name)
-                loads.append(Load(name, identities[name], kind, rows, rank, local.federation, shapes))
+                loads.append(Load(name, identities[name], kind, rows, local.federation, shapes))
             yield {**scenario._asdict(), **_run(local, loads, seconds)}
 
 
@@ -119,29 +117,26 @@ class Scenario(NamedTuple):
     training: int
     slow: int = 0
 
-    def tenants(self) -> Iterator[tuple[str, Kind, int, int]]:
-        """Yield (name, kind, rows of a request, rank of the adapter) of each tenant: the tenants of a kind use the rows
-        and ranks in rotation."""
+    def tenants(self) -> Iterator[tuple[str, Kind, int]]:
+        """Yield (name, kind, rows of a request) of each tenant: training ones have the numbers of rows in rotation."""
         kinds: tuple[tuple[str, Kind, int, Sequence[int]], ...] = (
             ("generating", "generating", self.generating, (1,)),
             ("training", "training", self.training, _TRAINING_ROWS),
             (_SLOW, "generating", self.slow, (1,)),
         )
         for name, kind, count, sizes in kinds:
-            pairs = [(rows, rank) for rank in _ADAPTER_RANKS for rows in sizes]
-            for i, (rows, rank) in zip(range(count), itertools.cycle(pairs), strict=False):
-                yield f"{name}-{i}", kind, rows, rank
+            for i, rows in zip(range(count), itertools.cycle(sizes), strict=False):
+                yield f"{name}-{i}", kind, rows
 
 
 class Load(NamedTuple):
-    """One tenant, and the requests that it sends. `rows`: of each request, one for each sequence of a batch. `rank`: of
-    its adapter on every layer group. `groups`: (inputs, outputs) of each."""
+    """One tenant, and the requests that it sends. `rows`: of each request, one for each sequence of a batch. `groups`:
+    (inputs, outputs) of each layer group."""
 
     name: str
     identity: Identity
     kind: Kind
     rows: int
-    rank: int
     federation: Path
     groups: tuple[tuple[int, int], ...]
 
@@ -252,12 +247,12 @@ class _Tenant:
             deadline_s=_DEADLINE_S,
         )
         generator = torch.Generator().manual_seed(zlib.crc32(load.name.encode()))
-        self._rows, self._hidden, self._adapters = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
-        draw = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
-        for width in sorted({width for shape in load.groups for width in shape}):
-            words = torch.empty(load.rows, width, dtype=torch.int32, device="cpu")
-            self._rows[width] = words.random_(-(1 << 31), 1 << 31, generator=generator)
-            self._hidden[width], self._adapters[width] = draw(load.rows, width), draw(width, load.rank)
+        self._rows = {  # by their width
+            width: torch.empty(load.rows, width, dtype=torch.int32, device="cpu").random_(
+                -(1 << 31), 1 << 31, generator=generator
+            )
+            for width in sorted({width for shape in load.groups for width in shape})
+        }
 
     def send(self, seconds: float) -> Result:
         turns, answers, wrong = list[float](), 0, 0
@@ -271,7 +266,7 @@ class _Tenant:
         return Result(turns, answers, wrong)
 
     def _turn(self) -> Iterator[Tensor]:
-        """Send the requests of a token or a step, and compute the adapter's products. Yields the answers."""
+        """Send the requests of a token or a step. Yields the answers."""
         places: list[tuple[int, Direction]] = [(index, FORWARD) for index in range(len(self._load.groups))]
         if self._load.kind == "training":
             places += [(index, BACKWARD) for index, _ in reversed(places)]
@@ -282,4 +277,3 @@ class _Tenant:
                 nonce=fresh_nonce(), group=index, direction=direction, arithmetic="ring", rows=self._load.rows
             )
             yield self.channel.request(request, sent, outputs=outputs)
-            _ = (self._hidden[inputs] @ self._adapters[inputs]) @ self._adapters[outputs].T

@@ -1,10 +1,9 @@
 """`bench linear`: where the time of one masked, verified linear goes.
 
 Every repetition measures each quantity once, so that other work on the machine affects all quantities alike. "masked"
-is a call whose pads were drawn ahead: the clock starts when the pool has pads for this call and the next, so that no
-pads are made on the same cores meanwhile. Its parts are those of `tenant.session.tally`; "network + product" is the
-exchange with the executor. "product" is the same product here, "float32" that of the weights in float32. "pad" is the
-time to draw a pad and its effects, which is otherwise spent ahead.
+is a call whose pads, and those of the next one, were drawn ahead. Its parts are those of `tenant.session.tally`;
+"network + product" is the exchange with the executor. "product" is the same product here, "float32" that of the weights
+in float32. "pad" is the time to draw a pad and its effects.
 """
 
 import contextlib

@@ -1,14 +1,10 @@
 """`bench network`: a model over slow links, as in table 3 of PETALS (arXiv 2312.08361). `bench bytes`: the bytes that a
-tenant moves for a token and for a step of Llama-2-7B and Llama-3-8B.
+tenant moves for a token and for a step of Llama-2-7B and Llama-3-8B, computed from the shapes (`session.traffic`).
 
 The links are emulated (`link`), one for each tenant. A prompt is read before the link becomes slow, and its keys and
 values are kept, so only the answer's tokens are timed. Answers are forced to continue a text that comes with Python:
-guesses are then right as often as they are in that text, although the weights are random.
-
-Offloading is what a person with this machine alone would do: transformers and accelerate read each layer from its file
-when it is needed. The files leave the page cache before every pass, as those of a model larger than memory do.
-
-`bench bytes` computes the bytes from the shapes (`session.traffic`).
+guesses are then right as often as they are in that text, although the weights are random. Before every pass of the
+offloaded model its files leave the page cache, as those of a model larger than memory do.
 """
 
 import multiprocessing

@@ -1,9 +1,8 @@
 """`bench size`: a model of real size on this machine, end to end.
 
-The weights are random numbers from a seed, written layer by layer, so no process ever holds the model. Executor and
-helper map the same packed file. A row is a part of the work: its time, and the memory that each process has had at
-most until its end. Forecasts stand beside it: each provider's memory plan without the limits that one tenant does not
-reach, and the bytes of a step. The first step draws the pads of two, so the second one is compared.
+A row is a part of the work: its time, and the memory that each process has had at most until its end. Forecasts stand
+beside it: each provider's memory plan without the limits that one tenant does not reach, and the bytes of a step. The
+first step draws the pads of two, so the second one is compared.
 """
 
 import contextlib

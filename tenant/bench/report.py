@@ -1,9 +1,8 @@
 """The figures of a benchmark: the file that --json writes, its tables, the goals for its figures, and `bench report`.
 
-The name of a figure ends in its unit (`wall_s`, `echo_p50_us`, `tenant_peak_mib`); a figure without a unit is a ratio,
-a count or a word. A goal is a limit for a ratio of figures of one run, so that it means the same on every machine; it
-was chosen for two cores that all processes share. Each benchmark states its goals beside its measurement. Rows that a
-benchmark has not measured have no goals.
+The name of a figure ends in its unit (`wall_s`, `masked_p50_us`, `tenant_peak_mib`); a figure without a unit is a
+ratio, a count or a word. A goal is a limit for a ratio of figures of one run, chosen for two cores that all processes
+share. Each benchmark states its goals beside its measurement; rows that were not measured have none.
 """
 
 import math

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
@@ -39,24 +38,12 @@ def demo(
         corpus.read_documents(text)
     with loading():
         from tenant.demo.claims import show, to_json
-        from tenant.demo.run import Stages, run
+        from tenant.demo.run import run
 
     warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # PEFT sets it for Conv1D itself
-    console = terminal.console()
-    columns = (
-        TextColumn("{task.description:<24}"),
-        BarColumn(bar_width=30),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[remark]}"),
-    )
-    with (
-        Interrupts(),
-        tempfile.TemporaryDirectory(prefix="symbiosis-priv-demo-") as folder,
-        Progress(*columns, console=console, disable=not console.is_terminal) as bars,
-    ):
-        stages = Stages(bars)
-        figures = run(Path(folder), cache=default_cache() / "demo", model=model, text=text, steps=steps, stages=stages)
-    passed = show(console, figures)
+    with Interrupts(), tempfile.TemporaryDirectory(prefix="symbiosis-priv-demo-") as folder:
+        figures = run(Path(folder), cache=default_cache() / "demo", model=model, text=text, steps=steps)
+    passed = show(terminal.console(), figures)
     if json is not None:
         write_atomically(json, msgspec.json.format(msgspec.json.encode(to_json(figures))) + b"\n")
     if not passed:

@@ -4,14 +4,13 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -55,31 +54,17 @@ _PROMPT_TOKENS = 8
 _OWN_RATE, _USUAL_RATE = 1e-2, 2e-4
 
 
-class Stages:
-    """Shows each stage as a bar, or in lines where bars are disabled, and measures its time."""
-
-    def __init__(self, bars: Progress) -> None:
-        self._bars = bars
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[Callable[[int, int, float], None]]:
-        started = time.perf_counter()
-        task = self._bars.add_task(name, total=None, remark="")
-
-        def update(done: int, total: int, loss: float) -> None:
-            self._bars.update(task, completed=done, total=total, remark=f"loss {loss:.3f}")
-
-        in_lines = terminal.working(name, tell=self._bars.console.print) if self._bars.disable else nullcontext()
-        with in_lines:
-            yield update
-        self.seconds[name] = time.perf_counter() - started
-        self._bars.update(task, completed=1, total=1)
+@contextmanager
+def _stage(name: str, seconds: dict[str, float]) -> Iterator[Callable[[int, int, float], None]]:
+    """Context manager: announces a stage, yields a function that shows its progress, and measures its time."""
+    terminal.say(f"{name} ...")
+    began = time.perf_counter()
+    with terminal.progress_bar(name) as update:
+        yield lambda done, total, loss: update(done, total)
+    seconds[name] = time.perf_counter() - began
 
 
-def run(
-    work: Path, *, cache: Path, model: str | Path | None, text: Path | None, steps: int, stages: Stages
-) -> Measurements:
+def run(work: Path, *, cache: Path, model: str | Path | None, text: Path | None, steps: int) -> Measurements:
     """Fine-tune, generate, tamper with answers, and compare with a run without providers. `work`: an empty folder for
     keys, logs and adapters. `cache`: keeps the demo's base model between runs. `model`, `text`: a user's own. Raises
     `SymbiosisError`: the text is too short, or loading, a provider or the session has failed."""
@@ -87,7 +72,9 @@ def run(
         text = work / "private.txt"
         text.write_text("\n\n".join(private_text(seed=0, records=_PRIVATE_RECORDS)), encoding="utf-8")
     documents = read_documents(text)  # first, so that an error in the user's file is reported before a long stage
-    with stages.stage("base model") as progress:
+    seconds: dict[str, float] = {}
+    stage = partial(_stage, seconds=seconds)
+    with stage("base model") as progress:
         path = resolve(model) if model else cached_base_model(cache, work, on_progress=progress)
         length = min(_SEQUENCE_LENGTH, context_of(load_config(path)) or _SEQUENCE_LENGTH)
         blocks = to_blocks(documents, load_tokenizer(path), length=length)
@@ -100,7 +87,7 @@ def run(
         dtype="float32",
     )
     simulate = RemoteConfig(masking="simulate", cache=work / "cache")
-    with stages.stage("reference run") as progress:
+    with stage("reference run") as progress:
 
         def on_progress(step: Figures) -> None:
             progress(step.done, step.total, step.losses[-1])
@@ -108,11 +95,11 @@ def run(
         reference = finetune(path, text, work / "reference", remote=simulate, options=options, on_progress=on_progress)
     local = LocalFederation(path, work / "federation", executors=2, provider_options={"executor": {"threads": 1}})
     try:
-        with stages.stage("providers"):
+        with stage("providers"):
             local.start()
         killer = ExecutorKiller(local.kill)
         remote = RemoteConfig(federation=local.federation, cache=work / "cache", wiretap=killer)
-        with stages.stage("masked run") as progress:
+        with stage("masked run") as progress:
 
             def kill_in_the_middle(step: Figures) -> None:
                 on_progress(step)
@@ -125,15 +112,15 @@ def run(
                 path, text, work / "masked", remote=remote, options=options, on_progress=kill_in_the_middle
             )
         if killer.victim is not None:
-            with stages.stage("restart of the executor"):
+            with stage("restart of the executor"):
                 local.restart(killer.victim)
-        with stages.stage("tampering"):
+        with stage("tampering"):
             federation = load_federation(local.federation)
             # without the killed executor, the other one is the only one to ask after a refusal
             peers = tuple(peer for peer in federation.peers if peer.name != killer.victim)
             prepared = prepare(None, digest=federation.model_digest, cache=work / "cache")
             refused = rejected(replace(federation, peers=peers), prepared, trials=_TAMPERED)
-        with stages.stage("generation and quality"):
+        with stage("generation and quality"):
             with _opened(path, remote, None) as (split, tokenizer):
                 prompt = PRIVATE_PROMPT
                 if not documents[-1].startswith(prompt):
@@ -181,7 +168,7 @@ def run(
         tenant_bytes=tenant_bytes,
         offloaded_bytes=offloaded_bytes,
         full_bytes=full_bytes,
-        seconds=stages.seconds,
+        seconds=seconds,
     )
 
 

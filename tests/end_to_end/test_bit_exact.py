@@ -17,8 +17,7 @@ from symbiosis_priv.harness.base_model import public_text
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import BitFitConfig, BottleneckConfig, DiffPruningConfig, MaskBertConfig, RemoteConfig, backend_of
 from tests.builds import BUILDS, build
-from tests.end_to_end.comparing import adapter_of, config_for, equal
-from tests.end_to_end.conftest import Open, Train
+from tests.end_to_end.conftest import Open, Train, adapter_of, config_for, equal
 
 CASES = [("llama", scheme) for scheme in ("pad-1", "pad-2", "local", "none")] + [("gpt2", "pad-1")]
 IDS = torch.arange(3, 3 + 2 * 11).view(2, 11)

@@ -16,8 +16,7 @@ from transformers import TrainerCallback
 
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig, backend_of
-from tests.end_to_end.comparing import adapter_of, equal
-from tests.end_to_end.conftest import Open, Train
+from tests.end_to_end.conftest import Open, Train, adapter_of, equal
 from tests.waiting import beside
 
 

@@ -24,8 +24,7 @@ from tenant.masking.backend import RingBackend, Simulation
 from tenant.masking.lwe import LweRows
 from tenant.masking.registry import session_scheme
 from tenant.preparation.keys import prepare
-from tests.end_to_end.comparing import adapter_of, equal
-from tests.end_to_end.conftest import Open, Train
+from tests.end_to_end.conftest import Open, Train, adapter_of, equal
 
 IDS = torch.arange(3, 3 + 2 * 11).view(2, 11)
 

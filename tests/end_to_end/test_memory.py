@@ -16,8 +16,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.harness.local import LocalFederation
 from tenant import backend_of
 from tenant.model.remote_linear import RemoteLayer
-from tests.end_to_end.comparing import config_for
-from tests.end_to_end.conftest import Open
+from tests.end_to_end.conftest import Open, config_for
 
 IDS = torch.arange(3, 3 + 2 * 11).view(2, 11)
 

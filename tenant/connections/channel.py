@@ -143,12 +143,7 @@ class Channel:
         on the message's arithmetic. Raises `DeadlineExceededError`: no answer in time; `ProviderError`: the provider
         refused; `ProtocolError`: the answer is malformed or answers another request; `TypeError`: the payload is not
         `MaskedRows`, and nothing was sent."""
-
-        def ask(*, deadline: float, since: float) -> Tensor:
-            self.connect(deadline=deadline, since=since)
-            return self.attempt(message, payload, outputs=outputs, deadline=deadline, since=since)
-
-        return self._retry(ask)
+        return self._retry(partial(self.attempt, message, payload, outputs=outputs))
 
     def attempt(
         self,
@@ -256,8 +251,7 @@ class Channel:
             raise TypeError("only MaskedRows can be sent to a provider (tenant.core.masked)")
         if self._permit:
             self._permit(self.peer, payload)
-        if self.connection is None:
-            self._connect(deadline)
+        self._connect(deadline)
         connection = self.connection
         assert connection is not None
         words = None if payload is None else payload.masked_words

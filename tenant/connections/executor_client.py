@@ -65,11 +65,6 @@ class ExecutorClient:
         for channel in self.channels:
             channel.close()
 
-    def drop_idle(self) -> None:
-        """Close the connections that are not in use, because the executor was lost."""
-        for channel in self.channels:
-            channel.drop_if_idle()
-
     def abandon(self) -> None:
         """Close the parent's connections in a forked child. Takes no lock: a thread of the parent may have held it."""
         for channel in self.channels:
@@ -79,16 +74,6 @@ class ExecutorClient:
     def take(self, *, until: float) -> Iterator[Channel]:
         """Context manager for the exclusive use of a channel. `until`: latest time to wait for a free channel, on the
         clock of `time.monotonic`. Raises `NoFreeChannelError`: no channel was free until then."""
-        channel = self._free_channel(until)
-        try:
-            yield channel
-        finally:
-            with self._lock:
-                self._free.append(channel)
-                if self._waiting:
-                    self._returned.notify()
-
-    def _free_channel(self, until: float) -> Channel:
         with self._lock:
             while not self._free and len(self.channels) >= MOST_CHANNELS:
                 self._waiting += 1
@@ -97,13 +82,19 @@ class ExecutorClient:
                         raise NoFreeChannelError(f"all {MOST_CHANNELS} connections to the provider were in use")
                 finally:
                     self._waiting -= 1
-            if self._free:
-                return self._free.pop()
-            channel = self._new_channel()
-            self.channels.append(channel)
-            if self._closed:
-                channel.close()
-            return channel
+            if not self._free:
+                self._free.append(self._new_channel())
+                self.channels.append(self._free[-1])
+                if self._closed:
+                    self._free[-1].close()
+            channel = self._free.pop()
+        try:
+            yield channel
+        finally:
+            with self._lock:
+                self._free.append(channel)
+                if self._waiting:
+                    self._returned.notify()
 
     def ask(
         self, part: Part, *, patience_s: float, deadline: float, since: float, meanwhile: Callable[[], None]

@@ -1,4 +1,4 @@
-"""The client of one helper, which expands a seed to masks and computes the effects of the masks.
+"""The client of one helper, which expands a seed to masks and computes their effects.
 
 While there are spare helpers, a request is sent once with a short time limit, and a helper that has just failed gets no
 request: the pad is drawn with other helpers. Without spares a request is repeated until its deadline.

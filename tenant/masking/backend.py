@@ -74,8 +74,7 @@ class Backend(ABC):
 
     def linear(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
         """Multiply one matrix: float `[r, d]` in, float64 `[r, o]` out."""
-        shape = (rows.shape[0], self.facts[index].outputs(direction))
-        y = torch.empty(shape, dtype=torch.float64, device=rows.device)
+        y = rows.new_empty((rows.shape[0], self.facts[index].outputs(direction)), dtype=torch.float64)
         self.multiply(index, direction, [rows], [y])
         return y
 

@@ -159,12 +159,11 @@ class Hints:
     def _map(self, place: Place) -> NDArray[np.uint8]:
         with _opened(self._preparation) as parent, parent.subfolder(_name(self.bits)) as folder:
             descriptor = folder.open_file(name_of(place))
-        try:
-            return np.frombuffer(mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ), dtype=np.uint8)
-        except ValueError as error:  # an empty file
-            raise OSError(errno.EINVAL, str(error)) from error
-        finally:
-            os.close(descriptor)
+        with os.fdopen(descriptor, "rb") as file:
+            try:
+                return np.frombuffer(mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ), dtype=np.uint8)
+            except ValueError as error:  # an empty file
+                raise OSError(errno.EINVAL, str(error)) from error
 
     def _bytes(self, place: Place) -> int:
         index, direction = place
@@ -309,7 +308,6 @@ def _folder_of(preparation: Preparation) -> Path:
 
 @contextmanager
 def _opened(preparation: Preparation) -> Iterator[PrivateFolder]:
-    """Context manager: open the folder of a preparation, and check that no other user can change it."""
     path = _folder_of(preparation)
     with PrivateFolder.open(path.parent) as parent, parent.subfolder(path.name) as folder:
         yield folder
@@ -328,8 +326,7 @@ def _counted(descriptor: int, folder: Path) -> tuple[int, str]:
 
 
 @contextmanager
-def _counter(preparation: Preparation, *, write: bool = False) -> Iterator[int]:
-    """Context manager: open the file of the number of rows."""
+def _counter(preparation: Preparation, *, write: bool = False) -> Iterator[int]:  # the file of the number of rows
     with _opened(preparation) as folder:
         try:
             descriptor = folder.open_file(_ROWS, write=write)

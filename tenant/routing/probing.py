@@ -117,8 +117,9 @@ class Prober:
         return not self._routes.uncovered(len(self._manifest.groups)) and not self._without_helpers()
 
     def _without_helpers(self) -> list[int]:
-        groups = map(GroupIndex, range(len(self._manifest.groups)))
-        return [index for index in groups if not self._routes.has_helpers(index)]
+        needed, groups = self._routes.helpers_per_pad, map(GroupIndex, range(len(self._manifest.groups)))
+        answered = {index: [one.welcome is not None for one in self._routes.holders(index)] for index in groups}
+        return [index for index, holders in answered.items() if sum(holders) < needed]
 
     def _missing(self) -> SymbiosisError:
         routes = self._routes

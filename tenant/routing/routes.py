@@ -217,14 +217,12 @@ class Routes:
         self, index: GroupIndex, executor: KnownProvider | None = None, *, without: Collection[Peer] = ()
     ) -> list[KnownProvider]:
         """Choose the helpers that share the next pad of a group, each of another company if the file has `[pads]`;
-        fewer than a pad needs if there are not enough. `executor` will see the rows; None for any executor that serves
-        the group, or if none has answered yet.
+        fewer than a pad needs if there are not enough. `executor` will see the rows; None for any of the group.
 
-        All of them are admissible with one executor: with the first in order of preference that has enough healthy
-        helpers, else with the first that has enough. Helpers come first that have answered and whose breaker is closed;
-        then those that are admissible with more executors, so that rows can move to another executor without a new pad;
-        then those with a low cost. A helper without a measurement costs 0, so slow helpers are kept as spares.
-        """
+        All are admissible with one executor: the first in order of preference that has enough healthy helpers, else the
+        first that has enough. Helpers come first that have answered and whose breaker is closed; then those that are
+        admissible with more executors, so that rows can move without a new pad; then those with a low cost. A helper
+        without a measurement costs 0, so slow helpers are kept as spares."""
         able, present = self.able(index), self._present.get((index, True))
 
         def order(provider: KnownProvider) -> tuple[bool, bool, int, float]:
@@ -261,10 +259,6 @@ class Routes:
         same_name = self._federation.pad_helpers is None
         return one.name == other.name if same_name else self._federation.one_company(one, other)
 
-    def has_helpers(self, index: GroupIndex) -> bool:
-        """Returns True if enough helpers for a pad of this group have answered."""
-        return sum(provider.welcome is not None for provider in self.holders(index)) >= self.helpers_per_pad
-
     def can_replace(self, index: GroupIndex, holders: Collection[Peer]) -> bool:
         """Returns True if healthy helpers can make a pad without these helpers."""
         others = self.holders(index, without=holders)
@@ -273,8 +267,7 @@ class Routes:
     def replacements(
         self, index: GroupIndex, holders: Collection[Peer], size: int, *, waited_s: float
     ) -> list[KnownProvider]:
-        """Return the helpers that should replace `holders`, if these are away, or late after `waited_s`; else none. A
-        helper that is replaced before it counts as late would be chosen again for the next product."""
+        """Return the helpers that should replace `holders`, if these are away, or late after `waited_s`; else none."""
         if not self.has_spares:
             return []
         away = any(not provider.is_up for provider in self.helpers if provider.peer in holders)
@@ -401,8 +394,7 @@ class Routes:
             self.all_up = False
 
     def reset_after_fork(self) -> None:
-        """In a forked child, replace the lock, which a thread of the parent may have held, and reset requests in
-        flight. The child connects again."""
+        """In a forked child, replace the lock, which a thread of the parent may have held. The child connects again."""
         self._lock, self.all_up = threading.Lock(), False
         for provider in (*self.executors, *self.helpers):
             provider.in_flight = 0

@@ -99,12 +99,12 @@ class Attempts:
         part, routes = self._part, self._routes
         self._patience_s = routes.patience_s(provider, part.index, part.size, left_s=self._deadline - self._asked_at)
         made, self._made = self._made, None
-        if made is not None:
-            answer = made.result()
-        else:
-            answer = self._runtime.executors[provider].ask(
-                part, patience_s=self._patience_s, deadline=self._deadline, since=self._began, meanwhile=meanwhile
-            )
+        outcome = made.outcome if made is not None else None
+        if isinstance(outcome, BaseException):
+            raise outcome
+        answer = outcome or self._runtime.executors[provider].ask(
+            part, patience_s=self._patience_s, deadline=self._deadline, since=self._began, meanwhile=meanwhile
+        )
         routes.answered(provider, seconds=answer.seconds, size=part.size)
         return answer
 
@@ -199,7 +199,8 @@ class Attempts:
             self._routes.failed(provider, error, waited_s=waited_s)
             self._has_failed(provider, error)
             if isinstance(error, TransportError):
-                self._runtime.executors[provider].drop_idle()
+                for channel in self._runtime.executors[provider].channels:
+                    channel.drop_if_idle()
             else:
                 self._refused.add(provider)
                 if self._refused.issuperset(self._routes.able(self._part.index)):

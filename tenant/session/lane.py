@@ -42,12 +42,6 @@ class Attempt(NamedTuple):
     began: float
     outcome: Answer | BaseException
 
-    def result(self) -> Answer:
-        """The answer. Raises the error if there is none."""
-        if isinstance(self.outcome, BaseException):
-            raise self.outcome
-        return self.outcome
-
 
 class Unfinished(NamedTuple):
     """What the usual way must go on with: the rows if nothing is masked, or the masked request. `attempt` is None if

@@ -57,8 +57,8 @@ _JOIN_S = 5.0  # a thread may be in the middle of a product or of a name lookup
 
 class Runtime:
     """Secret, pads, threads and connections of one process. Thread-safe. `lanes`: repeat products of few rows, by layer
-    group, direction and number of rows. `closing`: set when the runtime is being closed. `version`: `Routes.version` at
-    the last `refresh`."""
+    group, direction and number of rows. `flights`: threads for products beside the caller's. `closing`: set when the
+    runtime is being closed. `version`: `Routes.version` at the last `refresh`."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Runtime:
         self._plans: dict[tuple[GroupIndex, Direction], Plan] = {}
         self.executors = _Clients(self._new_executor)
         self._probing: set[Channel] = set()
-        self._flights = [Worker(f"flight-{number}") for number in range(_FLIGHTS)]
+        self.flights = [Worker(f"flight-{number}") for number in range(_FLIGHTS)]
         secret = SessionSecret()
         clients = {}
         for provider in routes.helpers:
@@ -133,10 +133,6 @@ class Runtime:
             self._plans[index, direction] = plan
         return plan
 
-    def flight(self) -> Worker:
-        """The thread with the fewest products, for one beside the caller's."""
-        return min(self._flights, key=lambda worker: worker.unfinished)
-
     def add_lane(self, part: Part, provider: KnownProvider) -> None:
         """Let a lane compute products like this one, unless there is a lane already."""
         place = part.index, part.direction, part.count
@@ -150,7 +146,7 @@ class Runtime:
         self.closing.set()
         with self.executors.making:
             executors = tuple(self.executors.values())
-        workers = [self.pads.refill, *self.prober.workers, *self._flights]
+        workers = [self.pads.refill, *self.prober.workers, *self.flights]
         workers += () if self.pads.source is None else self.pads.source.workers
         workers += [worker for executor in executors for worker in executor.workers]
         workers += [channel.worker for helper in self.helpers for channel in helper.channels]

@@ -114,7 +114,8 @@ class Session:
                 multiply(runtime, *product)
 
         first, *others = products
-        run_beside([runtime.flight().submit(work, product) for product in others], partial(multiply, runtime, *first))
+        jobs = [min(runtime.flights, key=lambda worker: worker.unfinished).submit(work, product) for product in others]
+        run_beside(jobs, partial(multiply, runtime, *first))
 
     def product(self, index: GroupIndex, direction: Direction, rows: Tensor, *, counts: Counts | None = None) -> Tensor:
         """Multiply integer rows, int32 `[r, d]`, whose true product fits int32. Returns int32 `[r, o]`. `counts`: rows
@@ -123,11 +124,6 @@ class Session:
         ring_rows = RingRows(rows, outputs=outputs, counts=counts, ring_bits=self._options.ring_bits)
         self.multiply(index, direction, ring_rows)
         return ring_rows.product
-
-    @property
-    def closed(self) -> bool:
-        """True if the session was closed."""
-        return self._closed
 
     @property
     def runtime(self) -> Runtime:

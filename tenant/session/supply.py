@@ -10,7 +10,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from symbiosis_priv.arithmetic.ring import Direction
@@ -131,32 +130,24 @@ class Supply:
 
 
 def most_rows(routes: Routes, widest: int) -> int:
-    """Return the row limit of one request: the largest limit among the executors, for request and answer. A provider
-    with lower limits gets several requests, so its limits do not affect requests to other providers."""
+    """Return the largest row limit of one request among the executors. A provider with lower limits gets several
+    requests, so its limits do not affect requests to other providers."""
     limits = [row_limit(widest, provider.welcome) for provider in routes.executors if provider.welcome is not None]
     return max(limits, default=1)
 
 
-@dataclass
 class PoolMemory:
     """A memory budget in bytes, shared by the pools of a session."""
 
-    limit: int
-    used: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used, self._lock = limit, 0, threading.Lock()
 
     def take(self, size: int) -> bool:
-        """Reserve memory. Returns False if less than `size` bytes are free."""
-        with self.lock:
-            if self.used + size > self.limit:
-                return False
-            self.used += size
-            return True
-
-    def release(self, size: int) -> None:
-        """Release reserved memory."""
-        with self.lock:
-            self.used -= size
+        """Reserve memory, or release it if `size` is negative. Returns False if less than `size` bytes are free."""
+        with self._lock:
+            fits = self.used + size <= self.limit
+            self.used += size if fits else 0
+            return fits
 
 
 class PadPool:
@@ -207,8 +198,7 @@ class PadPool:
 
     def take_ready(self, rows: int, most: int) -> Sequence[Pad] | None:
         """Return a pad for a multiple of `rows` rows, at most `most`, if the effects of the next pad have arrived and
-        answers are opened by subtracting them; otherwise None. The caller counts the rows as taken when it uses them.
-        """
+        answers are opened by subtracting them; otherwise None. The caller counts the rows as taken."""
         with self._lock:
             pad = self._ready[0] if self._ready else None
             wanted = 0 if pad is None else min(pad.rows, most) // rows * rows
@@ -255,7 +245,7 @@ class PadPool:
 
     def _release(self, rows: int) -> None:
         self._ahead -= rows
-        self._memory.release(rows * self._row_bytes)
+        self._memory.take(-rows * self._row_bytes)
 
 
 def is_lost(pad: Pad) -> bool:

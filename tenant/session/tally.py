@@ -98,12 +98,7 @@ recording: dict[Span, float] | None = None
 
 @contextmanager
 def recorded() -> Iterator[dict[Span, float]]:
-    """Collect seconds per step for all sessions of this process inside the block. Repeated steps add up.
-
-    with recorded() as seconds:
-        session.multiply(...)
-    seconds["network + product"]
-    """
+    """Context manager: collect seconds per step for all sessions of this process. Repeated steps add up."""
     global recording
     before, recording = recording, {}
     try:
@@ -113,8 +108,7 @@ def recorded() -> Iterator[dict[Span, float]]:
 
 
 def record(span: Span, *, since: float, until: float | None = None) -> None:
-    """Record a step that began at `since`, by `clock`, and ended at `until` or now. A context manager would take longer
-    than many steps."""
+    """Record a step that began at `since`, by `clock`, and ended at `until` or now."""
     if (seconds := recording) is not None:
         spent = (clock() if until is None else until) - since
         with _adding:

@@ -106,8 +106,7 @@ NewProvider = Callable[..., ScriptedProvider]
 
 @pytest.fixture
 def new_provider(identities: Identities, store: WeightStore, network: Network) -> Iterator[NewProvider]:
-    """`new_provider(store=..., layers="0", identity=..., max_rows=..., max_payload=...)`: another provider, of some
-    layers; closed after the test."""
+    """`new_provider(store=..., layers="0", identity=..., max_rows=...)`, closed after the test."""
     numbers = itertools.count()
     with contextlib.ExitStack() as running:
 
@@ -215,8 +214,7 @@ def new_session(
     store: WeightStore,
     request: pytest.FixtureRequest,
 ) -> Iterator[NewSession]:
-    """`new_session(masking, executors, helpers, wiretap=..., ...)`, closed after the test. Without providers, it has
-    those that the masking needs: `executor` and `helper`."""
+    """`new_session(masking, executors, helpers, ...)`, closed after the test, by default with `executor`, `helper`."""
     with contextlib.ExitStack() as open_sessions:
 
         def make(

@@ -9,6 +9,7 @@ import functools
 import socket
 import ssl
 import threading
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from provider.products.model import ServedModel
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction, quantise_rows
 from symbiosis_priv.certificates.reading import Identity
+from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
@@ -153,6 +155,13 @@ def product_of(store: WeightStore, index: int, direction: Direction, rows: Tenso
 def _factor(store: WeightStore, index: int, direction: Direction) -> Tensor:
     weight = store.group(index).weight.double()
     return weight.t() if direction == FORWARD else weight
+
+
+def crowded(facts: GroupFacts, *, spread: float) -> GroupFacts:
+    """Facts for a ring that holds so few standard deviations that products wrap all the time."""
+    bounds = {direction: replace(bound.narrowed(24), spread=spread) for direction, bound in facts.bounds.items()}
+    by_expert = None if facts.by_expert is None else crowded(facts.by_expert, spread=spread)
+    return replace(facts, bounds=bounds, by_expert=by_expert)
 
 
 def store_of(session: Session) -> WeightStore:

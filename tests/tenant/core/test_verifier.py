@@ -85,8 +85,7 @@ def with_an_error(data: st.DataObject, product: Tensor, valuation: int) -> Tenso
 
 @given(quantised(), st.data(), st.integers(0, 31))
 def test_a_wrong_entry_never_passes(case: Case, data: st.DataObject, valuation: int) -> None:
-    """Any error modulo 2^32, of any 2-adic valuation, also if it wraps: the check needs no bit of the range. Nor do
-    errors in many entries pass."""
+    """Any error modulo 2^32, of any 2-adic valuation, also if it wraps, and errors in many entries."""
     weight, rows, product, direction = case
     many = product + data.draw(testing.ring_rows(width=product.shape[1], count=len(product)))
     for lie in (with_an_error(data, product, valuation), many):
@@ -159,8 +158,7 @@ def test_a_wrong_entry_of_a_stack_never_passes(case: StackCase, data: st.DataObj
 
 @given(stacked(), st.integers(1, 2**31 - 1))
 def test_an_error_that_cancels_over_experts_does_not_pass(case: StackCase, error: int) -> None:
-    """Experts share R. Were a dense product checked with R for every expert, an error at one expert could be cancelled
-    by its negative at another one."""
+    """Experts share R: checked with R for every expert, errors of two experts could cancel."""
     weight, keys, counts, _, _, _, joined = case
     experts = len(counts)
     if experts == 1:

@@ -39,9 +39,10 @@ BETA = ("--helper", '[2001:db8::1]:7402, keys/beta.pem , Beta "Two" \N{ROCKET} L
 
 
 def test_the_file_has_the_given_values(folder: Path) -> None:
-    shown = init(*ALPHA, *BETA, "--tenant", "alice", "--digest", DIGEST, "--weight-bits", "8")
+    options = ("--digest", DIGEST, "--weight-bits", "8", "--pad-helpers", "1")
+    shown = init(*ALPHA, *BETA, "--tenant", "alice", *options)
     federation = load_federation(folder / "federation.toml")
-    assert (federation.model_digest, federation.weight_bits) == (DIGEST, 8)
+    assert (federation.model_digest, federation.weight_bits, federation.pad_helpers) == (DIGEST, 8, 1)
     assert [(p.name, p.operator, p.role, p.host, p.port) for p in federation.peers] == [
         ("alpha", "Alpha, Inc.", "executor", "alpha.example", 7401),
         ("beta", 'Beta "Two" \N{ROCKET} Ltd', "helper", "2001:db8::1", 7402),
@@ -82,11 +83,6 @@ def test_mistakes_are_named_and_leave_no_file(folder: Path, arguments: list[str]
     with pytest.raises(getattr(errors, error), match=words):
         init(*(word for name in arguments for word in GIVEN.get(name, (name,))), "--tenant", "alice")
     assert not (folder / "federation.toml").exists()
-
-
-def test_pads_are_written(folder: Path) -> None:
-    init(*ALPHA, *BETA, "--pad-helpers", "1", "--tenant", "alice", "--digest", DIGEST)
-    assert load_federation(folder / "federation.toml").pad_helpers == 1
 
 
 def test_a_file_is_not_overwritten_and_a_key_must_exist(folder: Path) -> None:

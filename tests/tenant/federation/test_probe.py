@@ -40,8 +40,8 @@ def probed(federation: Federation, preparation: Preparation | None, *, timeout: 
     return list(probe_all(federation, preparation, timeout=timeout))
 
 
-def only(federation: Federation, preparation: Preparation | None, *, timeout: float = TIMEOUT_S) -> Any:
-    (finding,) = probed(federation, preparation, timeout=timeout)
+def only(federation: Federation, preparation: Preparation | None) -> Any:
+    (finding,) = probed(federation, preparation)
     return finding
 
 

@@ -1,6 +1,8 @@
 """`masking = "lwe"`: products of the row x + e, to the bit, through real providers, and the hints that they need."""
 
+import contextlib
 import gc
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -46,14 +48,19 @@ def prepared(store: WeightStore, cache: Path) -> Preparation:
     return preparation
 
 
-def lwe_source(prepared: Preparation, secret: SessionSecret) -> LweSource:
-    return LweSource(Materials(preparation=prepared, secret=secret, holders=lambda *_: (), store=None))
+@contextlib.contextmanager
+def lwe_source(prepared: Preparation) -> Iterator[tuple[LweSource, SessionSecret]]:
+    secret = SessionSecret()
+    source = LweSource(Materials(preparation=prepared, secret=secret, holders=lambda *_: (), store=None))
+    try:
+        yield source, secret
+    finally:
+        for worker in source.workers:
+            worker.stop()
+            assert worker.join(20.0)
 
 
-def close(source: LweSource) -> None:
-    for worker in source.workers:
-        worker.stop()
-        assert worker.join(20.0)
+ONES = torch.ones(1, 64, dtype=torch.int32)
 
 
 @pytest.fixture
@@ -117,12 +124,11 @@ def test_every_row_in_every_part_is_exact(
 
 def test_a_mask_is_made_of_fresh_secrets_and_errors(prepared: Preparation) -> None:
     """Every row of `c P + e` has the c and the e of its own number, from keystreams of their own."""
-    secret, index, name = SessionSecret(), GroupIndex(0), prepared.facts[0].entry.name
-    source, seed = lwe_source(prepared, secret), secret.seed_for("lwe")
-    width, first = prepared.facts[0].inputs(FORWARD), 0
-    try:
+    name, width, first = prepared.facts[0].entry.name, prepared.facts[0].inputs(FORWARD), 0
+    with lwe_source(prepared) as (source, secret):
+        seed = secret.seed_for("lwe")
         for rows in (3, 1, 2, 40):
-            pad = source.draw(PadOrder(index, FORWARD, rows))
+            pad = source.draw(PadOrder(GroupIndex(0), FORWARD, rows))
             mask = torch.zeros(rows, width, dtype=torch.int32)
             pad.add_mask(mask)
 
@@ -134,15 +140,12 @@ def test_a_mask_is_made_of_fresh_secrets_and_errors(prepared: Preparation) -> No
             uniform.add_product(lattice.secrets(stream("lwe secret", lattice.WORDS)), expected)
             assert torch.equal(mask, expected)
             first += rows
-    finally:
-        close(source)
 
 
 def test_a_pad_keeps_no_secret_once_its_effect_is_computed(prepared: Preparation) -> None:
-    source = lwe_source(prepared, SessionSecret())
-    pad = source.draw(PadOrder(GroupIndex(0), FORWARD, 5))
-    assert pad.shares[0].effect.result(20.0) is not None
-    close(source)
+    with lwe_source(prepared) as (source, _):
+        pad = source.draw(PadOrder(GroupIndex(0), FORWARD, 5))
+        assert pad.shares[0].effect.result(20.0) is not None
     found, new = dict[int, object](), list[object]([pad])
     while new:
         one = new.pop()
@@ -160,9 +163,8 @@ def test_a_lie_is_found_and_the_executor_is_blamed(prepared: Preparation, script
     liar.behaviour = spoil
     kept = replace(prepared, forget_keys=lambda: None)
     session = scripted.new_session("lwe", [liar], prepared=kept)
-    rows = torch.ones(3, prepared.facts[0].inputs(FORWARD), dtype=torch.int32)
     with pytest.raises(VerificationError, match=f"an answer of provider {liar.peer('executor').name!r}"):
-        session.product(GroupIndex(0), FORWARD, rows)
+        session.product(GroupIndex(0), FORWARD, ONES)
     session = scripted.new_session("lwe", [liar, other], prepared=kept)
     for direction in DIRECTIONS:
         for _ in range(4):  # also one that the liar was to answer, under pads that another executor may see as well
@@ -232,9 +234,8 @@ def test_only_the_tenants_own_hint_is_used(
         data = bytearray(hint_file(prepared).read_bytes())
     file.unlink() if damage == "missing" else file.write_bytes(data[: -(damage == "short") or None])
     session = new_session("lwe", [executor], prepared=fresh)
-    rows = torch.ones(1, fresh.facts[0].inputs(FORWARD), dtype=torch.int32)
     with pytest.raises(CheckpointError, match=r"was not prepared|is damaged, or was made for other weights"):
-        session.product(GroupIndex(0), FORWARD, rows)
+        session.product(GroupIndex(0), FORWARD, ONES)
     assert not executor.executed
 
 
@@ -247,29 +248,27 @@ def test_a_hint_is_sealed_for_its_place(fresh: Preparation) -> None:
 
 
 def test_a_hint_that_others_can_read_or_replace_is_refused(fresh: Preparation, scripted: Scripted) -> None:
-    rows = torch.ones(1, fresh.facts[0].inputs(FORWARD), dtype=torch.int32)
     for path, mode in ((hint_file(fresh), 0o644), (hint_file(fresh).parent, 0o777), (fresh.folder, 0o777)):
         assert path is not None
         before = path.stat().st_mode
         path.chmod(mode)
         with pytest.raises(ConfigError, match="other users can"):
-            scripted.new_session("lwe", [scripted.executor], prepared=fresh).product(GroupIndex(0), FORWARD, rows)
+            scripted.new_session("lwe", [scripted.executor], prepared=fresh).product(GroupIndex(0), FORWARD, ONES)
         path.chmod(before)
     hint_file(fresh).rename(hint_file(fresh).parent / "moved")
     hint_file(fresh).symlink_to(hint_file(fresh).parent / "moved")
     with pytest.raises(CheckpointError, match="not prepared"):
-        scripted.new_session("lwe", [scripted.executor], prepared=fresh).product(GroupIndex(0), FORWARD, rows)
+        scripted.new_session("lwe", [scripted.executor], prepared=fresh).product(GroupIndex(0), FORWARD, ONES)
 
 
 def test_damage_to_a_hint_in_use_convicts_no_executor(fresh: Preparation, scripted: Scripted) -> None:
     """The file changes below its map, after it was checked."""
     session = scripted.new_session("lwe", [scripted.executor], prepared=fresh, pool_memory=0)
-    rows = torch.ones(4, fresh.facts[0].inputs(FORWARD), dtype=torch.int32)
-    session.product(GroupIndex(0), FORWARD, rows)
+    session.product(GroupIndex(0), FORWARD, ONES.expand(4, 64))
     with hint_file(fresh).open("r+b") as file:
         file.write(bytes(file.seek(0)) + b"\x55" * 500_000)
     with pytest.raises(CheckpointError, match="No provider is to blame"):
-        session.product(GroupIndex(0), FORWARD, rows)
+        session.product(GroupIndex(0), FORWARD, ONES.expand(4, 64))
     assert not session.routes.quarantined
 
 
@@ -282,7 +281,7 @@ def test_a_hint_that_does_not_belong_to_the_weights_is_found(
     hint_file(fresh).write_bytes(hints._make((GroupIndex(0), FORWARD), RingMatrix(weight, weight_bits=10)).tobytes())
     session = new_session("lwe", [executor], prepared=replace(fresh, forget_keys=lambda: None))
     with pytest.raises(VerificationError):
-        session.product(GroupIndex(0), FORWARD, torch.ones(1, 64, dtype=torch.int32))
+        session.product(GroupIndex(0), FORWARD, ONES)
 
 
 def test_a_hint_on_disk_says_nothing_about_r(fresh: Preparation) -> None:
@@ -335,9 +334,8 @@ def test_the_count_of_rows_survives_restarts(fresh: Preparation) -> None:
 def test_without_its_count_a_matrix_is_never_used_again(
     fresh: Preparation, store: WeightStore, executor: ScriptedProvider, new_session: NewSession
 ) -> None:
-    rows = torch.ones(1, fresh.facts[0].inputs(FORWARD), dtype=torch.int32)
     before, open_session = Hints(fresh, 16), new_session("lwe", [executor], prepared=fresh, pool_memory=0)
-    open_session.product(GroupIndex(0), FORWARD, rows)
+    open_session.product(GroupIndex(0), FORWARD, ONES)
     matrix = before.matrix(64).rows(0, 8)
     counted(fresh)[0].unlink()
     make_hints(fresh, store, bits=16)
@@ -345,7 +343,7 @@ def test_without_its_count_a_matrix_is_never_used_again(
     assert not torch.equal(Hints(fresh, 16).matrix(64).rows(0, 8), matrix)
     with pytest.raises(CheckpointError, match="another matrix P was prepared"):
         before.reserve(1 << 20)
-    new_session("lwe", [executor], prepared=fresh).product(GroupIndex(0), FORWARD, rows)
+    new_session("lwe", [executor], prepared=fresh).product(GroupIndex(0), FORWARD, ONES)
 
 
 # Refused by name
@@ -362,6 +360,8 @@ def test_what_it_does_not_do_is_refused_by_name(
         RemoteConfig(masking="lwe", federation="federation.toml", masking_options={"K": 1536})
     with pytest.raises(CheckpointError, match=r"no hints are prepared .* tenant prepare .* --masking lwe"):
         session_scheme("lwe").facts(preparation)
-    source = lwe_source(prepared, SessionSecret())
-    with pytest.raises(ConfigError, match="does not mask rows for stacks of experts"):
+    with (
+        lwe_source(prepared) as (source, _),
+        pytest.raises(ConfigError, match="does not mask rows for stacks of experts"),
+    ):
         source.draw(PadOrder(GroupIndex(0), FORWARD, 1, counts=(1,)))

@@ -70,8 +70,7 @@ def test_one_executor_with_all_layers_is_asked(scripted: Scripted, preparation: 
 def test_a_product_is_the_answer_less_the_effect_of_the_noise(
     open_backend: Open, request: pytest.FixtureRequest, name: str, tape: Tape
 ) -> None:
-    """With bias (GPT-2) and without (Llama), forward and backward: the executor computes the effects of the noise
-    without the bias, once, and a row is sent as its sum with a row of the noise."""
+    """With bias (GPT-2) and without (Llama), forward and backward. The effects of the noise have no bias."""
     store: WeightStore = request.getfixturevalue(name)
     backend = open_backend(store, wiretap=tape)
     pools: dict[tuple[int, Direction], tuple[Tensor, Tensor]] = {}

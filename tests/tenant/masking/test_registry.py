@@ -107,10 +107,8 @@ def test_executors_from_registries_see_no_unmasked_rows() -> None:
 
 @pytest.mark.parametrize(("listed", "k"), [(1, None), (2, None), (3, None), (3, 1), (3, 2), (4, 3)])
 def test_the_sum_over_all_helpers_is_exact(scripted: Scripted, store: WeightStore, listed: int, k: int | None) -> None:
-    """n = sum n_j masks every row, and e = sum e_j is its product: the opened answer has the plain product's bits.
-
-    With `[pads] helpers = k`, k of the listed helpers share each pad, and the others get no request for it.
-    """
+    """n = sum n_j masks every row, and e = sum e_j is its product: the opened answer has the plain product's bits. With
+    `[pads] helpers = k`, k of the listed helpers share each pad, and the others get no request for it."""
     executor, helpers = scripted.new_provider(), [scripted.new_provider() for _ in range(listed)]
     session = scripted.new_session("pad", [executor], helpers, pad_helpers=k, pool_memory=0)
     entries = store.manifest().groups

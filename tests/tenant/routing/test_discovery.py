@@ -67,11 +67,8 @@ def discovery(federation: Federation, *, now: float) -> Discovery:
 def test_a_registry_can_deny_service_and_nothing_else(
     federation: Federation, vouching: Vouching, stranger: Vouching
 ) -> None:
-    """Forged, stale, repeated, reordered and withheld descriptors, in any rounds.
-
-    Each accepted executor has signed its current descriptor itself, is valid, and is an executor. The file's providers
-    do not change, and no older descriptor replaces a newer one.
-    """
+    """Forged, stale, repeated, reordered and withheld descriptors, in any rounds. Each accepted executor has signed its
+    current descriptor itself. The file's providers do not change, and no older descriptor replaces a newer one."""
     now = vouching.began / MS
     old, new = ({"after_ms": 0, "layers": "0-1"}, {"after_ms": 1000, "layers": "2-3"})
     genuine = [says(vouching, name, **change) for name in NAMES for change in (old, new)]

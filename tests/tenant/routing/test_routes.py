@@ -24,7 +24,6 @@ from tenant.routing.routes import Routes
 from tenant.session.part_queue import PartQueue
 from tests.tenant.conftest import Identities
 from tests.vouching import Vouching
-from tests.waiting import beside
 
 GROUP = GroupIndex(0)
 
@@ -49,8 +48,7 @@ def clock() -> Clock:
 def routes_of(
     clock: Clock, executors: str, helpers: str = "", *, certificates: Sequence[Path] = (), **options: Any
 ) -> Routes:
-    """Routes of one provider of each operator, named by a letter; all serve everything. Most tests look nothing up in
-    certificates, so they need none."""
+    """Routes of one provider of each operator, named by a letter; all serve everything."""
     nowhere = Path("nowhere")
     roles: list[wire.Role] = [*["executor"] * len(executors), *["helper"] * len(helpers)]  # type: ignore[list-item]
     peers = [
@@ -347,8 +345,7 @@ def test_announcing_other_layers_does_not_reset_an_executors_health(
 def test_one_unchanged_trait_identifies_a_quarantined_provider(
     vouching: Vouching, name: bool, key: bool, address: bool, layers: int
 ) -> None:
-    """A provider can change each trait with the help of its authority; one unchanged trait is enough. Another executor
-    of its operator has none of them."""
+    """A provider can change each trait with the help of its authority; one unchanged trait is enough."""
     quarantine = Quarantine()
     quarantine.add(found(vouching, "liar"))
     again = found(
@@ -379,8 +376,7 @@ class LargePart:
 
 
 def split(costs: Sequence[float], parts: int) -> tuple[list[int], float]:
-    """Simulate parts over executors that take `costs` seconds for each. Returns the parts of each, and the time of
-    the last."""
+    """Simulate parts over executors that take `costs` seconds for each. Returns the parts of each, and the time."""
     routes = [KnownProvider(Peer(f"p{n}", "", "executor", "", 1, None)) for n in range(len(costs))]  # type: ignore[arg-type]
     for provider, cost in zip(routes, costs, strict=True):
         for now in range(4):
@@ -409,19 +405,3 @@ def test_all_parts_are_done_and_a_slow_executor_delays_them_little(costs: list[f
     assert sum(done) == parts
     alone = -(-parts // PARALLEL_CHANNELS) * costs[0]
     assert end <= alone + 2 * costs[0] + 1e-9
-
-
-def test_each_part_is_taken_once_by_many_threads() -> None:
-    provider = KnownProvider(Peer("p", "", "executor", "", 1, None))  # type: ignore[arg-type]
-    parts = [LargePart() for _ in range(500)]
-    queue = PartQueue(parts, [provider] * 8)  # type: ignore[arg-type]
-    taken: list[object] = []
-
-    def work() -> None:
-        while (part := queue.take(provider, only_if_faster=True)) is not None:
-            taken.append(part)
-
-    with beside(*[work] * 8):
-        pass
-    assert {id(part) for part in taken} == {id(part) for part in parts}
-    assert len(taken) == 500

@@ -25,7 +25,7 @@ from tenant.session.session import Session
 from tests.experts import write
 from tests.stacks import expert_counts, expert_product, stacks_of
 from tests.tenant.conftest import NewProvider, NewSession, Scripted
-from tests.tenant.scripted import Behaviour, ScriptedProvider, spoil, store_of
+from tests.tenant.scripted import Behaviour, ScriptedProvider, crowded, spoil, store_of
 
 COUNTS: Counts = (3, 0, 1, 2)
 
@@ -83,28 +83,19 @@ def test_products_by_expert_are_exact_with_every_scheme(
     assert ledger.answers_verified == ledger.rows > 0
 
 
-def crowded(facts: GroupFacts) -> GroupFacts:
-    """Facts for a ring that holds so few standard deviations that rows are corrected and sent again."""
-    bounds = {direction: replace(bound.narrowed(24), spread=1.8) for direction, bound in facts.bounds.items()}
-    by_expert = None if facts.by_expert is None else crowded(facts.by_expert)
-    return replace(facts, bounds=bounds, by_expert=by_expert)
-
-
 def test_rows_for_experts_in_a_narrow_ring_have_the_bits_of_the_simulation(
     new_provider: NewProvider, new_session: NewSession, stacks: list[GroupIndex]
 ) -> None:
     session = new_session("pad", [new_provider()], [new_provider()], ring_bits=24, row_bucket=4)
-    facts = [crowded(group) for group in session.preparation.facts]
+    facts = [crowded(group, spread=1.8) for group in session.preparation.facts]
     counts = (9, 0, 14, 7)
     for index, direction in itertools.product(stacks, DIRECTIONS):
         for its_counts in (counts, None):
             group = facts[index].for_rows(its_counts)
             rows = torch.randn(30, group.inputs(direction), generator=torch.Generator().manual_seed(index))
             got, want = torch.empty(2, 30, group.outputs(direction))
-            RingBackend(facts, session).multiply(index, direction, [rows], [got], counts=its_counts)
-            RingBackend(facts, Simulation(store_of(session))).multiply(
-                index, direction, [rows], [want], counts=its_counts
-            )
+            for products, out in ((session, got), (Simulation(store_of(session)), want)):
+                RingBackend(facts, products).multiply(index, direction, [rows], [out], counts=its_counts)
             assert torch.equal(got, want)
     ledger = session.ledger()
     assert ledger.rows_corrected > 0
@@ -115,7 +106,7 @@ def test_rows_for_experts_in_a_narrow_ring_have_the_bits_of_the_simulation(
 def test_a_row_that_is_sent_again_does_not_show_its_expert(scripted: Scripted, stacks: list[GroupIndex]) -> None:
     """With `experts = "flat"` every expert gets the same number of rows. Rows of zeros never leave the ring."""
     session = scripted.new_session("pad", ring_bits=24)
-    facts = [crowded(group) for group in session.preparation.facts]
+    facts = [crowded(group, spread=1.8) for group in session.preparation.facts]
     counts, rows = (4, 4, 4, 4), torch.zeros(16, facts[stacks[0]].for_rows((4,) * 4).inputs(FORWARD))
     rows[5:7] = torch.randn(2, rows.shape[1], generator=torch.Generator().manual_seed(5))  # of the second expert
     got, want = torch.empty(2, 16, facts[stacks[0]].for_rows(counts).outputs(FORWARD))
@@ -135,12 +126,11 @@ def test_wrong_counts_and_counts_for_linears_send_nothing(scripted: Scripted, st
     backend = RingBackend(facts, session)
     x = torch.zeros(3, facts[stacks[0]].inputs(FORWARD))
     y = torch.zeros(3, facts[stacks[0]].for_rows(COUNTS).outputs(FORWARD))
-    for counts in ((1, 1, 0, 0), (1, 1, 1), (4, -1, 0, 0)):
-        with pytest.raises(RangeError, match="experts"):
-            backend.multiply(stacks[0], FORWARD, [x], [y], counts=counts)
     linear = next(index for index in range(len(facts)) if facts[index].by_expert is None)
-    with pytest.raises(RangeError, match="not a stack"):
-        backend.multiply(linear, FORWARD, [x], [y], counts=(3,))
+    wrong = [(stacks[0], counts, "experts") for counts in ((1, 1, 0, 0), (1, 1, 1), (4, -1, 0, 0))]
+    for index, counts, words in (*wrong, (linear, (3,), "not a stack")):
+        with pytest.raises(RangeError, match=words):
+            backend.multiply(index, FORWARD, [x], [y], counts=counts)
     assert not scripted.executor.heard
 
 
@@ -160,8 +150,7 @@ def test_a_product_in_several_requests_keeps_the_expert_of_every_row(
 def test_dense_rows_and_rows_for_experts_never_share_a_mask(
     executor: ScriptedProvider, stacks: list[GroupIndex], session: Session
 ) -> None:
-    """Dense rows and rows for experts differ in width, so a shared keystream would overlap. The rows are
-    zeros, so masks are sent."""
+    """They differ in width, so a shared keystream would overlap. The rows are zeros, so masks are sent."""
     for index, direction in itertools.product(stacks, DIRECTIONS):
         facts = session.preparation.facts[index]
         for counts in (None, (2, 0, 0, 0), None, (0, 2, 0, 0)):

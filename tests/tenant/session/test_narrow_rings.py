@@ -1,6 +1,5 @@
 """Sessions with `ring_bits = 24`: the same bits as the simulation, a quarter fewer bytes, and only liars are named."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.arithmetic.wraps import Corrector
-from symbiosis_priv.checkpoints.manifest import GroupFacts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ProviderError, RangeError, VerificationError
 from symbiosis_priv.harness import strategies as testing
@@ -26,25 +24,18 @@ from tenant.session import refused
 from tenant.session.failover import Attempts
 from tenant.session.session import Session
 from tests.tenant.conftest import NewProvider, NewSession, Scripted
-from tests.tenant.scripted import Heard, ScriptedProvider, frame, honest, product_of, ring_rows, store_of
+from tests.tenant.scripted import Heard, ScriptedProvider, crowded, frame, honest, product_of, ring_rows, store_of
 
 QKV, OUT, MLP, DOWN = map(GroupIndex, range(4))
 
 
-def crowded(facts: Sequence[GroupFacts], *, spread: float = 2.5) -> list[GroupFacts]:
-    """Facts for a ring that holds so few standard deviations that products wrap all the time."""
-    return [
-        replace(group, bounds={d: replace(bound.narrowed(24), spread=spread) for d, bound in group.bounds.items()})
-        for group in facts
-    ]
-
-
 def reference(session: Session, spread: float = 2.5) -> RingBackend:
-    return RingBackend(crowded(session.preparation.facts, spread=spread), Simulation(store_of(session)))
+    facts = [crowded(group, spread=spread) for group in session.preparation.facts]
+    return RingBackend(facts, Simulation(store_of(session)))
 
 
 def backend_of(session: Session, spread: float = 2.5) -> RingBackend:
-    return RingBackend(crowded(session.preparation.facts, spread=spread), session)
+    return RingBackend([crowded(group, spread=spread) for group in session.preparation.facts], session)
 
 
 def has_the_bits_of_the_simulation(

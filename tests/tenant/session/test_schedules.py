@@ -103,8 +103,7 @@ class World:
                 provider.hang_up()
 
     def allows(self, cast: "Roles") -> bool:
-        """Returns True if `load_federation` would accept these roles, and all layers are served: each executor has k
-        helpers of other companies."""
+        """Returns True if all layers are served, and each executor has k helpers of other companies."""
         others = [{self.company[h] for h in cast.helpers} - {self.company[e]} for e in cast.executors + cast.guests]
         served = [[self.providers[n].served for n in numbers] for numbers in (cast.executors, cast.helpers)]
         return all(len(companies) >= cast.k for companies in others) and all(
@@ -193,8 +192,7 @@ def prefixes(rows: Tensor) -> list[bytes]:
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of a session: numbers of its providers. `guests` join and leave while it runs; k helpers share a
-    pad."""
+    """The roles of a session, by provider. `guests` join and leave while it runs; k helpers share a pad."""
 
     executors: tuple[int, ...]
     guests: tuple[int, ...]

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import msgspec
-import torch.distributed as dist
 
 from provider import logs
 from provider.announce.announcer import Announcer
@@ -100,7 +99,7 @@ class Provider:
         store = open_store(config)
         manifest, served = store.manifest(progress=self._progress), store.served
         self.model_digest = manifest.digest
-        alone = config.executor.ranks == 1 and not config.executor.own_process and not dist.is_initialized()
+        alone = config.executor.ranks == 1 and not config.executor.own_process
         check_plan(memory_plan(config, manifest, served), multiplies=alone)
         self.executor: ExecutorHandle
         self._usage = UsageCounters(config.usage.database)

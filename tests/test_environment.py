@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-CONSTANTS = {"RANKS_VARIABLE": "SYMBIOSIS_PRIV_RANKS", "FOLDER_VARIABLE": "SYMBIOSIS_PRIV_RANKS_FOLDER"}
 ROOT = Path(__file__).parents[1]
 CALLS = ("os.getenv", "os.environ.get", "os.environ.setdefault", "os.environ.pop")
 FOLDERS = ("symbiosis_priv", "provider", "tenant", "threat_model")
@@ -32,7 +31,7 @@ def test_every_variable_that_is_read_is_in_security_md() -> None:
     section = text.partition("## The environment")[2].partition("\n## ")[0]
     said = set(re.findall(r"`([A-Z][A-Z_]+)", section))
     read = {
-        CONSTANTS.get(name, name)
+        name
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*.py")
         for name in named(path.read_text(encoding="utf-8"))

@@ -7,8 +7,7 @@ two to five seconds.
 The first use starts the parent of the forks; the workers of pytest-xdist share it. It imports `LIBRARIES` and a
 provider's modules, starts no thread, and imports no module of a tenant, so that no fork has a copy of a tenant's object
 (rule 12). A client opens a connection for each process: it sends the command and its files, and receives the process
-id, and later the exit status. Providers that a fork starts are forks, too, and the ranks that it starts as torchrun are
-forks of itself, because a rank knows its parent; its other processes are ordinary ones.
+id, and later the exit status. Providers that a fork starts are forks, too; its other processes are ordinary ones.
 
 Tests of how a process starts or ends (`--help` without torch, rule 12, a script that closes nothing) start new
 processes.
@@ -39,7 +38,7 @@ from pathlib import Path
 from typing import IO, Any
 
 LIBRARIES = (
-    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.run", "torch.utils.data"),
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.utils.data"),
     *("transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"),
     *(f"transformers.models.{family}.modeling_{family}" for family in ("bert", "gpt2", "llama")),
     *("transformers.conversion_mapping", "transformers.generation", "transformers.trainer", "peft"),
@@ -54,7 +53,6 @@ _NUMBER = struct.Struct("=i")
 _REQUEST_BYTES = 1 << 20
 _HIGH = 900  # no file of a new fork has this number or a larger one
 _START_S = 120.0
-_TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 _NewProcess = subprocess.Popen
 
 
@@ -160,19 +158,6 @@ class _PopenInFork(_NewProcess[Any]):
         return (Popen if forked else _NewProcess)(args, *given, **options)
 
 
-class _Rank(_NewProcess[Any]):
-    """Replaces `subprocess.Popen` in a fork that runs torchrun."""
-
-    def _execute_child(self, args: Any, *given: Any) -> None:
-        self._child_created, self.pid = True, os.fork()
-        if self.pid:
-            return
-        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        os.closerange(3, _HIGH)
-        os._exit(_run(words=list(args[1:]), environment=given[5], folder=str(Path.cwd()), session=True))
-
-
 _address: str | None = os.environ.get(ADDRESS)
 _starting = threading.Lock()
 
@@ -267,7 +252,6 @@ def _tell(client: socket.socket, number: int) -> None:
 def _become(*, words: list[str], environment: dict[str, str], folder: str, session: bool) -> None:
     """Run a command line like `python WORDS`."""
     subprocess.Popen = _PopenInFork  # type: ignore[misc]
-    sys.modules[_TORCHRUN].Popen = _Rank  # type: ignore[attr-defined]
     if session:
         os.setsid()
     os.environ.clear()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Final
 
 import torch
-import torch.distributed as dist
 
 from provider import logs
 from provider.config.schema import MAX_BATCH_ROWS, MIB, ProviderConfig
@@ -71,25 +70,20 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
     bits = bits_per_weight(manifest.weight_bits, device)
     sizes = [bits * group.inputs * group.stacked_outputs // 8 for group in groups]
     kind = f"int{bits}"
-    here = ranks = config.executor.ranks  # processes that hold weights: on this machine, and in all
+    ranks = config.executor.ranks  # processes that hold weights
     processes = 1 if ranks == 1 and not config.executor.own_process else ranks + 1
-    if dist.is_initialized():  # this process is rank 0 of a group over several machines, and serves itself
-        here = processes = int(os.environ["LOCAL_WORLD_SIZE"])
-        ranks = dist.get_world_size()
-    own_gpus = device == "cuda" and (ranks > 1 or dist.is_initialized())  # each rank has its own
-    places = [f"cuda:{rank}" for rank in range(here)] if own_gpus else [device]
+    places = [f"cuda:{rank}" for rank in range(ranks)] if device == "cuda" and ranks > 1 else [device]
     plan = [
-        *(Need("ring weights, both directions", p, kind, sum(sizes) * here // ranks // len(places)) for p in places),
+        *(Need("ring weights, both directions", p, kind, sum(sizes) // len(places)) for p in places),
         Need("matrices in flight", _CPU, "int32 and float32", config.limits.max_inflight_mib * MIB),
         Need("connections", _CPU, "-", _CONNECTION * config.limits.max_connections),
-        Need("one batch", _CPU, "int32", _WORKING * here),
+        Need("one batch", _CPU, "int32", _WORKING * ranks),
         Need("Python and torch", _CPU, "-", _PROCESS * processes),
     ]
     if ranks > 1:
-        gathered = 2 * max(sizes) * here // len(places)  # FSDP gathers in a buffer, and copies
-        if here == ranks:  # on one machine
-            shared = 8 * slot_entries(widest(groups))
-            plan.insert(-1, Need("rows and products that ranks share", _CPU, "int32", shared))
+        gathered = 2 * max(sizes) * ranks // len(places)  # FSDP gathers in a buffer, and copies
+        shared = 8 * slot_entries(widest(groups))
+        plan.insert(-1, Need("rows and products that ranks share", _CPU, "int32", shared))
         plan[1:1] = [Need("a layer group, gathered by each rank", place, kind, gathered) for place in places]
     if device != _CPU:
         entries, slots = slot_entries(widest(groups)), 2 * SLOTS

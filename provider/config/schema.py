@@ -3,6 +3,7 @@
 `provider_toml.template` writes the "Args" below into the file that `provider init` makes, so operators read them there.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,8 +19,6 @@ from symbiosis_priv.network.tls import TenantIdentity
 from symbiosis_priv.system.files import UNDECODABLE
 
 MIB = 1 << 20
-RANKS_VARIABLE = "SYMBIOSIS_PRIV_RANKS"
-"""The environment variable that passes the lines of `ExecutorProcess.message` to the ranks of a group."""
 DEFAULT_LISTEN = "127.0.0.1:7401"
 SLOWEST_BYTES_PER_S = 1 << 20
 """Slowest average transfer of a large matrix after the first seconds."""
@@ -163,6 +162,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"processes is for CPUs: write devices = 'all' in place of device = {self.device!r}")
         if self.devices and len(set(self.devices)) < len(self.devices) and self.devices != "all":
             raise ValueError(f"devices = {list(self.devices)!r} has a card twice")
+        if self.ranks > 1 and not hasattr(os, "memfd_create"):
+            raise ValueError("ranks need Linux")
         if self.ranks > 1 and self.device.startswith("cuda:"):
             raise ValueError(f"device = {self.device!r}: every rank needs its own GPU; write device = 'cuda'")
 

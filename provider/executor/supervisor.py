@@ -14,20 +14,18 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from subprocess import PIPE, Popen, TimeoutExpired
+from subprocess import PIPE, Popen
 
 import torch
-import torch.distributed as dist
 import zmq
 
 from provider import logs
-from provider.config.schema import RANKS_VARIABLE, ProviderConfig, to_json
+from provider.config.schema import ProviderConfig, to_json
 from provider.executor import queues
 from provider.executor.client import STARTUP_S, ExecutorHandle
 from provider.executor.executor import build
 from provider.refusal import Refusal
-from provider.shards.rank_group import FOLDER_VARIABLE
-from symbiosis_priv.errors import ConfigError, DeviceLostError, RankLostError
+from symbiosis_priv.errors import ConfigError, DeviceLostError
 from symbiosis_priv.system.files import PrivateFolder
 from symbiosis_priv.system.pacing import Backoff
 
@@ -41,6 +39,8 @@ _POSTS = "inproc://executor"  # carries the messages of `SocketInbox.post`
 _LINGER_MS = 1000
 _ROWS_BYTES = 4
 _SPARE_SOCKETS = 64  # for the executor itself, and for connections above the limit while they are refused
+HEARTBEAT_S = 0.5
+_MISSED = 10  # heartbeats
 
 
 class ExecutorThread(ExecutorHandle):
@@ -86,13 +86,12 @@ class ExecutorThread(ExecutorHandle):
         try:
             self._executor.run()
             return False
-        except (RankLostError, DeviceLostError) as error:
-            log.warning("rank_lost" if isinstance(error, RankLostError) else "device_lost", reason=str(error))
-            os._exit(1)  # torchrun restarts a rank's group; no thread of this process can use a lost device again
+        except DeviceLostError as error:
+            log.warning("device_lost", reason=str(error))
+            os._exit(1)  # no thread of this process can use the device again
         except Exception as error:
             log.failure("executor_failed", error)
-            # the other ranks wait for this one, and a GPU has no room for the same weights again
-            if dist.is_initialized() or self.config.executor.device != "cpu":
+            if self.config.executor.device != "cpu":  # a GPU has no room for the same weights again
                 os._exit(1)
             try:
                 self._build()
@@ -178,7 +177,12 @@ class SocketPipe(queues.RequestPipe):
 
 
 class ExecutorProcess(ExecutorHandle):
-    """An executor in a child process, which is restarted whenever it ends."""
+    """An executor in a child process, or in a group of them, the ranks, which share the model (`shards`). When one of
+    them ends or stops, all are killed and started again. They end when their stdin closes, so also with this process.
+
+    **Heartbeats.** A collective of ranks that waits for a stopped one raises no error before its timeout, and its error
+    names no rank. So each process sends a byte twice a second. A rank is lost if each of the others has sent ten since
+    its own last one: bytes are counted and not seconds, so that a machine that was suspended loses no rank."""
 
     _watcher: threading.Thread | None = None
 
@@ -186,6 +190,7 @@ class ExecutorProcess(ExecutorHandle):
         super().__init__(config, model_digest=model_digest)
         self._folder = Path(tempfile.mkdtemp(prefix="executor-"))  # for this user only
         self.endpoint = f"ipc://{self._folder}/executor.sock"
+        self._processes: list[Popen[bytes]] = []  # by rank
         self._context: Context = zmq.Context()
         wanted = config.limits.max_connections + _SPARE_SOCKETS
         self._context.set(zmq.MAX_SOCKETS, min(wanted, self._context.get(zmq.SOCKET_LIMIT)))
@@ -198,7 +203,7 @@ class ExecutorProcess(ExecutorHandle):
 
     def start(self) -> None:
         PrivateFolder.open(self._folder).close()  # whoever can replace it can put another executor in its place
-        self._process = self._spawn()
+        self._spawn()
         self._watcher = threading.Thread(target=self._watch, name="executor-watch", daemon=True)
         self._watcher.start()
         try:
@@ -210,96 +215,100 @@ class ExecutorProcess(ExecutorHandle):
     def stop(self, timeout: float) -> None:
         self.stopping.set()
         if self._watcher is not None:
-            _close_pipe(self._process)
-            try:
-                self._process.wait(timeout)
-            except TimeoutExpired:
-                self._process.kill()
+            self._close_lead()
+            self._watcher.join(timeout)
+            self._on_hang()
             self._watcher.join(timeout)
             self._guard.close(timeout)
+        self._end()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def pids(self) -> list[int]:
+        """The process ids, by rank."""
+        return [process.pid for process in self._processes]
 
-    def _spawn(self) -> Popen[bytes]:
-        process = Popen([sys.executable, "-m", "provider.processes.executor_process"], stdin=PIPE)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the process has ended; `_watch` notices that
-            process.stdin.write(self.message().encode())
-            process.stdin.flush()
-        return process
+    def _spawn(self) -> None:
+        """Start all processes, where others have ended or were not all started."""
+        self._end()
+        self._processes = []
+        meeting = self._folder / "ranks"
+        shutil.rmtree(meeting, ignore_errors=True)
+        meeting.mkdir(mode=0o700)
+        message = f"{to_json(self.config).decode()}\n{self.model_digest}\n{self.endpoint}\n"
+        for rank in range(self.config.executor.ranks):
+            command = [sys.executable, "-m", "provider.processes.executor_process", str(rank), str(meeting)]
+            # the new session keeps a terminal's signals away
+            process = Popen(command, stdin=PIPE, stdout=PIPE, bufsize=0, start_new_session=True)
+            self._processes.append(process)
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # the process has ended; `_watch` notices that
+                process.stdin.write(message.encode())
 
-    def message(self) -> str:
-        """What the process is told, in a line each: the configuration, the model's digest and the socket."""
-        return f"{to_json(self.config).decode()}\n{self.model_digest}\n{self.endpoint}\n"
+    def _close_lead(self) -> None:
+        """Ask rank 0 to end. It ends the other ranks."""
+        assert self._processes[0].stdin is not None
+        self._processes[0].stdin.close()
 
     def _on_hang(self) -> None:
-        self._process.kill()
+        for process in self._processes:
+            process.kill()
+
+    def _end(self) -> None:
+        for process in self._processes:
+            with process:
+                process.kill()
+
+    def _wait(self) -> tuple[int, int | None]:
+        """Wait until a process has ended or is lost. Returns its rank and its status, None if it is lost."""
+        ranks, pipes = dict[int, int](), select.poll()
+        for rank, process in enumerate(self._processes):
+            assert process.stdout is not None
+            ranks[process.stdout.fileno()] = rank
+            pipes.register(process.stdout, select.POLLIN)
+        silent: dict[int, int] = {}  # by rank: bytes of the others since its own last one; none while it starts
+        while True:
+            for pipe, _ in pipes.poll():
+                if not os.read(pipe, _MISSED):
+                    return ranks[pipe], self._processes[ranks[pipe]].wait()
+                silent = {rank: count + 1 for rank, count in silent.items()} | {ranks[pipe]: 0}
+            for rank, count in silent.items():
+                if count > _MISSED * (len(ranks) - 1):
+                    return rank, None
 
     def _watch(self) -> None:
         backoff = Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
         while True:
             born = time.monotonic()
-            status = self._process.wait()
+            rank, status = self._wait()
             was_present = self.present
             self.generation += 1
-            _close_pipe(self._process)
+            self._end()  # the other ranks wait for this one
             if was_present and time.monotonic() - born > _LONG_LIFE_S:
                 backoff.succeeded()  # the executor ran for long, so it will start again, and tenants wait
                 pause_s = 0.0
             else:
                 pause_s = backoff.failed()
-            log.info("executor_ended", status=status)
+            log.info("executor_ended", rank=rank, status="no heartbeat" if status is None else status)
             if self.stopping.wait(pause_s):
                 return
             while True:
                 try:
-                    self._process = self._spawn()
+                    self._spawn()
                     break
                 except Exception as error:  # for example no process, descriptor or memory was free
                     log.failure("executor_not_started", error)
                 if self.stopping.wait(backoff.failed()):
                     return
             if self.stopping.is_set():  # `stop` may have closed the pipe of the previous process
-                _close_pipe(self._process)
-            log.info("executor_restarted", pid=self._process.pid)
-
-
-class ExecutorGroup(ExecutorProcess):
-    """A group of ranks that share the model. torchrun starts the group; the group restarts whenever a rank ends."""
-
-    def _spawn(self) -> Popen[bytes]:
-        rendezvous = self._folder / "rendezvous"
-        shutil.rmtree(rendezvous, ignore_errors=True)  # the folder of the previous group
-        rendezvous.mkdir(mode=0o700)
-        ranks, threads = self.config.executor.ranks, self.config.executor.threads or os.cpu_count() or 1
-        command = [sys.executable, "-m", "provider.processes.launch", f"--nproc-per-node={ranks}"]
-        command += ["-m", "provider.processes.rank"]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(max(1, threads // ranks)),
-            "GLOO_SOCKET_IFNAME": "lo",  # torch.distributed does not authenticate
-            "NCCL_SOCKET_IFNAME": "lo",
-            RANKS_VARIABLE: self.message(),
-            FOLDER_VARIABLE: str(rendezvous),
-        }
-        # Rank 0 inherits stdin and ends when it closes. The new session keeps a terminal's signals from the ranks.
-        return Popen(command, stdin=PIPE, env=environment, start_new_session=True)
+                self._close_lead()
+            log.info("executor_restarted", pid=self.pids[0])
 
 
 def make(config: ProviderConfig, *, model_digest: str) -> ExecutorHandle:
     """Make the kind of executor that the configuration asks for."""
-    kind: type[ExecutorHandle] = ExecutorProcess if config.executor.own_process else ExecutorThread
-    if config.executor.ranks > 1 and not dist.is_initialized():  # otherwise this process is rank 0 of a group
-        kind = ExecutorGroup
+    settings = config.executor
+    kind = ExecutorProcess if settings.own_process or settings.ranks > 1 else ExecutorThread
     handle = kind(config, model_digest=model_digest)
-    handle.narrow = config.executor.device != "cpu" and config.executor.ranks == 1 and not dist.is_initialized()
+    handle.narrow = settings.device != "cpu" and settings.ranks == 1
     return handle
-
-
-def _close_pipe(process: Popen[bytes]) -> None:
-    if process.stdin is not None and not process.stdin.closed:
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()

@@ -1,1 +1,1 @@
-"""Entry points of the processes that a provider starts: `executor_process`, `cards`, `launch` (torchrun) and `rank`."""
+"""Entry points of the processes that a provider starts: `executor_process` and `cards`."""

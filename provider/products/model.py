@@ -16,7 +16,6 @@ groups in memory are limited, and the least recently used group is dropped first
 
 import ctypes
 import functools
-import os
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
@@ -408,7 +407,7 @@ def device_of(settings: ExecutorConfig) -> str:
     torch cannot use the device; GPUs are not tried, which would make a context."""
     if settings.device != "cuda":
         return settings.device if settings.device.startswith("cuda:") else str(_require_usable(settings.device))
-    return f"cuda:{os.environ['LOCAL_RANK'] if dist.is_initialized() else 0}"
+    return f"cuda:{dist.get_rank() if dist.is_initialized() else 0}"
 
 
 def use(device: torch.device) -> None:

@@ -10,21 +10,20 @@ plans would otherwise gather different layer groups. There are two ways to multi
     columns    every rank multiplies all rows with its own shard. A shard gives columns of the result forward, and a
                summand of the result backward, where sums wrap modulo 2^32
 
-`columns` transfers rows and is faster for few rows; `gathered` transfers weights and is faster for many rows. `warm_up`
-measures both, and rank 0 chooses. Weights are sent as bytes, because gloo has no int16. On one machine, `columns`
-transfers nothing forward: the ranks read rows from shared memory and write their columns there (`shared`), chunk by
-chunk. Backward they read their columns there, and NCCL adds their summands: in host memory, every card would have to
-write a whole result, and read the others'. Weights that are gathered, and rows for experts, go from card to card too.
-Entries take four bytes between the ranks in a ring of 24 bits as well: only the arithmetic is narrow.
+`gathered` transfers weights and is faster for many rows; `columns` for few rows. `warm_up` measures both, and rank 0
+chooses. Weights are sent as bytes, because gloo has no int16. `columns` transfers nothing forward: the ranks read rows
+from shared memory and write their columns there (`shared`), chunk by chunk. Backward they read their columns there, and
+NCCL adds their summands: in host memory, every card would have to write a whole result, and read the others'. Weights
+that are gathered, and rows for experts, go from card to card too. Entries take four bytes between the ranks in a ring
+of 24 bits as well: only the arithmetic is narrow.
 
 Directions here are those of the packed weights, which may be a transposed stack of experts. A product with rows for
 single experts is computed in a third way, `experts`: every rank has all rows, and multiplies them with the rows of
 their experts' matrices in its shard. The sum of the ranks' results is the product.
 
-A rank that ends makes a collective fail. A rank that has stopped misses its heartbeats (`rank_group`) long before the
-group's timeout, which is for a running rank that does not take part. The rank that notices logs the missing rank and
-ends. The other ranks end too, and the supervisor restarts the whole group. The ranks trust each other, and
-torch.distributed does not authenticate: run all ranks on one machine or one private network.
+A rank whose collective fails, or takes longer than the group's timeout, ends. When a rank has ended or stopped, the
+supervisor kills the others, and starts the group again. The ranks trust each other, and torch.distributed does not
+authenticate: all ranks run on one machine, meet in a folder that no other user can enter, and use the loopback.
 """
 
 import hashlib
@@ -36,20 +35,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
-from typing import NoReturn, Self
+from pathlib import Path
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, not in __all__
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from provider import logs
 from provider.config.memory_plan import slot_entries, widest
 from provider.products.model import Operands, use
-from provider.shards import rank_group
-from provider.shards.rank_group import FOLDER_VARIABLE, Heartbeats
 from provider.shards.shared import SharedRows
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, Widths, opposite
 from symbiosis_priv.arithmetic.segments import Counts, segments
@@ -58,12 +56,24 @@ from symbiosis_priv.errors import CheckpointError, RankLostError
 from symbiosis_priv.kernels import Choice, Packed, probe_rows
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 
-log = logs.EventLog(__name__)
-
 _IDLE = timedelta(days=365)  # between two plans
 _TIMED_ROWS = (1, 8, 64, 512)
 _NEVER = 1 << 62  # rows
 _LEAD = 0  # the rank that serves
+
+
+def join(rank: int, world: int, folder: Path, device: str, *, timeout: timedelta) -> None:
+    """Call `init_process_group` for ranks that meet in a folder: with NCCL on GPUs, where "cuda" is the GPU with the
+    rank's number. Raises `RuntimeError`: not all ranks joined the group in time."""
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    own: torch.device | None = None
+    if device.startswith("cuda"):
+        own = torch.device(f"cuda:{rank}" if device == "cuda" else device)
+        torch.cuda.set_device(own)
+    store = FileStore(f"{folder}/store", world)
+    store.set_timeout(timeout)
+    backend = "nccl" if own else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=own)
 
 
 class Mode(IntEnum):
@@ -192,17 +202,13 @@ class ShardedOperands(Operands):
         self._sequence = 0
         self._crossover: dict[tuple[int, int, Direction], int] = {}
         self._plans = dist.new_group(backend="gloo", timeout=_IDLE)
-        self._step = "the start"
-        self._heartbeats = Heartbeats(
-            rank=self._rank, world=self._world, counters=rank_group.counters(), lost=self._end
-        )
         what = f"{store.manifest().digest}, layer groups {store.served.start} to {store.served.stop - 1}"
         mine = torch.frombuffer(bytearray(hashlib.sha256(what.encode()).digest()), dtype=torch.uint8)
         theirs = mine.clone()
         dist.broadcast(theirs, _LEAD, group=self._plans)  # NCCL takes no tensor on the CPU
         if not torch.equal(mine, theirs):
             raise CheckpointError(f"rank {self._rank} has {what}; rank 0 differs: give all ranks the same [model]")
-        if os.environ["LOCAL_RANK"] == "0":
+        if self._rank == _LEAD:
             for index in store.served:
                 store.matrix(index)  # one at a time: packs a missing layer group, checks an existing one
         dist.barrier(self._plans)
@@ -213,11 +219,9 @@ class ShardedOperands(Operands):
             unit = self._units[index] = Unit(whole, choice)
             fully_shard(unit, mesh=mesh, reshard_after_forward=True)
             unit.load(whole.data, rank=self._rank, world=self._world, device=self._device)
-        self._shared: SharedRows | None = None
-        if FOLDER_VARIABLE in os.environ:  # all ranks are here
-            use(self._device)
-            entries = slot_entries(widest([self._entries[index] for index in store.served]))
-            self._shared = SharedRows.of(entries, self._device, self._plans)
+        use(self._device)
+        entries = slot_entries(widest([self._entries[index] for index in store.served]))
+        self._shared = SharedRows.of(entries, self._device, self._plans)
 
     @property
     def loaded(self) -> Collection[int]:
@@ -260,8 +264,7 @@ class ShardedOperands(Operands):
             mode = self._fixed or (Mode.GATHERED if total >= crossover else Mode.COLUMNS)
         plan = _Plan(self._sequence + 1, mode, index, direction, total, ring_bits)
         with self._ending_on_error(self._name_of(plan)):
-            if mode is Mode.COLUMNS and self._shared:
-                # before the other ranks hear of the product
+            if mode is Mode.COLUMNS:  # before the other ranks hear of the product
                 self._shared.put(rows[: self._shared.chunk(*self._widths(index, direction))])
             self._announce(plan)
             self._compute(plan, rows.contiguous(), out, counts)
@@ -302,7 +305,6 @@ class ShardedOperands(Operands):
             if plan.sequence != self._sequence:
                 raise RankLostError(f"rank {self._rank} expected plan {self._sequence} and got {plan.sequence}")
             if plan.mode is Mode.STOP:
-                self._heartbeats.close()
                 return
             with self._ending_on_error(self._name_of(plan)):
                 self._compute(plan, None, None)
@@ -311,7 +313,6 @@ class ShardedOperands(Operands):
         """End the other ranks. Only rank 0 calls this."""
         with self._ending_on_error("the last plan"):
             self._announce(_Plan(self._sequence + 1, Mode.STOP))
-        self._heartbeats.close()
 
     # Together
 
@@ -336,8 +337,6 @@ class ShardedOperands(Operands):
             self._compute_experts(plan, rows, out, counts)
         elif plan.mode is Mode.GATHERED:
             self._compute_gathered(plan, rows, out)
-        elif self._shared:
-            self._compute_here(self._shared, plan, rows, out)
         else:
             self._compute_columns(plan, rows, out)
 
@@ -362,28 +361,9 @@ class ShardedOperands(Operands):
         self._collect(product, None if out is None else out.split(each))
 
     def _compute_columns(self, plan: _Plan, rows: Tensor | None, out: Tensor | None) -> None:
+        """Rank 0 has put the first chunk of rows into the shared memory."""
         unit, (inputs, outputs) = self._units[plan.group], self._widths(plan.group, plan.direction)
-        shards = [unit.columns_of(rank, self._world) for rank in range(self._world)]
-        columns = shards[self._rank]
-        width = columns.stop - columns.start
-        if plan.direction == FORWARD:
-            product = self._matrix(plan.rows, width)
-            unit.multiply_shard(columns, self._everywhere(rows, plan.rows, inputs), FORWARD, product, plan.ring_bits)
-            if out is None:
-                self._collect(product, None)
-                return
-            chunks = [out.new_empty((len(out), shard.stop - shard.start)) for shard in shards]
-            self._collect(product, chunks)
-            torch.cat(chunks, dim=1, out=out)
-        else:
-            parts = None if rows is None else [rows[:, shard].contiguous() for shard in shards]
-            product = self._matrix(plan.rows, outputs)
-            unit.multiply_shard(columns, self._scattered(parts, plan.rows, width), BACKWARD, product, plan.ring_bits)
-            self._sum(product, out)
-
-    def _compute_here(self, shared: SharedRows, plan: _Plan, rows: Tensor | None, out: Tensor | None) -> None:
-        """`columns` in shared memory, in which rank 0 has put the first chunk of rows."""
-        unit, (inputs, outputs) = self._units[plan.group], self._widths(plan.group, plan.direction)
+        shared = self._shared
         columns, chunk = unit.columns_of(self._rank, self._world), shared.chunk(inputs, outputs)
         for start in range(0, plan.rows, chunk):
             count = min(chunk, plan.rows - start)
@@ -448,36 +428,14 @@ class ShardedOperands(Operands):
 
     @contextmanager
     def _ending_on_error(self, what: str) -> Iterator[None]:
-        """End the group if a step fails, because the ranks may then disagree about the next plan."""
-        self._step = what
+        """End this rank if a step fails, because the ranks may then disagree about the next plan."""
         try:
             yield
         except Exception as error:
-            absent = self._heartbeats.absent()
-            lost = RankLostError(f"{what} failed on rank {self._rank}; not answering: {_names(absent)} ({error})")
-            self._kill_machine(absent, str(lost))
-            raise lost from error
-
-    def _end(self, absent: list[int]) -> NoReturn:
-        """End this process because a rank has no heartbeat: a collective may wait for that rank."""
-        reason = f"not answering: {_names(absent)}" if absent else "the store of the group is gone"
-        reason = f"{self._step} has stopped at rank {self._rank}; {reason}"
-        self._kill_machine(absent, reason)
-        log.warning("rank_lost", reason=reason)
-        os._exit(1)
-
-    def _kill_machine(self, absent: Collection[int], reason: str) -> None:
-        """Kill all ranks of this machine if one of them is absent: torchrun would wait for that rank."""
-        if any(map(rank_group.is_here, absent)):
-            log.warning("rank_lost", reason=reason)
-            rank_group.kill_torchrun()
+            raise RankLostError(f"{what} failed: {error}") from error
 
     def _name_of(self, plan: _Plan) -> str:
         return f"product {plan.sequence} ({self._entries[plan.group].name}, {plan.direction})"
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return ", ".join(f"rank {rank}" for rank in ranks) or "none found"
 
 
 def _exchange(operation: Callable[..., dist.Work | None], tensors: dict[int, Tensor]) -> None:

@@ -1,15 +1,14 @@
-"""Memory that the ranks of one machine share: the rows of a product, and its result.
+"""Memory that the ranks share: the rows of a product, and its result.
 
 Every rank reads the rows where rank 0 has put them, and writes its own columns of the result. It is a file without a
 name, which ends with the last rank. On a machine with GPUs every rank locks it, and copies columns with one call.
 """
 
-import contextlib
 import ctypes
 import functools
 import mmap
 import os
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -39,26 +38,22 @@ class SharedRows:
                 log.warning("not_page_locked", reason=f"cudaHostRegister returns {int(status)}")
 
     @classmethod
-    def of(cls, entries: int, device: torch.device, group: Any) -> "SharedRows | None":
-        """Share memory of rank 0 with all ranks, which call this together; None if a rank cannot open it. `group`: for
-        tensors on the CPU."""
-        file = -1
-        if dist.get_rank() == _LEAD and hasattr(os, "memfd_create"):
-            file = os.memfd_create("rows")
-            os.ftruncate(file, 8 * entries)
+    def of(cls, entries: int, device: torch.device, group: Any) -> Self:
+        """Share memory of rank 0 with all ranks, which call this together. `group`: for tensors on the CPU."""
+        leads = dist.get_rank() == _LEAD
+        file = os.memfd_create("rows") if leads else -1
         place = torch.tensor([os.getpid(), file], dtype=torch.int64, device="cpu")
         dist.broadcast(place, _LEAD, group=group)
         pid, number = place.tolist()
-        if number >= 0 and dist.get_rank() != _LEAD:
-            with contextlib.suppress(OSError):  # in another container, for example
-                file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-        worst = torch.tensor([file], dtype=torch.int64, device="cpu")
-        dist.all_reduce(worst, dist.ReduceOp.MIN, group=group)  # nobody has closed it before
+        if leads:
+            os.ftruncate(file, 8 * entries)
+        else:
+            file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        dist.barrier(group)  # rank 0 has made it long enough, and does not close it before
         try:
-            return cls(file, entries, device) if int(worst) >= 0 else None
+            return cls(file, entries, device)
         finally:
-            if file >= 0:
-                os.close(file)
+            os.close(file)
 
     def chunk(self, inputs: int, outputs: int) -> int:
         """The number of rows for which there is memory."""

@@ -1,4 +1,4 @@
-"""`examples/deploy`: the container, compose.yaml and its dashboard, the Kubernetes manifests, and the Slurm job.
+"""`examples/deploy`: the container, compose.yaml and its dashboard, and the Kubernetes manifests.
 
 No container engine is needed. The services of compose.yaml run as processes, with the paths of the container replaced.
 """
@@ -195,31 +195,6 @@ def test_kubectl_renders_the_kustomization(tmp_path: Path) -> None:
     done = subprocess.run(["kubectl", "kustomize", str(tmp_path)], capture_output=True, text=True, check=True)
     kinds = [one["kind"] for one in yaml.safe_load_all(done.stdout)]
     assert sorted(kinds) == ["ConfigMap", "PodDisruptionBudget", "Secret", "Service", "StatefulSet"]
-
-
-def test_each_host_of_a_slurm_job_starts_its_ranks(tmp_path: Path) -> None:
-    """Stand-ins for Slurm's commands run the job as on three hosts with four GPUs each."""
-    for name, text in {
-        "scontrol": '[ "$3" = "node[1-3]" ] && printf "node1\\nnode2\\nnode3\\n"',
-        "srun": 'shift; for SLURM_NODEID in 0 1 2; do export SLURM_NODEID; "$@"; done',
-        "python": 'echo "$@"',
-    }.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o700)
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHON": str(tmp_path / "python"),
-        "SLURM_JOB_NODELIST": "node[1-3]",
-        "SLURM_JOB_NUM_NODES": "3",
-        "SLURM_GPUS_ON_NODE": "4",
-    }
-    script = DEPLOY / "slurm.sbatch"
-    done = subprocess.run(["sh", str(script)], env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 3
-    for number, line in enumerate(lines):
-        expected = f"--nnodes 3 --node-rank {number} --nproc-per-node 4 --master-addr node1"
-        assert line.startswith(f"-m provider.processes.launch {expected}")
 
 
 def test_tunnels_of_providers_behind_nat_end_where_haproxy_forwards_their_names() -> None:

@@ -272,16 +272,10 @@ _SHARDINGS = ("columns", "gathered")
 
 def _join(options: Options, model: Path, rank: int, world: int) -> Any:
     """Join the group. Returns the weights."""
-    from provider.shards import rank_group
+    from provider.shards.sharded import join
     from symbiosis_priv.checkpoints.weights import WeightStore
 
-    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world}", "LOCAL_WORLD_SIZE": f"{world}"}
-    os.environ |= {
-        rank_group.FOLDER_VARIABLE: str(model.parent),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-    }
-    rank_group.join(options.device.removesuffix(":0"), timeout=timedelta(seconds=20))
+    join(rank, world, model.parent, options.device.removesuffix(":0"), timeout=timedelta(seconds=20))
     return WeightStore(model, cache=model.parent / "cache", device=options.device.replace("cuda:0", f"cuda:{rank}"))
 
 

@@ -120,7 +120,7 @@ def test_a_killed_executor_process_is_restarted(
         client = connect(to=provider)
         x = torch.arange(4 * WIDTH, dtype=torch.int32).reshape(4, WIDTH)
         before = client.product(execute(0, 4), x)
-        first = provider.executor.pid
+        first = provider.executor.pids[0]
         os.kill(first, signal.SIGSTOP)  # the request will be in flight until the executor is killed
         with in_flight(monkeypatch) as forwarded:
             client.send(execute(0, 4), wire.RING32.pack(x))
@@ -133,9 +133,9 @@ def test_a_killed_executor_process_is_restarted(
         assert turned_away.code == wire.ErrorCode.BUSY
         after, _ = client.until_served(execute(0, 4), x, within=60)
         assert torch.equal(before, after)
-        assert provider.executor.pid != first
+        assert provider.executor.pids[0] != first
         assert not errors
-        child = provider.executor.pid
+        child = provider.executor.pids[0]
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
     assert not folder.exists()
@@ -191,12 +191,12 @@ def test_a_hanging_executor_is_restarted(configure: Configure, connect: Connect)
         client = connect(to=provider)
         before = client.product(execute(0, 1), x)
         assert isinstance(provider.executor, ExecutorProcess)
-        first = provider.executor.pid
+        first = provider.executor.pids[0]
         os.kill(first, signal.SIGSTOP)
         until(lambda: provider.executor.hangs)
         after, _ = client.until_served(execute(0, 1), x, within=60)
         assert torch.equal(before, after)
-        assert provider.executor.pid != first
+        assert provider.executor.pids[0] != first
         assert provider.status().hangs == 1
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)

@@ -333,7 +333,7 @@ def test_every_thread_that_multiplies_uses_the_device(rows: int, monkeypatch: py
 
 
 def test_each_rank_has_the_device_with_its_number(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 3)
     for device, alone, ranks in (("cuda", "cuda:0", "cuda:3"), ("cuda:1", "cuda:1", "cuda:1"), ("cpu", "cpu", "cpu")):
         config = configure(executor=ExecutorConfig(device=device))
         assert open_store(config).device == alone

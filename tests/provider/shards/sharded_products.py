@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from provider.products.model import LocalOperands
-from provider.shards import rank_group
-from provider.shards.sharded import ShardedOperands
+from provider.shards.sharded import ShardedOperands, join
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.manifest import GroupEntry
@@ -95,9 +94,20 @@ def limited(store: WeightStore, *, whole: int) -> None:
         operands.follow()
 
 
-def main(checkpoint: str, experts: str, cache: str, weight_bits: str, kernel: str, layers: str, *large: str) -> None:
+def main(
+    rank: str,
+    ranks: str,
+    meeting: str,
+    checkpoint: str,
+    experts: str,
+    cache: str,
+    weight_bits: str,
+    kernel: str,
+    layers: str,
+    *large: str,
+) -> None:
     """`experts`: a mixture of experts. `large`: a checkpoint, its cache and the bytes of its weights; or nothing."""
-    rank_group.join("cpu", timeout=timedelta(seconds=60))
+    join(int(rank), int(ranks), Path(meeting), "cpu", timeout=timedelta(seconds=60))
     served = LayerRange.parse(layers) if layers else None
     if quick := kernel.startswith("triton"):  # in its interpreter, the self-test takes seconds; other tests run it
         choice.passes_self_test = lambda kernel, device, weight_bits: True  # type: ignore[assignment]

@@ -10,10 +10,9 @@ import msgspec
 import typer
 from rich.table import Table
 
-from symbiosis_priv.checkpoints.layers import RoundTrips, Scope
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_SECONDS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
+from symbiosis_priv.limits import MAX_SECONDS, Role
 from symbiosis_priv.network.addresses import local_address, parse_address
 from symbiosis_priv.system.interrupts import importing, loading
 from symbiosis_priv.system.processes import end_now
@@ -21,13 +20,6 @@ from symbiosis_priv.system.processes import end_now
 app = typer.Typer(no_args_is_help=True, help="Serve the frozen layers of a public model.")
 
 Config = Annotated[Path, typer.Option("--config", "-c", help="provider.toml")]
-WeightBits = Annotated[
-    int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="With MODEL: bits of a quantised weight.")
-]
-Trips = Annotated[RoundTrips, typer.Option(help="With MODEL: 2 also serves composed groups (round_trips = 2).")]
-TiedHead = Annotated[bool, typer.Option("--tied-head", help="With MODEL: also serve the product of a tied LM head.")]
-NoExperts = Annotated[bool, typer.Option("--no-experts", help="With MODEL: do not serve the experts of a mixture.")]
-OptionalConfig = Annotated[Path | None, typer.Option("--config", "-c", help="provider.toml of the provider.")]
 
 
 @app.command()
@@ -68,33 +60,15 @@ def serve(
 
 
 @app.command()
-def manifest(
-    model: Annotated[str | None, typer.Argument(help="Checkpoint folder or hub name; or use --config.")] = None,
-    *,
-    config: OptionalConfig = None,
-    weight_bits: WeightBits = DEFAULT_WEIGHT_BITS,
-    tied_head: TiedHead = False,
-    no_experts: NoExperts = False,
-    round_trips: Trips = 4,
-) -> None:
+def manifest(*, config: Config) -> None:
     """Print the digest to pin in federation.toml. The layer groups are listed on stderr."""
     from provider.config.provider_toml import load
-    from symbiosis_priv.checkpoints.checkpoint import resolve
 
-    if (model is None) == (config is None):
-        raise ConfigError("name the model: a checkpoint folder, or --config provider.toml")
-    settings = None if config is None else load(config)
-    folder = resolve(str(model) if settings is None else settings.model.checkpoint)
+    settings = load(config)
     with loading("torch"):
         from provider.products.model import open_store
-        from symbiosis_priv.checkpoints.weights import WeightStore
-    if settings is not None:
-        store = open_store(settings)
-    else:
-        scope = Scope(tied_head=tied_head, experts=not no_experts, round_trips=round_trips)
-        store = WeightStore(folder, weight_bits=weight_bits, scope=scope)
     with terminal.progress_bar("quantising") as progress:
-        found = store.manifest(progress=progress)
+        found = open_store(settings).manifest(progress=progress)
     table = Table("layer", "layer group", "inputs", "outputs", title=f"{found.weight_bits} weight bits")
     for layer, group in zip(found.layers, found.groups, strict=True):
         table.add_row(str(layer), " ".join(group.members), str(group.inputs), " + ".join(map(str, group.outputs)))
@@ -117,7 +91,7 @@ def usage(*, config: Config) -> None:
 @app.command()
 def top(
     *,
-    config: OptionalConfig = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="provider.toml of the provider.")] = None,
     address: Annotated[
         str | None, typer.Option(help=r"\[metrics] listen of the provider, instead of --config.")
     ] = None,

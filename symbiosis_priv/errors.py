@@ -8,7 +8,7 @@ _NEXT_STEP = {
     "bad_frame": "run the same release of symbiosis-priv on both sides",
     "bad_request": "run the same release of symbiosis-priv on both sides",
     "too_large": "send fewer rows at once (smaller batches), or ask its operator for higher [limits]",
-    "wrong_model": "pin your own copy's digest (`symbiosis-priv provider manifest MODEL`) and use a provider of it",
+    "wrong_model": "pin your own copy's digest (`symbiosis-priv federation init --model`) and use a provider of it",
     "role_refused": "use another provider for this role, or ask its operator; no tenant is served in both roles",
     "not_served": "use a provider that serves these layers (`symbiosis-priv federation check` shows which); float "
     "products are for masking = 'paper-pool' only: choose masking = 'pad', or ask its operator to set float_memory_mib "

@@ -161,8 +161,8 @@ class _Model(_Section, frozen=True):
     def __post_init__(self) -> None:
         if not _DIGEST.fullmatch(self.digest):
             raise ValueError(
-                f"digest = {self.digest!r} is not sha256: and 64 hexadecimal digits; `symbiosis-priv provider manifest "
-                f"MODEL` prints the digest of your own copy"
+                f"digest = {self.digest!r} is not sha256: and 64 hexadecimal digits; `symbiosis-priv federation init "
+                f"--model MODEL` writes the digest of your own copy"
             )
 
 

@@ -132,8 +132,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         hang_timeout_s: an executor that does not answer for this time is killed and restarted. Ranks wait as long for a
             running rank that does not take part, and the executor is given twice the time, so that the rank can be
             found. A rank that has died or stopped is noticed within seconds.
-        float_memory_mib: also serve float products, and keep so many MiB of float weights; the least recently used
-            layer groups are dropped first. Only masking = "paper-pool" needs them.
+        float_memory_mib: also serve float products; so many MiB must hold all float weights. Only masking =
+            "paper-pool" needs them.
     """
 
     own_process: bool = False

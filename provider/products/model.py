@@ -10,15 +10,14 @@ take longer than these copies.
 Weights are never copied. On a CPU, the same code runs in order and with ordinary memory, for the tests.
 
 The float path has unquantised weights in float32, with or without the bias. Only `masking = "paper-pool"` needs it, and
-it is off unless the operator enables it. float32 weights are several times larger than the ring's, so the bytes of the
-groups in memory are limited, and the least recently used group is dropped first.
+it is off unless the operator enables it. float32 weights are several times larger than the ring's.
 """
 
 import ctypes
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +32,6 @@ from provider.config.memory_plan import CHUNK, LOCKED_ENTRIES, LOCKED_SLICES, SL
 from provider.config.schema import MIB, ExecutorConfig, ProviderConfig
 from provider.products.graphs import Graph
 from symbiosis_priv.arithmetic.keystream import Keystream, mask_key, ordinary_memory
-from symbiosis_priv.arithmetic.passes import large_tensor
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.checkpoints.checkpoint import resolve
@@ -348,58 +346,37 @@ class FloatGroup(NamedTuple):
 
 
 class FloatGroups:
-    """The groups in memory, least recently used first: at most `memory` bytes. Not thread-safe. Raises `ConfigError`:
-    the largest group is larger."""
+    """The served groups in float32; each is loaded at its first product, and kept. Not thread-safe. Raises
+    `ConfigError`: they need more than `memory` bytes."""
 
     def __init__(self, store: WeightStore, *, device: torch.device, memory: int) -> None:
-        self._store = store
-        self._device = device
-        self._memory = memory
-        self.used = 0
-        """Bytes of the groups in memory."""
-        self._groups: OrderedDict[int, FloatGroup] = OrderedDict()
-        largest = max(_size(store.manifest().groups[index]) for index in store.served)
-        if largest > memory:
+        self._store, self._device = store, device
+        self.loaded: dict[int, FloatGroup] = {}
+        entries = [store.manifest().groups[index] for index in store.served]
+        needed = sum(4 * entry.stacked_outputs * (entry.inputs + 1) for entry in entries)  # with room for biases
+        if needed > memory:
             raise ConfigError(
-                f"float_memory_mib = {memory // MIB} does not hold one of the largest layer groups in float32: "
-                f"set it to {-(-largest // MIB)} or more, or leave it out"
+                f"float_memory_mib = {memory // MIB} does not hold the served layer groups in float32: "
+                f"set it to {-(-needed // MIB)} or more, or leave it out"
             )
 
-    @property
-    def loaded(self) -> Collection[int]:
-        return self._groups.keys()
-
     def group(self, index: int) -> FloatGroup:
-        """Return one group. The least recently used groups are dropped first if there is no room for it."""
-        found = self._groups.get(index)
-        if found is None:
-            entry = self._store.manifest().groups[index]
-            while self.used + _size(entry) > self._memory:
-                dropped, _ = self._groups.popitem(last=False)
-                self.used -= _size(self._store.manifest().groups[dropped])
-            found = self._groups[index] = self._load(index, entry)
-            self.used += _size(entry)
-        self._groups.move_to_end(index)
-        return found
+        """Return one group."""
+        if index not in self.loaded:
+            self.loaded[index] = self._load(index, self._store.manifest().groups[index])
+        return self.loaded[index]
 
     def _load(self, index: int, entry: GroupEntry) -> FloatGroup:
         layers, outputs = self._store.layers(index), list(entry.outputs)
-        # the system gets this memory back when the group is dropped; the C library would keep much of it
-        weight = large_tensor((sum(outputs), entry.inputs), dtype=torch.float32)
-        for layer, part in zip(layers, weight.split(outputs), strict=True):
+        weight = torch.empty((sum(outputs), entry.inputs), dtype=torch.float32, device="cpu")
+        bias = torch.zeros(sum(outputs), dtype=torch.float32, device="cpu")
+        for layer, part, its_bias in zip(layers, weight.split(outputs), bias.split(outputs), strict=True):
             for rows, columns, matrix in layer.blocks():
                 part[rows, columns] = matrix
-        bias = torch.zeros(sum(outputs), dtype=torch.float32, device="cpu")
-        for layer, part in zip(layers, bias.split(outputs), strict=True):
             if layer.bias is not None:
-                part.copy_(layer.bias)
+                its_bias.copy_(layer.bias)
         biased = any(layer.bias is not None for layer in layers)
         return FloatGroup(weight.to(self._device), bias.to(self._device) if biased else None)
-
-
-def _size(entry: GroupEntry) -> int:
-    """Bytes of a group in float32, including room for a bias."""
-    return 4 * entry.stacked_outputs * (entry.inputs + 1)
 
 
 def device_of(settings: ExecutorConfig) -> str:

@@ -236,21 +236,10 @@ class ShardedOperands(Operands):
         counts: Counts | None = None,
         ring_bits: RingBits = DEFAULT_RING_BITS,
         more: Sequence[Tensor] = (),
+        mode: Mode | None = None,
     ) -> Tensor:
-        """See `Operands.product`. Raises `RankLostError`: a rank did not take part. The group cannot be used any
-        more."""
-        return self._product(rows, index, direction, None, counts, ring_bits)
-
-    def _product(
-        self,
-        rows: Tensor,
-        index: int,
-        direction: Direction,
-        mode: Mode | None,
-        counts: Counts | None = None,
-        ring_bits: RingBits = DEFAULT_RING_BITS,
-    ) -> Tensor:
-        """Compute a product. `mode`: the way to multiply dense rows; None for the faster one."""
+        """See `Operands.product`. `mode`: the way to multiply dense rows; None for the faster one. Raises
+        `RankLostError`: a rank did not take part. The group cannot be used any more."""
         use(self._device)
         direction, total = self._packed(index, direction), len(rows)
         _, outputs = self._widths(index, direction, by_expert=counts is not None)
@@ -283,7 +272,7 @@ class ShardedOperands(Operands):
                     seconds = dict.fromkeys((Mode.COLUMNS, Mode.GATHERED), math.inf)
                     for mode in (*seconds, *seconds):
                         start = time.perf_counter()
-                        self._product(rows, index, direction, mode)
+                        self.product(rows, index=index, direction=direction, mode=mode)
                         seconds[mode] = min(seconds[mode], time.perf_counter() - start)
                         yield
                     if seconds[Mode.GATHERED] < seconds[Mode.COLUMNS]:

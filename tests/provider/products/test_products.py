@@ -5,9 +5,8 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +26,7 @@ from provider.config.schema import MIB, ExecutorConfig
 from provider.executor.executor import Executor
 from provider.executor.queues import ExecutorAnswer, LocalInbox, ProductRequest
 from provider.executor.supervisor import make
-from provider.products.model import FloatGroups, LocalOperands, ServedModel, Transfers, open_store
+from provider.products.model import LocalOperands, ServedModel, Transfers, open_store
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import Seed, expand, mask_key
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
@@ -452,11 +451,6 @@ def test_streams_wait_for_each_other() -> None:
 CPU = torch.device("cpu")
 
 
-def sizes(store: WeightStore) -> list[int]:
-    """Bytes of each group in float32, room for a bias included."""
-    return [4 * entry.stacked_outputs * (entry.inputs + 1) for entry in store.manifest().groups]
-
-
 def test_floats_are_off_by_default(connect: Connect, store: WeightStore) -> None:
     client = connect()
     width = store.manifest().groups[0].inputs
@@ -470,29 +464,8 @@ def test_floats_are_off_by_default(connect: Connect, store: WeightStore) -> None
             assert "masking = 'pad'" in message
 
 
-def test_the_least_recently_used_groups_are_dropped(store: WeightStore) -> None:
-    room = sizes(store)
-    groups = FloatGroups(store, device=CPU, memory=max(room) + min(room))
-    for index in [*range(len(room)), 0, 1, 0, 2]:
-        assert groups.group(index).weight.shape == (
-            store.manifest().groups[index].stacked_outputs,
-            store.manifest().groups[index].inputs,
-        )
-        assert groups.used == sum(room[i] for i in groups.loaded) <= max(room) + min(room)
-    small = min(range(len(room)), key=room.__getitem__)
-    others = [i for i in range(len(room)) if i != small][:2]
-    groups = FloatGroups(store, device=CPU, memory=room[small] + max(room[i] for i in others))
-    groups.group(others[0])
-    kept = groups.group(small)
-    groups.group(others[1])  # the least recently used group was dropped
-    assert set(groups.loaded) == {small, others[1]}
-    assert groups.group(small) is kept
-
-
-def test_a_memory_limit_below_the_largest_group_is_refused(save_llama: Callable[..., Path], cache: Path) -> None:
-    store = WeightStore(save_llama(hidden_size=512, intermediate_size=1024, num_hidden_layers=1), cache=cache)
-    needed = -(-max(sizes(store)) // MIB)
-    assert needed > 1
+def test_a_memory_limit_below_all_groups_is_refused(store: WeightStore) -> None:
+    needed = -(-sum(4 * entry.stacked_outputs * (entry.inputs + 1) for entry in store.manifest().groups) // MIB)
     with pytest.raises(ConfigError, match=rf"float_memory_mib = {needed - 1} .* set it to {needed} or more"):
         ServedModel(store, float_memory=(needed - 1) * MIB)
     ServedModel(store, float_memory=needed * MIB)

@@ -1,10 +1,9 @@
-"""Simulates providers and their tenants with a simulated clock, to compare the throughput and latency of policies.
+"""Simulates an executor and its tenants with a simulated clock, to compare the throughput and latency of policies.
 
 A product takes as long as on a model of width 4096 on one core, with compiled kernels that prefetch: the time to read
 the weights or the time of all rows, whichever is longer. Tenants go through a model's layer groups forward, and
-training tenants back again. `play` runs any number of executors (`swarm`); `rehearse` runs one, whose tenants compute
-between two requests on one core that all of them share, and may be delayed. `symbiosis-priv bench provider` measures
-real providers.
+training tenants back again. In `rehearse`, tenants compute between two requests on one core that all of them share, and
+may be delayed. `symbiosis-priv bench provider` measures real providers.
 """
 
 import heapq
@@ -30,15 +29,12 @@ WARM_UP = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What things cost, in seconds: to read a weight, a multiply-add, a product, a request of a product, a round trip,
-    and a tenant's own work between two requests."""
+    """What things cost, in seconds: to read a weight, a multiply-add, a product, and a request of a product."""
 
     weight_s: float
     row_s: float
     product_s: float
     request_s: float = 0.25e-3
-    trip_s: float = 2e-3
-    tenant_s: float = 0.6e-3
 
 
 ONE_CORE = Hardware(weight_s=50e-12, row_s=8.6e-12, product_s=0.6e-3)
@@ -54,29 +50,19 @@ class Executor:
     free_at: float = 0.0
     wakes_at: float = float("inf")
     busy_s: float = 0.0
-    rows: int = 0
     products: int = 0
     requests: int = 0
 
 
 @dataclass
 class Tenant:
-    """A tenant.
-
-    Args:
-        name: name of the tenant.
-        rows: rows of each request.
-        trains: True if it sends backward requests, too.
-        layers: layers of the model, four layer groups each.
-        turns: seconds of each token of a batch, or of each step, after the first `warm_up` seconds.
-    """
+    """A tenant, which sends requests of `rows` rows; backward, too, if it `trains`."""
 
     name: str
     rows: int
     trains: bool = False
-    layers: int = 1
-    turns: list[float] = field(default_factory=list)
-    warm_up: float = WARM_UP
+    layers: int = 1  # of four layer groups each
+    turns: list[float] = field(default_factory=list)  # seconds of each token of a batch, or step, after the warm-up
     _at: int = 0
     _begun: float = 0.0
 
@@ -108,7 +94,7 @@ class Tenant:
         """Receive an answer. Returns the seconds that the tenant computes before its next request."""
         group, _ = self._path[self._at]
         self._at = (self._at + 1) % len(self._path)
-        if self._at == 0 and now > self.warm_up:
+        if self._at == 0 and now > WARM_UP:
             self.turns.append(now - self._begun)
         return TENANT + VALUE * self.rows * sum(GROUPS[group % len(GROUPS)])
 
@@ -132,18 +118,16 @@ class Outcome:
 
 
 def play(
+    executor: Executor,
     arrivals: Sequence[tuple[float, Tenant]],
     *,
-    at: Callable[[Job], Executor],
     think: Callable[[Tenant, float], float],
-    warm_up: float,
     seconds: float,
 ) -> None:
     """Let the tenants send requests; their `turns` hold their times afterwards.
 
     Args:
         arrivals: when each tenant sends its first request.
-        at: the executor of a job.
         think: told a tenant and the time of its answer, returns the time of its next request.
     """
     order = itertools.count()
@@ -151,7 +135,7 @@ def play(
     events: list[Any] = [(time, next(order), tenant) for time, tenant in arrivals]
     heapq.heapify(events)
 
-    def work(executor: Executor, now: float) -> None:
+    def work(now: float) -> None:
         pieces = executor.scheduler.take(now)
         if not pieces:
             deadline = executor.scheduler.next_deadline(now)
@@ -164,9 +148,8 @@ def play(
         took = hardware.product_s + len(pieces) * hardware.request_s + product
         executor.free_at = now + took
         executor.scheduler.done(pieces, now=executor.free_at, seconds=product)
-        if now > warm_up:
+        if now > WARM_UP:
             executor.busy_s += took
-            executor.rows += rows
             executor.products += 1
             executor.requests += len(pieces)
         heapq.heappush(events, (executor.free_at, next(order), executor))
@@ -175,16 +158,14 @@ def play(
                 tenant = by_name[str(piece.job.tenant)]
                 heapq.heappush(events, (think(tenant, executor.free_at), next(order), tenant))
 
-    while events and events[0][0] < warm_up + seconds:
+    while events and events[0][0] < seconds:
         now, _, who = heapq.heappop(events)
-        if isinstance(who, Executor):
-            executor = who
+        if who is executor:
             executor.wakes_at = float("inf")
         else:
-            executor = at(job := who.ask(now))
-            executor.scheduler.put(job)
+            executor.scheduler.put(who.ask(now))
         if executor.free_at <= now:
-            work(executor, now)
+            work(now)
 
 
 def rehearse(
@@ -208,7 +189,7 @@ def rehearse(
         return core + max(0.0, busy - 2e-3) + NETWORK + late
 
     arrivals = [(chance.uniform(0, 0.01), tenant) for tenant in tenants]
-    play(arrivals, at=lambda _: executor, think=think, warm_up=WARM_UP, seconds=seconds)
+    play(executor, arrivals, think=think, seconds=WARM_UP + seconds)
     generating = [(tenant.rows, turn) for tenant in tenants if not tenant.trains for turn in tenant.turns]
     return Outcome(
         tokens_per_s=sum(rows for rows, _ in generating) / seconds,

@@ -13,7 +13,6 @@ from provider.scheduler import scheduler as scheduling
 from provider.scheduler.jobs import Job, Key, Piece, Stage
 from provider.scheduler.scheduler import Scheduler
 from tests.cases import cases
-from tests.provider.scheduler import swarm
 from tests.provider.scheduler.playing import (
     MAX_WAIT_S,
     RATE,
@@ -201,7 +200,7 @@ def beside(hardware: Hardware, others: Sequence[tuple[int, float]], *, rows: int
         tenant.hear(now)
         return now + pauses.get(tenant.name, 0.0)
 
-    play([(0.0, tenant) for tenant in tenants], at=lambda _: executor, think=think, warm_up=0.0, seconds=seconds)
+    play(executor, [(0.0, tenant) for tenant in tenants], think=think, seconds=seconds)
     return watched
 
 
@@ -562,14 +561,3 @@ def test_a_tenant_ahead_of_its_fair_share_is_not_first() -> None:
     subject.done(first, now=now + 0.01, seconds=0.01)
     subject.put(job("behind", group=2, arrival=now + 0.01))
     assert [p.job.tenant for p in subject.take(now + 0.01)] == ["ahead"]
-
-
-def test_a_swarm_shares_its_executors_fairly() -> None:
-    """A smaller run of `python -m tests.provider.scheduler.swarm`."""
-    hardware = swarm.HARDWARE["8 GPUs (assumed)"]
-    alone, busy = (
-        swarm.simulate(hardware, tenants=tenants, executors=8, training=0.0, seconds=2.0) for tenants in (8, 40)
-    )
-    assert busy.tokens_per_s > 3 * alone.tokens_per_s
-    assert busy.fairness > 0.95
-    assert busy.slowest_s < 2 * busy.median_s

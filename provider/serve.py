@@ -178,7 +178,8 @@ class Provider:
             self._gateway.accept(revoking)
         config = self.config if self._source is None else self._adapt(load(self._source, whole=True))
         credentials = Credentials.load(config.tls, before=self._credentials)
-        self._gateway.renew(config, credentials)
+        self._gateway.state.quotas.renew(config.quota_of)
+        self._gateway.accept(credentials)
         self._credentials, self._reloaded = credentials, config
         if self._announcer is not None:
             self._announcer.periodic.wake()  # the configuration or the certificate may have changed

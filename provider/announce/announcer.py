@@ -65,19 +65,14 @@ class Announcer:
         )
 
     def leave(self) -> None:
-        """Announce that this executor is about to stop, and announce nothing afterwards. Returns within seconds."""
+        """Announce that this executor is about to stop, and announce nothing afterwards. Takes some seconds for each
+        registry that does not answer."""
         with self._lock:
             self._leaving = True
         self.periodic.stop()
-        threads = [
-            threading.Thread(target=self._announce, args=(address, _LEAVE_S), name="leave", daemon=True)
-            for address, accepted in self.accepted.items()
-            if accepted or address == self._announcing_to  # which may already list the executor
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(_LEAVE_S + 1.0)
+        for address, accepted in self.accepted.items():
+            if accepted or address == self._announcing_to:  # which may already list the executor
+                self._announce(address, _LEAVE_S)
 
     def _announce_to_all(self) -> None:
         for address in self.accepted:

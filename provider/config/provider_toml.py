@@ -92,11 +92,8 @@ def _keys(config: type[msgspec.Struct], section: str, given: Mapping[str, object
 
 
 def _toml(value: object) -> str:
-    """A value on one line: JSON, except for tables."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
     return json.dumps(value, ensure_ascii=False)
 
 

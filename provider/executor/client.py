@@ -98,7 +98,6 @@ class ExecutorHandle(ABC):
 
 
 _GRACE_S = 1.0  # after the deadline, for the executor's own answer that it is late: it finishes its slice first
-_NOTHING = memoryview(b"")
 
 
 class ExecutorRequester:
@@ -127,7 +126,7 @@ class ExecutorRequester:
         if not self.handle.present:
             self._give_up("the executor is being started again; ask again later")
 
-    def send(self, message: queues.Envelope, payload: memoryview = _NOTHING) -> None:
+    def send(self, message: queues.Envelope, payload: memoryview = queues.NOTHING) -> None:
         """Send a request. Call `receive` for its answer."""
         if self._outstanding:
             self._reconnect()

@@ -393,7 +393,6 @@ class Executor:
         self._hand_out(pieces, product, encoding)
 
     def _hand_out(self, pieces: list[Piece[_Job]], product: Tensor, encoding: wire.Encoding) -> None:
-        """Give every piece its rows of the product."""
         row_bytes = encoding.size(1, product.shape[1])
         body, start = encoding.pack(product), 0
         answers: list[AddressedAnswer] = []
@@ -488,7 +487,6 @@ def _joined(buffers: Sequence[memoryview]) -> memoryview:
 
 
 def _fill(target: memoryview, source: memoryview) -> None:
-    """Copy `source` to `target`, which has the same size."""
     if len(source) <= _BRIEF_BYTES:
         target[:] = source
     else:  # numpy releases the GIL during the copy

@@ -126,11 +126,6 @@ class Connection:
         """Bill a refused or broken frame, and the bytes that have arrived, before the tenant is told."""
         self._bill(UsageCounts(refused=1, bytes_received=self._frames.received))
 
-    def _stays_narrow(self, request: wire.Execute | wire.Effect) -> bool:
-        """True if the executor takes the rows as they are on the wire: a GPU unpacks and packs three bytes itself."""
-        narrow = request.ring_bits == wire.RING24.item_bits and self._executor.handle.narrow
-        return narrow and isinstance(request, wire.Execute)
-
     def _read_payload(self, encoding: wire.Encoding) -> memoryview:
         """Read the rows of a request, in 32 bits or as they are on the wire."""
         unread = self._frames.unread
@@ -208,7 +203,6 @@ class Connection:
                 self._answer_health()
 
     def _answer_product(self, request: wire.Execute | wire.Effect, sizes: Sizes) -> None:
-        """Answer a request whose header was checked."""
         begun = time.perf_counter()
         if not self._state.can_bill:
             raise Refusal(wire.ErrorCode.BUSY, "this provider cannot write its usage database; ask again later")
@@ -221,8 +215,9 @@ class Connection:
         limit = self._state.quotas.admit(self._tenant, rows=request.rows, work=sizes.cost)
         with self._state.budget.taken(self._tenant, sizes.memory, timeout=REQUEST_TIMEOUT_S):
             try:
+                # a GPU unpacks and packs three bytes itself
+                narrow = sizes.encoding is wire.RING24 and sizes.received > 0 and self._executor.handle.narrow
                 # the deadlines start now: the tenant did not cause the wait for bytes
-                narrow = self._stays_narrow(request)
                 payload = self._read_payload(wire.BYTES24 if narrow else sizes.encoding)
                 work = self._multiply(request, payload, sizes, limit=limit, narrow=narrow)
                 if work is not None:
@@ -312,7 +307,6 @@ class Connection:
         return None
 
     def _bill(self, counts: UsageCounts) -> None:
-        """Add to the bill, before the tenant receives the answer."""
         self._state.usage.count(self._tenant, self._role or "none", counts)
 
     def _left(self) -> bool:

@@ -68,12 +68,6 @@ class Gateway:
         """Number of authenticated connections."""
         return len(self._peers)
 
-    def renew(self, config: ProviderConfig, credentials: Credentials) -> None:
-        """Apply new quotas, certificates and revocations. Closes the connections of clients that are not accepted any
-        more."""
-        self.state.quotas.renew(config.quota_of)
-        self.accept(credentials)
-
     def accept(self, credentials: Credentials) -> None:
         """Accept clients by these credentials from now on. Closes the connections of clients that are not accepted any
         more."""

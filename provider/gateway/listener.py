@@ -209,7 +209,6 @@ class Listener(Generic[P]):
                 self._drop(client, "late")
 
     def _look(self) -> None:
-        """Wait for what clients send, and make their next steps."""
         deadline = next(iter(self._waiting)).deadline if self._waiting else math.inf
         pause_s = max(0.0, deadline - time.monotonic()) if self._waiting else None
         ready = [key for key, _ in self._selector.select(pause_s)]
@@ -276,7 +275,6 @@ class Listener(Generic[P]):
     # Greetings
 
     def _step(self, client: UnauthenticatedConnection) -> None:
-        """Make one step of a greeting."""
         try:
             if client.stream is None and not client.socket.recv(1, socket.MSG_PEEK):
                 raise ConnectionResetError

@@ -1,8 +1,8 @@
 """The fast lane of few rows: requests that differ from an earlier one of the connection in nonce and rows only.
 
-Decoding sends one row per request, and parsing, checking and queueing a request takes longer than its product. After
-the usual way (`connection`) has answered a request of few rows, a `Repeated` keeps what was learned from its header:
-model, layers and limits do not change while a connection lasts, so an equal header needs no second check.
+Parsing, checking and queueing a request of one row takes longer than its product (docs/adr/9-lane.md). So a `Repeated`
+keeps what the usual way (`connection`) has learned from a header. Model, layers and limits do not change while a
+connection lasts: an equal header needs no second check.
 
 A header is equal if all its bytes are, but for the nonce. The bytes are those of `wire.encode`, in which the nonce of a
 plain request has one place (`test_a_header_that_differs_in_its_nonce_only_is_the_same_request`). A tenant that encodes

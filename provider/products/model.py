@@ -19,7 +19,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,8 +77,8 @@ class Operands(ABC):
         each row is multiplied by its own expert's matrix (`RingMatrix.product`).
         """
 
-    def few(self, *, index: int, direction: Direction, count: int, ring_bits: RingBits) -> PayloadProduct | None:
-        """The product of `count` rows as one compiled call, for any thread; None if there is none (`Kernel.few`)."""
+    def few(self, request: Execute) -> PayloadProduct | None:
+        """The product of a request as one compiled call, for any thread; None if there is none (`Kernel.few`)."""
         return None
 
     def memory(self, entries: int) -> NDArray[np.int32]:
@@ -131,12 +131,12 @@ class LocalOperands(Operands):
             return self._transfers.product(matrix, rows, direction, counts=counts, ring_bits=ring_bits, more=more)
         return matrix.product(rows, direction, counts=counts, ring_bits=ring_bits)
 
-    def few(self, *, index: int, direction: Direction, count: int, ring_bits: RingBits) -> PayloadProduct | None:
+    def few(self, request: Execute) -> PayloadProduct | None:
+        matrix, shape = self._matrix(request.group), (request.direction, request.rows, request.ring_bits)
         if self._transfers is None:
-            return self._matrix(index).few(direction, count, ring_bits)
-        key = index, direction, count, ring_bits
-        if key not in self._few and len(self._few) < _MOST_GRAPHS:
-            self._few[key] = self._transfers.few(self._matrix(index), direction, count, ring_bits)
+            return matrix.few(*shape)
+        if (key := (request.group, *shape)) not in self._few and len(self._few) < _MOST_GRAPHS:
+            self._few[key] = self._transfers.few(matrix, *shape)
         return self._few.get(key)
 
     def memory(self, entries: int) -> NDArray[np.int32]:
@@ -338,20 +338,14 @@ def _chunks(parts: list[Tensor], size: int) -> Iterator[list[Tensor]]:
         yield chunk
 
 
-class FloatGroup(NamedTuple):
-    """`weight` float32 `[o, d]`, `bias` float32 `[o]` or None. The members are stacked as in the ring."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
 class FloatGroups:
-    """The served groups in float32; each is loaded at its first product, and kept. Not thread-safe. Raises
-    `ConfigError`: they need more than `memory` bytes."""
+    """The served groups: weight float32 `[o, d]`, and bias float32 `[o]` or None; members are stacked as in the ring.
+    Each is loaded at its first product, and kept. Not thread-safe. Raises `ConfigError`: they need more than `memory`
+    bytes."""
 
     def __init__(self, store: WeightStore, *, device: torch.device, memory: int) -> None:
         self._store, self._device = store, device
-        self.loaded: dict[int, FloatGroup] = {}
+        self.loaded: dict[int, tuple[Tensor, Tensor | None]] = {}
         entries = [store.manifest().groups[index] for index in store.served]
         needed = sum(4 * entry.stacked_outputs * (entry.inputs + 1) for entry in entries)  # with room for biases
         if needed > memory:
@@ -360,13 +354,13 @@ class FloatGroups:
                 f"set it to {-(-needed // MIB)} or more, or leave it out"
             )
 
-    def group(self, index: int) -> FloatGroup:
+    def group(self, index: int) -> tuple[Tensor, Tensor | None]:
         """Return one group."""
         if index not in self.loaded:
             self.loaded[index] = self._load(index, self._store.manifest().groups[index])
         return self.loaded[index]
 
-    def _load(self, index: int, entry: GroupEntry) -> FloatGroup:
+    def _load(self, index: int, entry: GroupEntry) -> tuple[Tensor, Tensor | None]:
         layers, outputs = self._store.layers(index), list(entry.outputs)
         weight = torch.empty((sum(outputs), entry.inputs), dtype=torch.float32, device="cpu")
         bias = torch.zeros(sum(outputs), dtype=torch.float32, device="cpu")
@@ -376,7 +370,7 @@ class FloatGroups:
             if layer.bias is not None:
                 its_bias.copy_(layer.bias)
         biased = any(layer.bias is not None for layer in layers)
-        return FloatGroup(weight.to(self._device), bias.to(self._device) if biased else None)
+        return weight.to(self._device), bias.to(self._device) if biased else None
 
 
 def device_of(settings: ExecutorConfig) -> str:
@@ -473,10 +467,7 @@ class ServedModel:
 
     def few(self, request: Execute) -> PayloadProduct | None:
         """See `Operands.few`; None unless a request is for one matrix and the ring."""
-        if request.counts is not None or request.arithmetic != "ring":
-            return None
-        direction, ring_bits = request.direction, request.ring_bits
-        return self.operands.few(index=request.group, direction=direction, count=request.rows, ring_bits=ring_bits)
+        return None if request.counts is not None or request.arithmetic != "ring" else self.operands.few(request)
 
     def require_device(self) -> None:
         """Compute a small product, to test the device.

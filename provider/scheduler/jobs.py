@@ -171,8 +171,6 @@ class _Flow(Generic[J]):
 
 
 class _Level(Generic[J]):
-    """The tenants of one stage."""
-
     def __init__(self, stage: Stage, weight: float) -> None:
         self.stage, self.weight, self.charged = stage, weight, 0.0
         self.now = 0.0  # virtual time: the charge of the flow that was served last, before it was served
@@ -260,9 +258,6 @@ class RunnableJobs(Generic[J]):
 
     def counts(self) -> dict[Stage, int]:
         return {stage: sum(len(flow.jobs) for flow in level.flows.values()) for stage, level in self._levels.items()}
-
-    def keys(self) -> Iterator[Key]:
-        return iter(self._by_key)
 
     def of_key(self, key: Key) -> list[J]:
         """The jobs with this key, which can share a product; oldest first."""

@@ -1,5 +1,5 @@
 """The scheduler: keeps jobs, and hands out their rows (docs/provider.md lists its rules). Requests for the same layer
-group share a product, and wait to be batched where that saves time (`Discipline`).
+group share a product, and wait to be batched where that saves time.
 
 * **Choice.** A request that is passed over is reached by the tenants behind it, and shares its later products with
   them. The choice delays no product, because the executor always has other work.
@@ -22,7 +22,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple
 
 from provider.config.schema import MAX_BATCH_ROWS
-from provider.scheduler.jobs import ARITHMETIC_ROWS, J, Key, Pace, Piece, RunnableJobs, Stage
+from provider.scheduler.jobs import ARITHMETIC_ROWS, J, Job, Key, Pace, Piece, RunnableJobs, Stage
 
 SLICE_S = 0.020
 """Target time of one product. A request waits about this long for another tenant's product."""
@@ -79,21 +79,21 @@ class _Absent:
         self._pauses: dict[Hashable, float] = {}
         self._next: dict[tuple[Stage, Key], Key] = {}
 
-    def departed(self, tenant: Hashable, stage: Stage, key: Key, now: float) -> None:
-        """Record that all requests of the tenant are answered; the last one had this key."""
-        self.tenants.pop(tenant, None)
-        self.tenants[tenant] = _Absence(stage, key, now)
+    def departed(self, job: Job, now: float) -> None:
+        """Record that all requests of the job's tenant are answered; the job was the last one."""
+        self.tenants.pop(job.tenant, None)
+        self.tenants[job.tenant] = _Absence(job.stage, job.key, now)
         while self.tenants[oldest := next(iter(self.tenants))].since < now - self._horizon_s:
             del self.tenants[oldest]
             self._pauses.pop(oldest, None)
 
-    def arrived(self, tenant: Hashable, stage: Stage, key: Key, now: float) -> None:
-        """Record that the tenant asks for this key, and learn its pause and the order of keys."""
-        absence = self.tenants.pop(tenant, None)
-        if absence is not None and absence.stage == stage:
-            pause = max(0.0, now - absence.since)
-            self._pauses[tenant] = (self._pauses.get(tenant, pause) + pause) / 2
-            self._next[stage, absence.key] = key
+    def arrived(self, job: Job) -> None:
+        """Learn the tenant's pause and the order of keys from its next job."""
+        absence = self.tenants.pop(job.tenant, None)
+        if absence is not None and absence.stage == job.stage:
+            pause = max(0.0, job.arrival - absence.since)
+            self._pauses[job.tenant] = (self._pauses.get(job.tenant, pause) + pause) / 2
+            self._next[job.stage, absence.key] = job.key
 
     def after(self, stage: Stage, key: Key) -> Iterator[Key]:
         """Yield the known keys that follow a key. Never ends if the order of keys is a cycle."""
@@ -116,29 +116,148 @@ class _Absent:
         return found
 
 
-class Discipline(Generic[J]):
-    """The order of products."""
+class Scheduler(Generic[J]):
+    """Waiting jobs, and the order in which their rows are multiplied. Not thread-safe."""
 
-    def __init__(self, waiting: RunnableJobs[J], pace: Pace) -> None:
+    def __init__(self) -> None:
+        self.pace = Pace(SLICE_S)
+        self._waiting: RunnableJobs[J] = RunnableJobs(INFERENCE_WEIGHT, SLICE_S)
         self._slice_s, self._max_wait_s, self._wait_share = SLICE_S, MAX_WAIT_S, WAIT_SHARE
-        self._waiting = waiting
-        self._pace = pace
-        self._absent = _Absent(_HORIZON_WAITS * self._max_wait_s)
+        self._absent = _Absent(_HORIZON_WAITS * MAX_WAIT_S)
+        self._jobs: Counter[Hashable] = Counter()  # per tenant, runnable or not
+        self._deadlines: list[tuple[float, int, J]] = []
+        self._order = itertools.count()
+        self._expected = 0.0  # seconds that the rows taken last were charged with
+        self._max_batch_rows = MAX_BATCH_ROWS
+        self._generating_until = -math.inf
 
-    def arrived(self, job: J) -> None:
-        """Called when a tenant without jobs sends a job."""
-        self._absent.arrived(job.tenant, job.stage, job.key, job.arrival)
+    def waiting(self) -> dict[Stage, int]:
+        """Number of runnable jobs by stage."""
+        return self._waiting.counts()
 
-    def departed(self, job: J, now: float) -> None:
-        """Called when the last job of a tenant has been multiplied."""
-        self._absent.departed(job.tenant, job.stage, job.key, now)
+    def put(self, job: J) -> None:
+        if job.tenant not in self._jobs:
+            self._absent.arrived(job)
+        self._notice(job)
+        self._jobs[job.tenant] += 1
+        heapq.heappush(self._deadlines, (job.deadline, next(self._order), job))
+        if job.runnable:
+            self._waiting.add(job)
+
+    def make_ready(self, job: J, rows: int) -> None:
+        """Mark `rows` more rows of a job as ready. Does nothing if the job has left."""
+        if job.left:
+            return
+        was = job.runnable
+        job.ready += rows
+        if not was and job.runnable:
+            self._waiting.add(job)
+
+    def drop(self, job: J) -> None:
+        """Forget a job. Does nothing if the job has left."""
+        if not job.left:
+            if job.runnable:
+                self._waiting.remove(job)
+            self._leave(job)
+
+    def expire(self, now: float) -> list[J]:
+        """Drop the jobs whose deadline has passed, and return them."""
+        expired = []
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].left):
+            job = heapq.heappop(self._deadlines)[2]
+            if not job.left:
+                self.drop(job)
+                expired.append(job)
+        return expired
+
+    def take(self, now: float) -> list[Piece[J]]:
+        """Return the rows to multiply now, all of one key. Empty if no job is runnable, or if jobs wait to be
+        batched."""
+        leader, _ = self._next_leader(now)
+        if leader is None:
+            return []
+        self._waiting.serve(leader)
+        pieces = self._batch(leader, self.room(leader))
+        self._expected = self._charge(pieces)
+        for job, _, stop in pieces:
+            job.taken = stop
+            if stop == job.rows or not job.runnable:
+                self._waiting.remove(job)
+            if stop == job.rows:
+                self._leave(job)
+        return pieces
+
+    def _charge(self, pieces: Sequence[Piece[J]], times: float = 1.0) -> float:
+        """Charge each tenant with its part of `times` the expected duration of a product, which is returned."""
+        total = sum(piece.rows for piece in pieces)
+        seconds = self.pace.seconds(pieces[0].job, total)
+        for piece in pieces:
+            job, its_seconds = piece.job, seconds * piece.rows / total
+            if job.key.by_expert:  # rows for other experts share no reading of weights
+                its_seconds = self.pace.seconds(job, piece.rows)
+            self._waiting.charge(job, times * its_seconds * job.row_cost / max(1, job.row_work))
+        return seconds
+
+    def room(self, job: J) -> int:
+        """Most rows of a product that a job leads: those of one slice. While nobody generates, several slices, in
+        products of equal size: each product prepares the weights again, and takes more of a processor's time per row
+        the fewer its rows are."""
+        if job.arrival <= self._generating_until:
+            return min(self._max_batch_rows, self.pace.rows(job))
+        most, left = min(self._max_batch_rows, self.pace.rows(job, slices=_SLICES_OF_TRAINING)), job.rows - job.taken
+        return most if left <= most else math.ceil(left / math.ceil(left / most))
 
     def is_alone(self, job: J) -> bool:
-        """Returns True if no other tenant is expected while this job is multiplied. No job waits."""
+        """Returns False if a job has to be put, because it has many rows, or because other tenants wait or are
+        expected."""
         absent = self._absent.tenants
-        return len(absent) == (job.tenant in absent)
+        return not self._jobs and job.rows <= ARITHMETIC_ROWS and len(absent) == (job.tenant in absent)
 
-    def next_leader(self, now: float) -> tuple[J | None, float | None]:
+    def take_alone(self, job: J) -> list[Piece[J]]:
+        """Take all rows of a job that `is_alone` at once, instead of `put` and `take`. The tenant is not charged: no
+        other tenant waits for a turn."""
+        self._absent.arrived(job)
+        self._notice(job)
+        job.taken, job.left, self._expected = job.rows, True, 0.0
+        return [Piece(job, 0, job.rows)]
+
+    def next_deadline(self, now: float) -> float | None:
+        """Time to call `expire` and `take` again if no job arrives before; None without such a time."""
+        while self._deadlines and self._deadlines[0][2].left:
+            heapq.heappop(self._deadlines)
+        leader, again = self._next_leader(now)
+        if leader is not None:
+            return now
+        times = [self._deadlines[0][0]] if self._deadlines else []
+        return min(times if again is None else [*times, again], default=None)
+
+    def done(self, pieces: Sequence[Piece[J]], *, now: float, seconds: float, matrices: int = 1) -> None:
+        """Record that the pieces of a batch have been multiplied in `seconds`, with this number of matrices."""
+        if self._expected:
+            self._charge(pieces, min(seconds / self._expected, _MOST_LATE) - 1)
+            self._expected = 0.0
+        rows = work = 0
+        for job, start, stop in pieces:
+            rows += stop - start
+            work += (stop - start) * job.row_work
+        self.pace.record(pieces[0].job.key, rows=rows, work=work, seconds=seconds, matrices=matrices)
+        for piece in pieces:
+            if piece.job.tenant not in self._jobs:
+                self._absent.departed(piece.job, now)
+
+    def _notice(self, job: J) -> None:
+        if job.stage == "inference":
+            self._generating_until = job.arrival + _GENERATING_S
+
+    def _leave(self, job: J) -> None:
+        job.left = True
+        self._jobs[job.tenant] -= 1
+        if not self._jobs[job.tenant]:
+            del self._jobs[job.tenant]
+
+    # The order of products
+
+    def _next_leader(self, now: float) -> tuple[J | None, float | None]:
         """Return the job that leads the next product; or None, and the time to call again (None: after an event)."""
         waiting: list[float] = []
         if not self._waiting:
@@ -184,17 +303,15 @@ class Discipline(Generic[J]):
 
     def _worth(self, job: J) -> float:
         """Seconds for which waiting to be batched costs less than it saves."""
-        seconds = self._pace.seconds
+        seconds = self.pace.seconds
         rows = sum(other.ready - other.taken for other in self._waiting.of_key(job.key))
         saved = seconds(job, rows) + seconds(job, job.rows) - seconds(job, rows + job.rows)
         return min(saved / self._tenants(job.key), self._patience(job))
 
     def _patience(self, job: J) -> float:
-        """The longest wait of a job, in seconds."""
-        return min(self._wait_share * self._pace.seconds(job, job.rows), self._max_wait_s)
+        return min(self._wait_share * self.pace.seconds(job, job.rows), self._max_wait_s)
 
     def _tenants(self, key: Key) -> int:
-        """Number of tenants with a job for this key."""
         return len({job.tenant for job in self._waiting.of_key(key)})
 
     def _choice(self, stage: Stage, firsts: Sequence[J], may_go: Sequence[J], now: float) -> J:
@@ -220,11 +337,11 @@ class Discipline(Generic[J]):
                     break
         return max(heads.values(), key=lambda job: (leads[job.key], self._tenants(job.key)))
 
-    def batch(self, leader: J, room: int) -> list[Piece[J]]:
+    def _batch(self, leader: J, room: int) -> list[Piece[J]]:
         """Return the pieces of a product of at most `room` rows that `leader` leads. Includes rows of `leader`."""
         others = [job for job in self._waiting.of_key(leader.key) if job is not leader]
         if leader.key.by_expert:  # rows for more experts take longer, and the room is counted in rows of the leader
-            others = [job for job in others if self._pace.rows(job) >= self._pace.rows(leader)]
+            others = [job for job in others if self.pace.rows(job) >= self.pace.rows(leader)]
         if not others:
             return [Piece.next_of(leader, room)]
         others.sort(key=lambda job: (self._waiting.charged(job), job.arrival))
@@ -237,150 +354,8 @@ class Discipline(Generic[J]):
             filling = [job for job in fine_tuning if self._waiting.charged(job) <= most]
             if self._waiting.inference_is_due():
                 rows = sum(piece.rows for piece in pieces)  # added rows take time even if the weights are read anyway
-                room = min(room, rows + self._pace.rows_in(leader, _SLOWDOWN * self._pace.seconds(leader, rows)))
+                room = min(room, rows + self.pace.rows_in(leader, _SLOWDOWN * self.pace.seconds(leader, rows)))
         else:
             pieces = fill(inference, room - Piece.next_of(leader, max(1, room // 2)).rows)
             filling = [leader, *fine_tuning]
         return pieces + fill(filling, room - sum(piece.rows for piece in pieces), cut=True)
-
-
-class Scheduler(Generic[J]):
-    """Waiting jobs, and the order in which their rows are multiplied. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self.pace = Pace(SLICE_S)
-        self._waiting: RunnableJobs[J] = RunnableJobs(INFERENCE_WEIGHT, SLICE_S)
-        self._discipline: Discipline[J] = Discipline(self._waiting, self.pace)
-        self._jobs: Counter[Hashable] = Counter()  # per tenant, runnable or not
-        self._deadlines: list[tuple[float, int, J]] = []
-        self._order = itertools.count()
-        self._expected = 0.0  # seconds that the rows taken last were charged with
-        self._max_batch_rows = MAX_BATCH_ROWS
-        self._generating_until = -math.inf
-
-    def __len__(self) -> int:
-        """Number of jobs with rows that were not taken."""
-        return self._jobs.total()
-
-    def waiting(self) -> dict[Stage, int]:
-        """Number of runnable jobs by stage."""
-        return self._waiting.counts()
-
-    def put(self, job: J) -> None:
-        if job.tenant not in self._jobs:
-            self._discipline.arrived(job)
-        self._notice(job)
-        self._jobs[job.tenant] += 1
-        heapq.heappush(self._deadlines, (job.deadline, next(self._order), job))
-        if job.runnable:
-            self._waiting.add(job)
-
-    def make_ready(self, job: J, rows: int) -> None:
-        """Mark `rows` more rows of a job as ready. Does nothing if the job has left."""
-        if job.left:
-            return
-        was = job.runnable
-        job.ready += rows
-        if not was and job.runnable:
-            self._waiting.add(job)
-
-    def drop(self, job: J) -> None:
-        """Forget a job. Does nothing if the job has left."""
-        if not job.left:
-            if job.runnable:
-                self._waiting.remove(job)
-            self._leave(job)
-
-    def expire(self, now: float) -> list[J]:
-        """Drop the jobs whose deadline has passed, and return them."""
-        expired = []
-        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].left):
-            job = heapq.heappop(self._deadlines)[2]
-            if not job.left:
-                self.drop(job)
-                expired.append(job)
-        return expired
-
-    def take(self, now: float) -> list[Piece[J]]:
-        """Return the rows to multiply now, all of one key. Empty if no job is runnable, or if jobs wait to be
-        batched."""
-        leader, _ = self._discipline.next_leader(now)
-        if leader is None:
-            return []
-        self._waiting.serve(leader)
-        pieces = self._discipline.batch(leader, self.room(leader))
-        self._expected = self._charge(pieces)
-        for job, _, stop in pieces:
-            job.taken = stop
-            if stop == job.rows or not job.runnable:
-                self._waiting.remove(job)
-            if stop == job.rows:
-                self._leave(job)
-        return pieces
-
-    def _charge(self, pieces: Sequence[Piece[J]], times: float = 1.0) -> float:
-        """Charge each tenant with its part of `times` the expected duration of a product, which is returned."""
-        total = sum(piece.rows for piece in pieces)
-        seconds = self.pace.seconds(pieces[0].job, total)
-        for piece in pieces:
-            job, its_seconds = piece.job, seconds * piece.rows / total
-            if job.key.by_expert:  # rows for other experts share no reading of weights
-                its_seconds = self.pace.seconds(job, piece.rows)
-            self._waiting.charge(job, times * its_seconds * job.row_cost / max(1, job.row_work))
-        return seconds
-
-    def room(self, job: J) -> int:
-        """Most rows of a product that a job leads: those of one slice. While nobody generates, several slices, in
-        products of equal size: each product prepares the weights again, and takes more of a processor's time per row
-        the fewer its rows are."""
-        if job.arrival <= self._generating_until:
-            return min(self._max_batch_rows, self.pace.rows(job))
-        most, left = min(self._max_batch_rows, self.pace.rows(job, slices=_SLICES_OF_TRAINING)), job.rows - job.taken
-        return most if left <= most else math.ceil(left / math.ceil(left / most))
-
-    def is_alone(self, job: J) -> bool:
-        """Returns False if a job has to be put, because it has many rows, or because other tenants wait or are
-        expected."""
-        return not self._jobs and job.rows <= ARITHMETIC_ROWS and self._discipline.is_alone(job)
-
-    def take_alone(self, job: J) -> list[Piece[J]]:
-        """Take all rows of a job that `is_alone` at once, instead of `put` and `take`. The tenant is not charged: no
-        other tenant waits for a turn."""
-        self._discipline.arrived(job)
-        self._notice(job)
-        job.taken, job.left, self._expected = job.rows, True, 0.0
-        return [Piece(job, 0, job.rows)]
-
-    def next_deadline(self, now: float) -> float | None:
-        """Time to call `expire` and `take` again if no job arrives before; None without such a time."""
-        while self._deadlines and self._deadlines[0][2].left:
-            heapq.heappop(self._deadlines)
-        leader, again = self._discipline.next_leader(now)
-        if leader is not None:
-            return now
-        times = [self._deadlines[0][0]] if self._deadlines else []
-        return min(times if again is None else [*times, again], default=None)
-
-    def done(self, pieces: Sequence[Piece[J]], *, now: float, seconds: float, matrices: int = 1) -> None:
-        """Record that the pieces of a batch have been multiplied in `seconds`, with this number of matrices."""
-        if self._expected:
-            self._charge(pieces, min(seconds / self._expected, _MOST_LATE) - 1)
-            self._expected = 0.0
-        rows = work = 0
-        for job, start, stop in pieces:
-            rows += stop - start
-            work += (stop - start) * job.row_work
-        self.pace.record(pieces[0].job.key, rows=rows, work=work, seconds=seconds, matrices=matrices)
-        for piece in pieces:
-            if piece.job.tenant not in self._jobs:
-                self._discipline.departed(piece.job, now)
-
-    def _notice(self, job: J) -> None:
-        if job.stage == "inference":
-            self._generating_until = job.arrival + _GENERATING_S
-
-    def _leave(self, job: J) -> None:
-        job.left = True
-        self._jobs[job.tenant] -= 1
-        if not self._jobs[job.tenant]:
-            del self._jobs[job.tenant]

@@ -87,8 +87,6 @@ class Mode(IntEnum):
 
 @dataclass(frozen=True)
 class _Plan:
-    """The next step of every rank."""
-
     sequence: int
     mode: Mode
     group: int = 0
@@ -190,14 +188,12 @@ def _chunk(granules: int, world: int) -> int:
 
 class ShardedOperands(Operands):
     """The ring products of a group of ranks. Every rank makes one; rank 0 computes products, the other ranks `follow`.
-    `sharding` is "columns", "gathered", or "auto" to measure both. Raises `CheckpointError`: the ranks have different
-    models, or serve different layers; `ConfigError`: the weights cannot be packed; `RankLostError`: a rank did not
-    answer during the start."""
+    Raises `CheckpointError`: the ranks have different models, or serve different layers; `ConfigError`: the weights
+    cannot be packed."""
 
-    def __init__(self, store: WeightStore, *, sharding: str = "auto") -> None:
+    def __init__(self, store: WeightStore) -> None:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._device = torch.device(store.device)
-        self._fixed = None if sharding == "auto" else Mode[sharding.upper()]
         self._entries = store.manifest().groups
         self._sequence = 0
         self._crossover: dict[tuple[int, int, Direction], int] = {}
@@ -250,7 +246,7 @@ class ShardedOperands(Operands):
             mode = Mode.EXPERTS
         elif mode is None:
             crossover = self._crossover.get((*self._widths(index, direction), direction), _NEVER)
-            mode = self._fixed or (Mode.GATHERED if total >= crossover else Mode.COLUMNS)
+            mode = Mode.GATHERED if total >= crossover else Mode.COLUMNS
         plan = _Plan(self._sequence + 1, mode, index, direction, total, ring_bits)
         with self._ending_on_error(self._name_of(plan)):
             if mode is Mode.COLUMNS:  # before the other ranks hear of the product
@@ -265,7 +261,7 @@ class ShardedOperands(Operands):
             for direction in DIRECTIONS:
                 packed = self._packed(index, direction)
                 shape = (*self._widths(index, packed), packed)
-                if self._fixed is not None or shape in self._crossover:
+                if shape in self._crossover:
                     continue
                 for count in _TIMED_ROWS:
                     rows = probe_rows(count, shape[0])
@@ -310,7 +306,6 @@ class ShardedOperands(Operands):
         return opposite(direction) if self._entries[index].transposed else direction
 
     def _widths(self, index: int, direction: Direction, *, by_expert: bool = False) -> Widths:
-        """The widths of a product in a direction of the packed weights."""
         experts = self._entries[index].experts if by_expert else 1
         return self._units[index].columns(direction, experts=experts)
 
@@ -335,7 +330,8 @@ class ShardedOperands(Operands):
         dist.broadcast(numbers, _LEAD, group=self._plans)
         inputs, outputs = self._widths(plan.group, plan.direction, by_expert=True)
         product, columns = self._matrix(plan.rows, outputs).zero_(), unit.columns_of(self._rank, self._world)
-        shared = self._everywhere(rows, plan.rows, inputs)
+        shared = self._matrix(plan.rows, inputs) if rows is None else rows.to(self._device)
+        dist.broadcast(shared, _LEAD)
         unit.multiply_experts(
             columns, tuple(numbers.tolist()), shared, plan.direction, product, ring_bits=plan.ring_bits
         )
@@ -344,10 +340,24 @@ class ShardedOperands(Operands):
     def _compute_gathered(self, plan: _Plan, rows: Tensor | None, out: Tensor | None) -> None:
         inputs, outputs = self._widths(plan.group, plan.direction)
         each = [len(part) for part in torch.empty(plan.rows, dtype=torch.int8, device="cpu").tensor_split(self._world)]
-        mine = self._scattered(None if rows is None else rows.split(each), each[self._rank], inputs)
-        product = self._matrix(each[self._rank], outputs)
+        if rows is None:
+            _exchange(dist.irecv, {_LEAD: (mine := self._matrix(each[self._rank], inputs))})
+        else:
+            mine, *others = (part.to(self._device) for part in rows.split(each))
+            _exchange(dist.isend, dict(enumerate(others, start=1)))
+        product = self._matrix(len(mine), outputs)
         self._units[plan.group](mine, plan.direction, product, plan.ring_bits)
-        self._collect(product, None if out is None else out.split(each))
+        if out is None:
+            _exchange(dist.isend, {_LEAD: product})
+            return
+        own, *parts = out.split(each)
+        own.copy_(product)
+        arriving = [
+            part if self._device.type == "cpu" else torch.empty_like(part, device=self._device) for part in parts
+        ]
+        _exchange(dist.irecv, dict(enumerate(arriving, start=1)))
+        for part, there in zip(parts, arriving, strict=True):
+            part.copy_(there)
 
     def _compute_columns(self, plan: _Plan, rows: Tensor | None, out: Tensor | None) -> None:
         """Rank 0 has put the first chunk of rows into the shared memory."""
@@ -374,41 +384,11 @@ class ShardedOperands(Operands):
                 unit.multiply_shard(columns, here, BACKWARD, product, plan.ring_bits)
                 self._sum(product, part)
 
-    def _everywhere(self, rows: Tensor | None, count: int, width: int) -> Tensor:
-        """All rows, on this rank's device."""
-        shared = self._matrix(count, width) if rows is None else rows.to(self._device)
-        dist.broadcast(shared, _LEAD)
-        return shared
-
-    def _scattered(self, chunks: Sequence[Tensor] | None, count: int, width: int) -> Tensor:
-        """This rank's chunk of the rows, on its device, which has `count` rows."""
-        if chunks is not None:
-            _exchange(dist.isend, {rank: part.to(self._device) for rank, part in enumerate(chunks) if rank != _LEAD})
-            return chunks[_LEAD].to(self._device)
-        rows = self._matrix(count, width)
-        _exchange(dist.irecv, {_LEAD: rows})
-        return rows
-
-    def _collect(self, product: Tensor, results: Sequence[Tensor] | None) -> None:
-        """Write every rank's rows or columns of a result to rank 0's `results`."""
-        if results is None:
-            _exchange(dist.isend, {_LEAD: product})
-            return
-        results[_LEAD].copy_(product)
-        arriving = {rank: self._buffer_for(chunk) for rank, chunk in enumerate(results) if rank != _LEAD}
-        _exchange(dist.irecv, arriving)
-        for rank, there in arriving.items():
-            if results[rank] is not there:
-                results[rank].copy_(there)
-
     def _sum(self, product: Tensor, out: Tensor | None) -> None:
         """Write the sum of all ranks' results to rank 0's `out`."""
         dist.reduce(product, _LEAD, op=dist.ReduceOp.SUM)  # int32 sums wrap
         if out is not None:
             out.copy_(product)
-
-    def _buffer_for(self, chunk: Tensor) -> Tensor:
-        return chunk if self._device.type == "cpu" else torch.empty_like(chunk, device=self._device)
 
     def _matrix(self, rows: int, width: int) -> Tensor:
         return torch.empty((rows, width), dtype=torch.int32, device=self._device)

@@ -267,9 +267,6 @@ def nccl(options: Options) -> Iterator[Row]:
             rank.join(10)
 
 
-_SHARDINGS = ("columns", "gathered")
-
-
 def _join(options: Options, model: Path, rank: int, world: int) -> Any:
     """Join the group. Returns the weights."""
     from provider.shards.sharded import join
@@ -287,8 +284,7 @@ def _follow(options: Options, model: Path, rank: int, world: int) -> None:
 
     with torch.no_grad():
         store = _join(options, model, rank, world)
-        for sharding in _SHARDINGS:
-            ShardedOperands(store, sharding=sharding).follow()
+        ShardedOperands(store).follow()
         dist.destroy_process_group()
 
 
@@ -297,23 +293,23 @@ def _lead(options: Options, model: Path, world: int) -> Iterator[Row]:
     import torch.distributed as dist
 
     from provider.products.model import LocalOperands
-    from provider.shards.sharded import ShardedOperands
+    from provider.shards.sharded import Mode, ShardedOperands
     from symbiosis_priv.arithmetic.ring import DIRECTIONS
     from symbiosis_priv.kernels import probe_rows
 
     with torch.no_grad(), ThreadPoolExecutor(1) as other:
         store = _join(options, model, 0, world)
         local, index = LocalOperands(store), 2  # gate and up, the widest
-        for sharding in _SHARDINGS:
-            operands = ShardedOperands(store, sharding=sharding)
-            for direction, count in product(DIRECTIONS, (65, 300)):
-                rows = probe_rows(count, store.manifest().groups[index].columns(direction)[0])
-                want = local.product(rows, index=index, direction=direction)
-                multiply = torch.no_grad()(partial(operands.product, rows, index=index, direction=direction))
-                equal = all(torch.equal(got, want) for got in (multiply(), other.submit(multiply).result()))
-                what = {"backend": dist.get_backend(), "ranks": world, "sharding": sharding, "direction": direction}
-                yield {**what, "rows": count, "equal": equal}
-            operands.close()
+        operands = ShardedOperands(store)
+        for mode, direction, count in product((Mode.COLUMNS, Mode.GATHERED), DIRECTIONS, (65, 300)):
+            rows = probe_rows(count, store.manifest().groups[index].columns(direction)[0])
+            which: dict[str, Any] = {"index": index, "direction": direction}
+            want = local.product(rows, **which)
+            multiply = torch.no_grad()(partial(operands.product, rows, **which, mode=mode))
+            equal = all(torch.equal(got, want) for got in (multiply(), other.submit(multiply).result()))
+            what = {"backend": dist.get_backend(), "ranks": world, "sharding": mode.name, "direction": direction}
+            yield {**what, "rows": count, "equal": equal}
+        operands.close()
         dist.destroy_process_group()
 
 

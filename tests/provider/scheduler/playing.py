@@ -6,23 +6,15 @@ from unittest.mock import patch
 from hypothesis import strategies as st
 
 from provider.scheduler.jobs import Job, Key, Piece, Stage
-from provider.scheduler.scheduler import Discipline, Scheduler
+from provider.scheduler.scheduler import Scheduler
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 
 
-class Separate(Discipline[Any]):
-    """Multiplies every job separately, for comparison."""
-
-    def next_leader(self, now: float) -> tuple[Any, float | None]:
-        return next((firsts[0] for _, firsts in self._waiting.in_turn()), None), None
-
-    def batch(self, leader: Any, room: int) -> list[Piece[Any]]:
-        return [Piece.next_of(leader, room)]
-
-
 def separate(subject: Scheduler[Job]) -> Scheduler[Job]:
-    """The scheduler, which multiplies every job separately from now on."""
-    subject._discipline = Separate(subject._waiting, subject.pace)
+    """The scheduler, which multiplies every job separately from now on, for comparison."""
+    leaders = subject._waiting.in_turn
+    subject._next_leader = lambda now: (next((firsts[0] for _, firsts in leaders()), None), None)  # type: ignore[method-assign]
+    subject._batch = lambda leader, room: [Piece.next_of(leader, room)]  # type: ignore[method-assign]
     return subject
 
 
@@ -99,7 +91,7 @@ def jobs(draw: st.DrawFn) -> list[Job]:
 def run(subject: Scheduler[Job], arriving: list[Job]) -> list[tuple[float, list[Piece[Job]]]]:
     """Simulate the executor. Returns every batch with its start time."""
     now, waiting, batches = 0.0, list(arriving), []
-    while waiting or len(subject):
+    while waiting or subject._jobs:
         while waiting and waiting[0].arrival <= now:
             subject.put(waiting.pop(0))
         pieces = subject.take(now)

@@ -74,7 +74,7 @@ def test_dropped_and_expired_jobs_are_forgotten(arriving: list[Job], dropped: li
     expired = subject.expire(5.0)
     assert all(one.deadline == 5.0 and one not in gone for one in expired)
     subject.expire(50.0)
-    assert not len(subject)
+    assert not subject._jobs
     assert subject.take(60.0) == []
     assert subject.next_deadline(60.0) is None
     assert set(subject.waiting().values()) == {0}
@@ -86,7 +86,7 @@ def test_a_runnable_job_is_never_left_waiting_while_the_executor_sleeps(arriving
     for one in arriving:
         subject.put(one)
     now = 1.0
-    while len(subject):
+    while subject._jobs:
         again = subject.next_deadline(now)
         assert again is not None
         assert bool(subject.take(now)) == (again <= now)

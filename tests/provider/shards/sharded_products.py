@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from provider.products.model import LocalOperands
-from provider.shards.sharded import ShardedOperands, join
+from provider.shards.sharded import Mode, ShardedOperands, join
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.manifest import GroupEntry
@@ -27,32 +27,32 @@ ROOM = 60 << 20  # bytes: stacks of threads, rows, a layer group while it is rea
 def products(store: WeightStore, *, quick: bool) -> None:
     """Every layer group, direction and way to divide, at row counts that leave some ranks without rows. `quick`: for
     Triton's interpreter."""
-    for sharding in ("columns", "gathered") if quick else ("columns", "gathered", "auto"):
-        operands = ShardedOperands(store, sharding=sharding)
-        if dist.get_rank():
-            operands.follow()
-            continue
-        local = LocalOperands(store)
-        for _ in operands.warm_up():
-            pass
-        assert set(operands.loaded) == set(store.served)
+    operands = ShardedOperands(store)
+    if dist.get_rank():
+        operands.follow()
+        return
+    local = LocalOperands(store)
+    for _ in () if quick else operands.warm_up():
+        pass
+    assert set(operands.loaded) == set(store.served)
+    for mode in (Mode.COLUMNS, Mode.GATHERED) if quick else (Mode.COLUMNS, Mode.GATHERED, None):
         for group in store.served:
             entry = store.manifest().groups[group]
             for direction in DIRECTIONS:
                 for count in (3,) if quick else ROWS:
                     rows = probe_rows(max(2, count), entry.columns(direction)[0])[:count]
                     want = local.product(rows, index=group, direction=direction)
-                    got = operands.product(rows, index=group, direction=direction)
-                    assert torch.equal(got, want), (sharding, entry.name, direction, count)
+                    got = operands.product(rows, index=group, direction=direction, mode=mode)
+                    assert torch.equal(got, want), (mode, entry.name, direction, count)
                     assert got.is_contiguous()
                     if not quick or (group == 0 and direction == FORWARD):
-                        narrow = operands.product(rows, index=group, direction=direction, ring_bits=24)
+                        narrow = operands.product(rows, index=group, direction=direction, ring_bits=24, mode=mode)
                         assert not ((narrow ^ want) << 8).any()
                         assert not (quick and torch.equal(narrow, want)), "all four limbs are multiplied"
                     if entry.experts > 1:
                         by_expert(local, operands, group, direction, entry, count)
-        operands.close()
-        print(f"equal: {sharding} on {dist.get_world_size()} ranks")
+        print(f"equal: {mode and mode.name} on {dist.get_world_size()} ranks")
+    operands.close()
 
 
 def by_expert(
@@ -80,7 +80,7 @@ def limited(store: WeightStore, *, whole: int) -> None:
     room = whole // dist.get_world_size() + ROOM
     assert room < whole
     resource.setrlimit(resource.RLIMIT_DATA, (used + room, used + room))
-    operands = ShardedOperands(store, sharding="columns")
+    operands = ShardedOperands(store)
     if not dist.get_rank():
         for group, entry in enumerate(store.manifest().groups):
             for direction in DIRECTIONS:

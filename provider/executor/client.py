@@ -4,8 +4,8 @@
 ended. The guard asks the executor for a report every second. An executor that does not answer within
 `[executor] hang_timeout_s` hangs; each kind of executor reacts in its own way (`supervisor`).
 
-The supervisor restarts an executor that has ended. The ended executor's requests are refused with BUSY, and so are new
-requests until the restart is complete: the tenant may ask another provider.
+The supervisor restarts an executor that has ended. Its requests, and new ones until the restart is complete, are
+refused with BUSY: the tenant may ask another provider.
 """
 
 import threading

@@ -8,9 +8,8 @@ keystream rows, which another thread makes one slice ahead. Rows for one expert 
 so several tenants' rows for an expert share its product. An idle executor loads layer groups in small steps.
 
 A gateway thread in this process that sends a few rows to an idle executor computes the product itself, while it holds
-the executor's lock (`_serve_inline`). For a request like an earlier one, it makes no message either: one compiled call
-computes the product from payload to payload (`multiply_at_once`). Whenever the executor is busy, or another tenant
-waits or is expected, nothing was done, and the request comes as a message (docs/adr/9-lane.md).
+the executor's lock (`_serve_inline`); for a request like an earlier one with one compiled call (`multiply_at_once`).
+Whenever the executor is busy, or another tenant waits or is expected, the request is queued (docs/adr/9-lane.md).
 
 The executor keeps nothing of an answered request. An answer that is a small part of a large product is copied, so that
 a tenant that reads slowly keeps its own rows in memory only.

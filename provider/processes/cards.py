@@ -1,8 +1,8 @@
 """Runs one process per card: `[executor] devices`, or `processes` on CPUs.
 
 Each process is a whole provider (`serve`) with its own device, range of layers and ports, under the configuration's
-name, certificate and bill. No process knows another one: a tenant's session routes the rows of each layer to the
-address that serves it. A process that ends is started again at the same port, and the others go on.
+name, certificate and bill. No process knows another one: tenants route rows to the address that serves their layer. A
+process that ends is started again at the same port, and the others go on.
 
 Limits of `[limits]` hold for each process. A tenant's rates are divided: each process has the part of `requests_per_s`
 and `rows_per_s` that its layer groups are of all, and of the multiply-adds that its weights are. A tenant's pass asks

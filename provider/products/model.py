@@ -2,15 +2,14 @@
 
 Ring products use weights of this process (`LocalOperands`) or of a group of ranks (`shards`). On a GPU, rows are copied
 in chunks, through page-locked memory: while one chunk is multiplied, the next one is copied to the GPU and the previous
-result is copied back, each on its own stream. A single chunk cannot overlap with anything, so it uses one stream. A
-repeated product of a few rows is one CUDA graph (`graphs`). Payloads are received into ordinary memory: the copy to
-page-locked memory overlaps and takes a fifth of what opening TLS takes, and tenants that send slowly would hold
-page-locked memory. A helper's rows and products take four bytes per entry in a ring of 24 bits, too: its AES and TLS
-take longer than these copies.
-Weights are never copied. On a CPU, the same code runs in order and with ordinary memory, for the tests.
+result is copied back, each on its own stream. A single chunk uses one stream. A repeated product of a few rows is one
+CUDA graph (`graphs`). Payloads are received into ordinary memory: the copy to page-locked memory overlaps, and tenants
+that send slowly would hold page-locked memory. A helper's rows and products take four bytes per entry in a ring of 24
+bits, too: its AES and TLS take longer than these copies. On a CPU, the same code runs in order and with ordinary
+memory, for the tests.
 
 The float path has unquantised weights in float32, with or without the bias. Only `masking = "paper-pool"` needs it, and
-it is off unless the operator enables it. float32 weights are several times larger than the ring's.
+it is off unless the operator enables it.
 """
 
 import ctypes

@@ -88,12 +88,9 @@ ARITHMETIC_ROWS = 8  # a product of fewer rows shows the time to read the weight
 
 
 class Pace:
-    """A model of the duration of products.
-
-    A product takes as long as reading its weights or as the arithmetic of its rows, whichever is longer, because
-    reading and arithmetic overlap. Products of few rows show the time of reading, products of many rows the time of the
-    arithmetic. Rows for experts need the weights of every expert among them: a product with one row for each expert
-    reads all experts.
+    """A model of the duration of products. A product takes as long as reading its weights (those of every expert that
+    has rows) or as the arithmetic of its rows, whichever is longer. Products of few rows show the time of reading,
+    products of many rows the time of the arithmetic.
 
     Each layer group is measured separately: a product of a narrow group takes far longer per multiply-add than one of a
     wide group. With one estimate for all groups, a tenant that asks for the narrowest group makes the products of other

@@ -247,8 +247,9 @@ class ExecutorProcess(ExecutorHandle):
 
     def _close_lead(self) -> None:
         """Ask rank 0 to end. It ends the other ranks."""
-        assert self._processes[0].stdin is not None
-        self._processes[0].stdin.close()
+        for process in self._processes[:1]:  # none if the last attempt to start them has failed
+            assert process.stdin is not None
+            process.stdin.close()
 
     def _on_hang(self) -> None:
         for process in self._processes:

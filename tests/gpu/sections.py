@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby, product
-from operator import itemgetter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -130,26 +129,41 @@ def tests(options: Options) -> Iterator[Row]:
 
 
 def products(options: Options) -> Iterator[Row]:
-    """Every kernel at the shapes of an 8 B model's MLP, compared with float32 and bfloat16; and the chosen kernel as
-    `chips` computes it by data sheet."""
+    """Every exact kernel at the shapes of an 8 B model's MLP, compared with bfloat16; and the chosen kernel as `chips`
+    computes it by data sheet."""
     import torch
 
-    from symbiosis_priv.arithmetic.ring import FORWARD
-    from tenant.bench.report import number
-    from tests.gpu.kernels import measure_kernels
+    from symbiosis_priv.arithmetic.ring import DIRECTIONS
+    from symbiosis_priv.kernels import KERNELS, RingMatrix, is_exact, probe_rows
 
+    device = torch.device(options.device)
     if not options.cpu:
-        yield from _chosen_kernel(torch.device("cuda:0"))
-    counts = [1, 4] if options.cpu else [1, 16, 256]
+        yield from _chosen_kernel(device)
+    kernels = [kernel for kernel in KERNELS.values() if kernel.supports(device)]
     for inputs, outputs in [(64, 96)] if options.cpu else [(4096, 28672), (14336, 4096)]:
-        timed = measure_kernels(inputs=inputs, outputs=outputs, row_counts=counts, repeat=5, device=options.device)
-        for (direction, count), found in groupby(timed, key=itemgetter("direction", "rows")):
-            width, columns = (inputs, outputs) if direction == FORWARD else (outputs, inputs)
-            left = torch.randn(count, width, dtype=torch.bfloat16, device=options.device)
-            right = torch.randn(width, columns, dtype=torch.bfloat16, device=options.device)
+        weight = torch.randint(-511, 512, (outputs, inputs), dtype=torch.int16, device="cpu")
+        packed = {kernel.layout: kernel.pack(weight, weight_bits=10).to(device) for kernel in kernels}
+        matrix = RingMatrix(weight, weight_bits=10, device=device)
+        for direction, count in product(DIRECTIONS, [1, 4] if options.cpu else [1, 16, 256]):
+            width, columns = matrix.columns(direction)
+            left = torch.randn(count, width, dtype=torch.bfloat16, device=device)
+            right = torch.randn(width, columns, dtype=torch.bfloat16, device=device)
             micros = 1e6 * _median_s(partial(torch.mm, left, right), options.device, repeat=5)
-            for row in found:
-                yield {**row, "bfloat16_us": micros, "over_bfloat16": number(row["product_us"]) / micros}
+            rows = probe_rows(count, width).to(device)
+            out = torch.empty((count, columns), dtype=torch.int32, device=device)
+            shape = {"inputs": inputs, "outputs": outputs, "direction": direction, "rows": count, "bfloat16_us": micros}
+            for kernel in kernels:
+                data = packed[kernel.layout]
+                try:
+                    if not is_exact(kernel, weight, data, rows.cpu(), direction=direction):
+                        continue
+                except Exception:  # the section `kernels` shows it
+                    continue
+                run = partial(kernel.product, data, rows, direction, out)
+                its_us = 1e6 * _median_s(run, options.device, repeat=5)
+                chosen = "yes" if kernel is matrix.chosen(count) else ""
+                row = {"kernel": kernel.name, "chosen": chosen, "product_us": its_us, "over_bfloat16": its_us / micros}
+                yield {**shape, **row}
 
 
 def _chosen_kernel(device: Any) -> Iterator[Row]:

@@ -29,7 +29,7 @@ from provider.config.schema import ExecutorConfig, ModelConfig, ProviderConfig
 from provider.executor.executor import Executor
 from provider.gateway import connection
 from provider.gateway.frames import Frames
-from provider.products.model import FloatGroup, FloatGroups, ServedModel
+from provider.products.model import FloatGroups, ServedModel
 from provider.refusal import Refusal
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.ring import FORWARD
@@ -350,12 +350,12 @@ def test_one_weight_altered_by_one_unit_is_found_and_located(judge: Judge, plant
 
 @pytest.mark.parametrize("steps", [1, -1])
 def test_one_float_weight_altered_by_one_step_is_found(judge: Judge, plant: Plant, steps: int) -> None:
-    def altered(honest: Callable[..., FloatGroup], groups: FloatGroups, index: int) -> FloatGroup:
+    def altered(honest: Callable[..., Any], groups: FloatGroups, index: int) -> Any:
         loaded = index in groups.loaded
-        operand = honest(groups, index)
+        weight, bias = honest(groups, index)
         if index == 1 and not loaded:
-            operand.weight[5, 33] += steps * operand.weight[5].abs().max() / 511
-        return operand
+            weight[5, 33] += steps * weight[5].abs().max() / 511
+        return weight, bias
 
     plant(FloatGroups, "group", altered)
     case = case_of(judge("every-layer")["every-layer"])

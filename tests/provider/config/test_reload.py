@@ -131,26 +131,6 @@ def test_a_mistake_in_another_file_holds_no_revocation_back(
         assert not provider.status().reloaded
 
 
-def test_a_reload_that_has_failed_is_tried_again(
-    configure: Configure, connect: Connect, tls: TlsConfig, keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One failure to read a list, as while descriptors are short, does not lose the revocation in it."""
-    failures, read = [CertificateError("no descriptor was free")] * 3, Credentials.revoking
-
-    def fails_thrice(self: Credentials, path: Path | None) -> Credentials:
-        if failures:
-            raise failures.pop()
-        return read(self, path)
-
-    assert tls.revoked is not None
-    with Provider(configure(tls=tls)) as provider:
-        monkeypatch.setattr(Credentials, "revoking", fails_thrice)
-        revoke(tls.revoked, [keys.tenants["alice"].certificate])
-        until(lambda: refused(connect, provider))
-        until(lambda: provider.status().reloaded)
-        assert not failures
-
-
 @pytest.mark.parametrize("separator", ["\u2028", "\x0b", "\x0c", "\x85"])
 def test_only_a_line_break_ends_a_line_of_the_list(tmp_path: Path, separator: str) -> None:
     """A comment is not cut at other separators: what follows one would be read as an entry, or as an error."""

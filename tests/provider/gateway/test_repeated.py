@@ -219,17 +219,6 @@ def test_a_repeated_request_is_refused_for_every_reason_that_may_arise_meanwhile
     until(lambda: sum(each.refused for each in served._usage.totals().values()) == (1 if code is CODE.REVOKED else 3))
 
 
-def test_a_tenant_with_a_quota_takes_no_lane(served: Provider, connect: Connect, at_once: list[bool]) -> None:
-    client = connect("alice", to=served)
-    in_lane(client, at_once)
-    assert served._gateway is not None
-    served._gateway.state.quotas.renew(lambda _: QuotaConfig(rows_per_s=1e6))
-    count = len(at_once)
-    for _ in range(5):
-        client.product(execute(0, 1), ones(1))
-    assert len(at_once) == count
-
-
 def test_rows_that_arrive_late_are_waited_for(
     served: Provider, connect: Connect, at_once: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,14 +275,19 @@ def test_nobody_is_overtaken(
     assert isinstance(alice.receive()[0], wire.Result)
 
 
-def test_a_tenant_that_trains_is_queued(
-    served: Provider, connect: Connect, store: WeightStore, at_once: list[bool]
+@pytest.mark.parametrize("reason", ["has a quota", "trains on another connection"])
+def test_a_tenant_that_is_limited_or_trains_is_queued(
+    reason: str, served: Provider, connect: Connect, store: WeightStore, at_once: list[bool]
 ) -> None:
-    """Also if it trains on another connection: fine-tuning must not take the turn of inference."""
-    client, trains = connect("alice", to=served), connect("alice", to=served)
+    """Fine-tuning must not take the turn of inference."""
+    client, other = connect("alice", to=served), connect("alice", to=served)
     in_lane(client, at_once)
-    outputs, _ = store.manifest().groups[0].columns("backward")
+    assert served._gateway is not None
+    if reason == "has a quota":
+        served._gateway.state.quotas.renew(lambda _: QuotaConfig(rows_per_s=1e6))
+    else:
+        outputs, _ = store.manifest().groups[0].columns("backward")
+        other.product(execute(0, 1, direction="backward"), torch.ones(1, outputs, dtype=torch.int32))
     count = len(at_once)
-    trains.product(execute(0, 1, direction="backward"), torch.ones(1, outputs, dtype=torch.int32))
     client.product(execute(0, 1), ones(1))
     assert len(at_once) == count

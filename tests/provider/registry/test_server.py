@@ -318,9 +318,3 @@ def test_a_registry_needs_a_certificate_of_the_authority(vouching: Vouching, tmp
     )
     with pytest.raises(errors.CertificateError, match="keys request --provider"):
         RegistryServer(config)
-
-
-def test_an_address_in_use_is_an_error(serve: Serve) -> None:
-    server = serve()
-    with pytest.raises(errors.ConfigError, match="choose another address"):
-        serve(name="second", listen=server.address)

@@ -46,17 +46,6 @@ def test_an_older_descriptor_is_refused_after_the_newest_has_expired(vouching: V
     assert len(store._newest) == 1
 
 
-def test_only_live_executors_of_the_model_are_listed(vouching: Vouching) -> None:
-    store, now = Store(), vouching.began / MS
-    gamma, epsilon = vouching.said("gamma"), vouching.said("epsilon", after_ms=2, lifetime_s=5.0)
-    other = vouching.said("delta", after_ms=1, model_digest="sha256:" + "8" * 64)
-    for said in (gamma, other, epsilon):
-        store.put(said, now=now)
-    assert store.listed(DIGEST, now=now) == [gamma.data, epsilon.data]
-    assert store.listed(None, now=now) == [gamma.data, other.data, epsilon.data]
-    assert store.listed(DIGEST, now=now + 10) == [gamma.data]
-
-
 def test_operators_share_the_limit_of_executors(vouching: Vouching) -> None:
     """One operator's certificates, however many, leave room for others; the operator with the most executors loses
     one."""
@@ -84,15 +73,6 @@ def _operators(store: Store, vouching: Vouching, now: float) -> list[str]:
     from symbiosis_priv.registry.descriptor import verify
 
     return [plain(verify(data, vouching.trust, now=now).operator) for data in store.listed(DIGEST, now=now)]
-
-
-def test_descriptors_that_are_no_longer_valid_are_dropped(vouching: Vouching) -> None:
-    store, now = Store(), vouching.began / MS
-    gamma, delta = vouching.said("gamma"), vouching.said("delta", after_ms=1)
-    for said in (gamma, delta):
-        store.put(said, now=now)
-    assert store.drop_unless(lambda one: one == delta) == 1
-    assert store.listed(DIGEST, now=now) == [delta.data]
 
 
 def test_a_refusal_leaves_the_store_as_it_was(vouching: Vouching) -> None:

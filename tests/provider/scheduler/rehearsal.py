@@ -172,13 +172,12 @@ def rehearse(
     scheduler: Scheduler[Job],
     tenants: Sequence[Tenant],
     *,
-    seconds: float = 12.0,
-    seed: int = 0,
+    seconds: float,
     held_up: float = 0.0,
 ) -> Outcome:
     """Let the tenants of one executor send requests. `held_up`: share of requests before
     which a tenant is delayed, for `HOLD_UP` on average."""
-    chance, executor = random.Random(seed), Executor(ONE_CORE, scheduler)
+    chance, executor = random.Random(0), Executor(ONE_CORE, scheduler)
     core = 0.0  # the time at which the tenants' core is free
 
     def think(tenant: Tenant, now: float) -> float:

@@ -1,14 +1,13 @@
 """The operator's own address: `/metrics` for Prometheus, `/healthz`, `/readyz`, and `/status` for `provider top`.
 
 Every answer is made from one `Status`. Labels are tenants, roles, stages and layer groups, which the provider knows
-anyway, and never content. There is no authentication, so the address should be on loopback or on a private network; the
-log warns if it is public. A web page that the operator visits could read tenants' names through a host name that
-resolves to loopback (DNS rebinding). So requests for `/metrics` and `/status` must name an IP address, `localhost`, the
-host in `listen`, or one of `hosts`.
+anyway, and never content. There is no authentication, so the address should be on loopback or on a private network. A
+web page that the operator visits could read tenants' names through a host name that resolves to loopback (DNS
+rebinding). So requests for `/metrics` and `/status` must name an IP address, `localhost`, the host in `listen`, or one
+of `hosts`.
 """
 
 import contextlib
-import ipaddress
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from http import HTTPStatus
@@ -130,8 +129,6 @@ class MetricsServer:
             )
         except ConfigError as error:
             raise ConfigError(f"[metrics] {error}") from error
-        if is_public(parse_address(self.address)[0]):
-            log.warning("metrics_for_everybody", address=self.address)
         self._listener.start()
 
     @property
@@ -144,14 +141,6 @@ class MetricsServer:
     def _serve(self, client: UnauthenticatedConnection, _: None) -> None:
         with contextlib.suppress(OSError):  # the client has left
             _Handler(client.socket, (client.network, 0), self)  # type: ignore[arg-type]  # no `BaseServer` is needed
-
-
-def is_public(host: str) -> bool:
-    """Returns True if a listening address may be reached from any network. A host name counts as private."""
-    with contextlib.suppress(ValueError):
-        address = ipaddress.ip_address(host)
-        return address.is_unspecified or address.is_global
-    return False
 
 
 class _Handler(MetricsHandler):

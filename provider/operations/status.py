@@ -32,9 +32,9 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
 def _expiry(config: ProviderConfig) -> dict[str, float]:
     tls, registry = config.tls, config.registry
     files = [tls.certificate, tls.tenant_authority]
-    found = {}
-    for path in [*files, *([registry.authority] if registry.announce and registry.authority else [])]:
-        found[str(path)] = 0.0
+    files += [registry.authority] if registry.announce and registry.authority else []
+    found = dict.fromkeys(map(str, files), 0.0)
+    for path in files:
         with suppress(CertificateError):
             found[str(path)] = expiry(path).timestamp()
     return found

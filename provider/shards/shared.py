@@ -60,7 +60,6 @@ class SharedRows:
         return self._entries // max(inputs, outputs)
 
     def put(self, rows: Tensor) -> None:
-        """Put rows where `rows` returns them."""
         self.rows(*rows.shape).copy_(rows)
 
     def rows(self, count: int, width: int) -> Tensor:

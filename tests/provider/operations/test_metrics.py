@@ -24,7 +24,7 @@ from provider.config.provider_toml import load
 from provider.config.schema import MetricsConfig
 from provider.executor.client import ExecutorRequester
 from provider.operations import top
-from provider.operations.metrics import MetricsServer, is_public
+from provider.operations.metrics import MetricsServer
 from provider.operations.status import Status
 from provider.refusal import Refusal
 from provider.serve import Provider
@@ -113,11 +113,6 @@ def test_the_operators_address(configure: Configure, connect: Connect) -> None:
         assert time.monotonic() - begun < 1.0  # no extra time for a late answer
     with pytest.raises(ConnectionLostError, match="metrics"):
         top.ask(address)
-
-
-def test_a_public_metrics_address_is_warned_about() -> None:
-    assert all(map(is_public, ["0.0.0.0", "::", "8.8.8.8", "2001:4860::1"]))
-    assert not any(map(is_public, ["127.0.0.1", "10.1.2.3", "192.168.0.1", "::1", "fd00::1", "metrics.internal"]))
 
 
 def test_a_taken_address_is_named_before_the_model_is_read(

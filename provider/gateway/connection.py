@@ -155,7 +155,7 @@ class Connection:
         if (
             self._refusal()
             or not self._executor.handle.present
-            or not state.can_bill
+            or not state.usage.can_bill
             or not state.quotas.limits_nothing(self._tenant)
             or state.stages.of(self._tenant, repeated.like, arrival) != "inference"
         ):
@@ -204,7 +204,7 @@ class Connection:
 
     def _answer_product(self, request: wire.Execute | wire.Effect, sizes: Sizes) -> None:
         begun = time.perf_counter()
-        if not self._state.can_bill:
+        if not self._state.usage.can_bill:
             raise Refusal(wire.ErrorCode.BUSY, "this provider cannot write its usage database; ask again later")
         if not request.rows:  # needs no executor, and has a limited rate
             limit = self._state.quotas.admit(self._tenant, rows=0, work=0)

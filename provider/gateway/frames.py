@@ -15,7 +15,6 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.stream import FrameStream
 
 NOTHING = memoryview(b"")
-_MAX_UNWRITTEN_S = 3600.0  # longest time that tenants are served while their usage cannot be written
 _DETAIL = 200  # characters of a failure's detail
 _PACED_BYTES = 1 << 20  # the rate of a large payload is checked after each part of this size
 _FIRST_BYTES_S = 3.0  # the minimum rate applies after this time
@@ -33,11 +32,6 @@ class GatewayState:
         self.stages = Stages()
         self.started = time.monotonic()
         self.stopping = threading.Event()
-
-    @property
-    def can_bill(self) -> bool:
-        """False if usage could not be written for an hour: requests are then refused, not served unbilled."""
-        return self.usage.unwritten_s <= _MAX_UNWRITTEN_S
 
 
 class Frames:

@@ -34,6 +34,7 @@ _COMMIT_S: Final = 1.0
 _LOCK_S, _LOCK_AT_START_S = 0.25, 10.0  # longest waits for another process that writes
 _CLOSE_S: Final = 60.0
 _MOST: Final = (1 << 63) - 1  # the largest sum in SQLite
+_MAX_UNWRITTEN_S: Final = 3600.0  # longest time that tenants are served while their usage cannot be written
 
 
 class UsageCounts(msgspec.Struct, frozen=True):  # ten times faster than a dataclass
@@ -131,6 +132,11 @@ class UsageCounters:
         """Seconds for which counts could not be written; 0.0 if all counts are written."""
         since = self._failing_since
         return 0.0 if since is None else time.monotonic() - since
+
+    @property
+    def can_bill(self) -> bool:
+        """False if usage could not be written for an hour: requests are then refused, not served unbilled."""
+        return self.unwritten_s <= _MAX_UNWRITTEN_S
 
     def totals(self) -> dict[tuple[TenantIdentity, BilledRole], UsageCounts]:
         """The counts since this process started."""

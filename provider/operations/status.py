@@ -78,7 +78,7 @@ def take_status(
         version=__version__,
         model_digest=state.digest,
         uptime_s=time.monotonic() - state.started,
-        ready=report is not None and not state.stopping.is_set() and state.can_bill,
+        ready=report is not None and not state.stopping.is_set() and state.usage.can_bill,
         connections=gateway.connections,
         handshakes=gateway.listener.handshakes,
         visits={str(tenant): count for tenant, count in dict(state.register.visits).items()},

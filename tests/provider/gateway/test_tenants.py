@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from provider.cli import app
 from provider.config.schema import MIB, QuotaConfig, UsageConfig
 from provider.executor.client import ExecutorRequester
-from provider.gateway import frames, quota
+from provider.gateway import quota, usage
 from provider.gateway.credentials import AuthenticatedPeer, Credentials
 from provider.gateway.quota import QuotaGate, QuotaMeter
 from provider.gateway.usage import UsageCounters, UsageCounts, read
@@ -337,7 +337,7 @@ def test_unwritten_usage_is_reported_and_tolerated_for_a_limited_time(
     """After that time tenants are refused with BUSY, and their usage is on the bill once there is room."""
     database = tmp_path / "usage.sqlite"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    monkeypatch.setattr(frames, "_MAX_UNWRITTEN_S", 0.5)
+    monkeypatch.setattr(usage, "_MAX_UNWRITTEN_S", 0.5)
     with Provider(configure(usage=UsageConfig(database=database))) as provider:
         alice = connect("alice", to=provider)
         alice.product(execute(0, 1), ones(1))

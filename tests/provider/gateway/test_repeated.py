@@ -289,5 +289,6 @@ def test_a_tenant_that_is_limited_or_trains_is_queued(
         outputs, _ = store.manifest().groups[0].columns("backward")
         other.product(execute(0, 1, direction="backward"), torch.ones(1, outputs, dtype=torch.int32))
     count = len(at_once)
-    client.product(execute(0, 1), ones(1))
+    for _ in range(5):  # a reload ends the lane for the first one in any case
+        client.product(execute(0, 1), ones(1))
     assert len(at_once) == count

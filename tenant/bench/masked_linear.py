@@ -29,10 +29,10 @@ from tenant.bench.report import Goal, Row, figure, percentile
 from tenant.core.pads import PadOrder
 from tenant.masking.backend import RingBackend
 from tenant.masking.registry import session_scheme
+from tenant.model.ledger import since
 from tenant.options import SessionOptions
 from tenant.preparation.keys import prepare
 from tenant.session.session import Session
-from tenant.session.supply import Supply
 from tenant.session.tally import SPANS, recorded
 
 _WARM_UP = 3
@@ -91,11 +91,18 @@ def _measured(session: Session, backend: RingBackend, store: WeightStore, *, row
     error = float((call() - plain()).norm() / plain().norm())  # the call makes the connection, which is not counted
     before = session.ledger()
     call()
-    after = session.ledger()
+    moved = since(before, session.ledger())
+
+    def draw() -> None:
+        """Draw a pad, if the scheme has pads, and wait for its effects."""
+        if session.runtime.pads.source is not None:
+            for share in session.runtime.pads.draw(PadOrder(GroupIndex(index), FORWARD, rows)).shares:
+                share.effect.result()
+
     timed: dict[str, Callable[[], object]] = {
         "product": partial(store.matrix(index).product, probe_rows(rows, width)),
         "float32": plain,
-        "pad": partial(_draw, session.runtime.pads, GroupIndex(index), rows),
+        "pad": draw,
     }
     seconds: dict[str, list[float]] = {name: [] for name in (*timed, "masked", *SPANS)}
     for _ in range(_WARM_UP + repeat):
@@ -113,19 +120,11 @@ def _measured(session: Session, backend: RingBackend, store: WeightStore, *, row
         for span in SPANS:
             seconds[span].append(spent.get(span, 0.0))
     p50, p99 = ({name: percentile(seconds[name][_WARM_UP:], q, unit=1e-6) for name in seconds} for q in (50, 99))
-    up = after.bytes_to_executors - before.bytes_to_executors
     return {
-        "bytes_both_ways": up + after.bytes_from_executors - before.bytes_from_executors,
+        "bytes_both_ways": moved.bytes_to_executors + moved.bytes_from_executors,
         **{f"{name}_p50_us": p50[name] for name in (*timed, "masked")},
         "masked_p99_us": p99["masked"],
         **{f"{span}_us": p50[span] for span in SPANS},
         "relative_error": error,
         "masked_over_exchange": p50["masked"] / p50["network + product"],
     }
-
-
-def _draw(pads: Supply, index: GroupIndex, rows: int) -> None:
-    """Draw a pad, if the scheme has pads, and wait for its effects."""
-    if pads.source is not None:
-        for share in pads.draw(PadOrder(index, FORWARD, rows)).shares:
-            share.effect.result()

@@ -55,8 +55,6 @@ _STEP_ROWS: Final = 512
 _WORK: Final[dict[str, tuple[int, tuple[Direction, ...]]]] = {
     "token": (1, (FORWARD,)),
     f"step of {_STEP_ROWS} tokens": (_STEP_ROWS, (FORWARD, BACKWARD)),
-    "its forward pass": (_STEP_ROWS, (FORWARD,)),
-    "its backward pass": (_STEP_ROWS, (BACKWARD,)),
 }
 
 
@@ -226,11 +224,8 @@ def _forward(model: Any, text: Sequence[int], batch: int, *, before: Callable[[]
 def _forget(model: Path) -> None:
     """Drop the checkpoint's pages from the page cache."""
     for file in model.glob("*.safetensors"):
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _text(vocabulary: int) -> list[int]:

@@ -48,10 +48,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def benchmark(
-    name: str,
-    *,
-    goals: Callable[[Sequence[Row]], Iterable[Goal]] = lambda _: (),
-    show: Callable[[Sequence[Row]], None] = show,
+    name: str, *, goals: Callable[[Sequence[Row]], Iterable[Goal]] = lambda _: ()
 ) -> Callable[[Callable[Concatenate[Path, Progress, ...], Iterable[Row]]], Callable[..., None]]:
     """Decorator: make the command of a benchmark from the function that measures, which yields rows.
 

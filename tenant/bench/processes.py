@@ -3,10 +3,6 @@
     with Child("tenant", serve_tenant, setup) as tenant:
         costs = tenant.ask(Step(batch=4, tokens=128), timeout_s=60)
 
-The function is a context manager that yields a handler. The child enters the context, reports that it is ready, and
-calls the handler for every question. When the parent closes the pipe or ends, the child leaves the context and ends
-too.
-
 Children are forked from a server process (`multiprocessing`'s forkserver) that has imported the function's module once.
 Questions and answers are pickled. That is safe because both ends are this program, and no other process has the pipe.
 """
@@ -36,7 +32,8 @@ _PROC = Path("/proc")
 
 class Child(Generic[Q, A]):
     """A process that answers questions, and a context manager that ends it. `name`: for messages. `serve`: a
-    module-level function that returns the context manager."""
+    module-level function that returns a context manager, which the child enters. It yields a handler of questions. When
+    the parent closes the pipe or ends, the child leaves it and ends too."""
 
     def __init__(
         self, name: str, serve: Callable[..., AbstractContextManager[Callable[[Q], A]]], *arguments: object
@@ -188,15 +185,3 @@ def _sum(pid: int, figure: Callable[[psutil.Process], float]) -> float:
             with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
                 total += figure(one)
     return total
-
-
-def lower_own_priority(nice: int) -> None:
-    """Lower the priority of this process and its children, so that they use only CPU time that other processes leave.
-
-    Linux divides cores among sessions first, and within a session by priority (`autogroup` in sched(7)). So this
-    process starts its own session.
-    """
-    os.setsid()
-    os.nice(nice)
-    with contextlib.suppress(OSError):  # the system has no autogroups
-        (_PROC / "self" / "autogroup").write_text(str(nice))

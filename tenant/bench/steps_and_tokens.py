@@ -30,7 +30,7 @@ _SHAPE, _EFFORT, _MASKINGS = models.Llama(width=2048, layers=4, inner=5632), mod
 
 
 def step_goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    for shape in distinct(rows, "width", "layers", "rank", "targets"):
+    for shape in distinct(rows, "width", "rank", "targets"):
         variants = by(where(rows, **shape), "variant")
         width, lora = figure(shape, "width"), (shape["rank"], shape["targets"])
         if (pad := variants.get("split, pad")) is None:
@@ -51,13 +51,12 @@ def step_goals(rows: Sequence[Row]) -> Iterator[Goal]:
 
 
 def token_goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    for shape in distinct(rows, "width", "layers"):
-        variants = by(where(rows, **shape), "variant")
-        none, pad = variants.get("split, none"), variants.get("split, pad")
-        if none is not None:
-            yield Goal("a token without masks over the whole model's", figure(none, "token_over_whole"), at_most=1.0)
-        if none is not None and pad is not None:
-            yield Goal("a token with pads over one without masks", ratio(pad, none, "token_ms"), at_most=1.15)
+    variants = by(rows, "variant")
+    none, pad = variants.get("split, none"), variants.get("split, pad")
+    if none is not None:
+        yield Goal("a token without masks over the whole model's", figure(none, "token_over_whole"), at_most=1.0)
+    if none is not None and pad is not None:
+        yield Goal("a token with pads over one without masks", ratio(pad, none, "token_ms"), at_most=1.15)
 
 
 @benchmark("step", goals=step_goals)

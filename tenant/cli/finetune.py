@@ -85,9 +85,8 @@ def finetune(
 
 @contextmanager
 def _training_progress() -> Iterator[Callable[[Figures], None]]:
-    """Context manager: one line on stderr that shows steps, loss, speed, time left and traffic, and what happens before
-    and after the steps. Without a terminal, the line is printed for the first and the last step, and at most every ten
-    seconds in between."""
+    """Context manager: one line on stderr that shows steps, loss, speed, time left and traffic. Without a terminal, it
+    is printed for the first and the last step, and at most every ten seconds in between."""
     console, due = terminal.console(stderr=True), 0.0
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
     with ExitStack() as stage, Progress(*columns, console=console, disable=not console.is_terminal) as bar:

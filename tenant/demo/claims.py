@@ -21,19 +21,17 @@ MAX_PERPLEXITY_CHANGE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """All measurements of the demo.
+    """All measurements of the demo. "Simulated" is the reference run.
 
     Args:
-        losses, simulated_losses: loss of every step of the masked and of the reference run, in nats per token.
+        losses, simulated_losses: of every step, in nats per token.
         perplexity_before, perplexity_after: of the masked model on private text, before and after training.
         held_out: True if that text was not trained on. Texts of a few lines are too short to hold out a part.
-        tokens_before, tokens_after, tokens_simulated: greedy continuation by the masked model without and with the
-            adapter, and by the reference with its adapter; `text_before` and `text_after` are the first two, decoded.
+        tokens_before, tokens_after, tokens_simulated: greedy continuation without and with the adapter.
         quality: the masked model compared with the unquantised fp32 model, both with the adapter.
-        killed, successor: the executor that was killed in the middle of training, and the one that answered then.
-        recovery_s: seconds from the kill to that answer.
-        tenant_bytes, offloaded_bytes: base model tensors on the tenant, and those of offloaded layers among them.
-        full_bytes: the whole base model in the same precision.
+        successor: the executor that answered `recovery_s` seconds after the other was `killed`.
+        tenant_bytes, offloaded_bytes, full_bytes: base model tensors on the tenant, those of offloaded layers among
+            them, and the whole base model in the same precision.
     """
 
     losses: Sequence[float]

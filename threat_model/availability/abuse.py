@@ -37,7 +37,7 @@ from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.network.tls import client_context
 from tenant.bench.measured_models import HALF_THE_CORES, Threads, small_llama
 from tenant.bench.options import Progress, Seconds, benchmark
-from tenant.bench.processes import Child, Resources, cpu_seconds, lower_own_priority, resources
+from tenant.bench.processes import Child, Resources, cpu_seconds, resources
 from tenant.bench.report import Goal, Row, figure, percentile
 from tenant.connections.channel import Channel, fresh_nonce
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
@@ -193,7 +193,11 @@ def abuses() -> dict[str, Abuse]:
 @contextmanager
 def serve_abuse(abuse: Abuse, abuser: Client) -> Iterator[Callable[[None], bool]]:
     """The work of a `Child`: an abuse, with the lowest priority. The answer is True while the abuse runs."""
-    lower_own_priority(_NICE)
+    # Linux divides cores among sessions first, and within a session by priority (`autogroup` in sched(7))
+    os.setsid()
+    os.nice(_NICE)
+    with contextlib.suppress(OSError):  # the system has no autogroups
+        Path("/proc/self/autogroup").write_text(str(_NICE))
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     torch.set_num_threads(1)
     threads = [threading.Thread(target=abuse.attack, args=(abuser,), daemon=True) for _ in range(abuse.threads)]

@@ -91,7 +91,7 @@ def check_bytes(rows: list[Row], shown: str) -> None:
     assert number(today["up_mb"]) == pytest.approx(32 * 4 * 23_296 / 1e6, rel=0.01)
     assert number(today["effects_mb"]) == 32 * 4 * 42_496 / 1e6
     assert number(narrow["over_first_masking"]) == pytest.approx(0.75, abs=0.01)
-    assert len(rows) == 2 * 4 * 3
+    assert len(rows) == 2 * 2 * 3
 
 
 def check_provider(rows: list[Row], shown: str) -> None:

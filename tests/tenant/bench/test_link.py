@@ -2,10 +2,8 @@
 
 import math
 
-import pytest
 from hypothesis import given, strategies as st
 
-from symbiosis_priv.errors import ConfigError
 from tenant.bench.link import Condition, DelayLine
 
 PETALS = (
@@ -21,12 +19,6 @@ def test_conditions_have_a_readable_form() -> None:
     assert Condition.parse(" 100mbit/100ms ") == PETALS[2]
     assert Condition.parse("2.5mbit/0ms") == Condition(mbit_per_s=2.5)
     assert [str(c) for c in PETALS] == ["1 Gbit/s, 5 ms", "100 Mbit/s, 5 ms", "100 Mbit/s, 100 ms"]
-
-
-@pytest.mark.parametrize("text", ["", "fast", "100mbit", "0mbit/5ms", "100/5", "1.2.3mbit/5ms", "100mbit/5ms/1%"])
-def test_other_text_is_not_a_condition(text: str) -> None:
-    with pytest.raises(ConfigError, match="100mbit/100ms"):
-        Condition.parse(text)
 
 
 @given(

@@ -19,7 +19,7 @@ from symbiosis_priv.network.addresses import names_host
 from symbiosis_priv.system.fair_share import FairShare
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.routes import chat, classify, completions, messages, models, responses
-from tenant.endpoint.api.service import Endpoint, EndpointMetrics, Service, Settings
+from tenant.endpoint.api.service import Endpoint, Service, Settings
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +52,9 @@ class Guard:
     not know the key; the checks of `Host` and `Origin` refuse pages even if it did.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: EndpointMetrics) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app = app
         self._settings = settings
-        self._metrics = metrics
         self._places = FairShare[str](settings.requests)  # requests in progress, by client
         self._digests = [sha256(key.encode()).digest() for key in settings.keys]
 
@@ -72,43 +71,40 @@ class Guard:
             await send(message)
 
         try:
+            headers = Headers(scope=scope)
+            hosts, origins = headers.getlist("host"), headers.getlist("origin")
+            if not names_host(hosts, self._settings.hosts):
+                raise ApiError(421, "the Host header does not name this endpoint; see --host", code="host")
+            if any(origin.partition("://")[2] != hosts[0] for origin in origins):
+                raise ApiError(403, "web pages of other origins may not use this endpoint", code="origin")
+            scheme, _, key = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
+            given = sha256(key.strip().encode()).digest()
+            found = [known for known in self._digests if hmac.compare_digest(known, given)]
+            client = found[0].hex()[:16] if scheme.lower() == "bearer" and found else ""
+            opened = scope["path"] in self._settings.open_paths or scope["path"].startswith(self._settings.signed)
+            if not client and not opened:
+                raise ApiError(401, "send the endpoint's key: Authorization: Bearer KEY", code="invalid_api_key")
+            scope.setdefault("state", {})["client"] = client
+            scope["state"]["sees_all"] = bool(client) and found[0] == self._digests[0]
+            if not self._places.take(client):
+                message = "too many requests of this key are in progress; try again later"
+                raise ApiError(429, message, code="overloaded")
             try:
-                headers = Headers(scope=scope)
-                hosts, origins = headers.getlist("host"), headers.getlist("origin")
-                if not names_host(hosts, self._settings.hosts):
-                    raise ApiError(421, "the Host header does not name this endpoint; see --host", code="host")
-                if any(origin.partition("://")[2] != hosts[0] for origin in origins):
-                    raise ApiError(403, "web pages of other origins may not use this endpoint", code="origin")
-                scheme, _, key = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
-                given = sha256(key.strip().encode()).digest()
-                found = [known for known in self._digests if hmac.compare_digest(known, given)]
-                client = found[0].hex()[:16] if scheme.lower() == "bearer" and found else ""
-                opened = scope["path"] in self._settings.open_paths or scope["path"].startswith(self._settings.signed)
-                if not client and not opened:
-                    raise ApiError(401, "send the endpoint's key: Authorization: Bearer KEY", code="invalid_api_key")
-                scope.setdefault("state", {})["client"] = client
-                scope["state"]["sees_all"] = bool(client) and found[0] == self._digests[0]
-                if not self._places.take(client):
-                    message = "too many requests of this key are in progress; try again later"
-                    raise ApiError(429, message, code="overloaded")
-                try:
-                    receive = await _whole_body(receive, headers, self._settings) if client else _no_body(receive)
-                    await self.app(scope, receive, noted)
-                finally:
-                    self._places.give_back(client)
-            except ApiError as error:
-                if not status:
-                    await error.response()(scope, receive, noted)
-            except asyncio.CancelledError:  # the answers in progress have had their time to end
-                if status:
-                    raise
-                await ApiError(503, "the endpoint is stopping", code="stopping").response()(scope, receive, noted)
-            except Exception as error:  # its text may quote a prompt, so only its type and place are logged
-                log.error("%s\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
-                if not status:
-                    await ApiError(500, "an error in the endpoint; see its log").response()(scope, receive, noted)
-        finally:
-            self._metrics.answers.labels(getattr(scope.get("route"), "path", "other"), str(status)).inc()
+                receive = await _whole_body(receive, headers, self._settings) if client else _no_body(receive)
+                await self.app(scope, receive, noted)
+            finally:
+                self._places.give_back(client)
+        except ApiError as error:
+            if not status:
+                await error.response()(scope, receive, noted)
+        except asyncio.CancelledError:  # the answers in progress have had their time to end
+            if status:
+                raise
+            await ApiError(503, "the endpoint is stopping", code="stopping").response()(scope, receive, noted)
+        except Exception as error:  # its text may quote a prompt, so only its type and place are logged
+            log.error("%s\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
+            if not status:
+                await ApiError(500, "an error in the endpoint; see its log").response()(scope, receive, noted)
 
 
 async def _whole_body(receive: Receive, headers: Headers, settings: Settings) -> Receive:
@@ -160,8 +156,7 @@ def _replayed(body: bytes, then: Receive) -> Receive:
 def create_app(service: Service, settings: Settings, *, routers: Sequence[APIRouter] = ()) -> Guard:
     """Return the ASGI application of an endpoint. `routers`: more routes, with a key unless `open_paths` has them."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
-    metrics = EndpointMetrics(service.engine)
-    app.state.endpoint = Endpoint(service=service, settings=settings, metrics=metrics)
+    app.state.endpoint = Endpoint(service=service, settings=settings)
     app.include_router(models.open_router)
     generating = (chat.router, completions.router, responses.router, messages.router)
     for router in (models.router, *((classify.router,) if service.labels else generating), *routers):
@@ -170,7 +165,7 @@ def create_app(service: Service, settings: Settings, *, routers: Sequence[APIRou
     app.add_exception_handler(RequestValidationError, _wrong_field)
     bug = "an error in the endpoint; see its log"
     app.add_exception_handler(Exception, lambda *_: ApiError(500, bug).response())
-    return Guard(app, settings, metrics)
+    return Guard(app, settings)
 
 
 async def _http_error(_: Request, error: Exception) -> Response:

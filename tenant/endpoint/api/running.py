@@ -40,11 +40,9 @@ class Running:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, engine.Event]] = asyncio.Queue()
         self._unread = max(_UNREAD, _UNREAD_STEPS * len(requests))
-        self._metrics = endpoint.metrics
         self._shared = len(endpoint.settings.keys) > 1  # other keys may have rows in the same steps
         self._handles: list[Sequence] = []
         self._ended: dict[int, engine.RequestLedger] = {}
-        self._begun = self._loop.time()
         try:
             for index, request in enumerate(requests):
                 self._handles.append(endpoint.service.engine.submit(request, partial(self._receive, index)))
@@ -66,7 +64,6 @@ class Running:
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, engine.Event]]:
         """Yield (index of the request, event). Raises `ApiError` if a request fails, or too many events are unread."""
-        first: set[int] = set()
         while len(self._ended) < len(self._handles):
             if self._events.qsize() > self._unread:
                 raise ApiError(503, "the client reads too slowly; the answer was cancelled")
@@ -74,12 +71,8 @@ class Running:
             if isinstance(event, engine.Failed):
                 log.error("a request failed: %s: %s", type(event.error).__name__, event.error)
                 raise failed(event.error)
-            if isinstance(event, engine.Token) and index not in first:
-                first.add(index)
-                self._metrics.first_token.observe(self._loop.time() - self._begun)
             if isinstance(event, engine.Done):
                 self._ended[index] = event.ledger
-                self._metrics.ended(event, self._loop.time() - self._begun)
                 if event.finish == "cancelled":
                     raise ApiError(503, "the endpoint is stopping; the answer was cancelled", code="stopping")
             yield index, event

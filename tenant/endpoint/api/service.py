@@ -1,12 +1,11 @@
-"""What all routes of an endpoint share: its settings, its metrics, and its service, which prepares requests for the
-engine."""
+"""What all routes of an endpoint share: its settings, and its service, which prepares requests for the engine."""
 
 import asyncio
 import math
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,6 @@ from typing import Any, TypeVar
 
 import anyio.to_thread
 from fastapi import APIRouter
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 from starlette.requests import Request
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -29,17 +24,15 @@ from tenant.endpoint.api.http_server import CONNECTIONS
 from tenant.endpoint.api.vocabulary import Vocabulary
 from tenant.endpoint.engine.answer import TextStream
 from tenant.endpoint.engine.queued import Engine
-from tenant.endpoint.engine.requests import Done, EngineRequest, Pooling, Sampling
+from tenant.endpoint.engine.requests import EngineRequest, Pooling, Sampling
 from tenant.model.loading import is_classifier
 from tenant.session.session import Session
 from tenant.tasks import Tasks
 
 T = TypeVar("T")
-_PREFIX = "symbiosis_endpoint_"
 _LOOK_S = 5.0
 OWNED = "tinker."
 """Begins the names of tasks that belong to one key, which are no models of the API."""
-_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,46 +57,6 @@ class Settings:
     drain_s: float = 30.0
     open_paths: frozenset[str] = frozenset({"/", "/health", "/ready"})
     signed: tuple[str, ...] = ()
-
-
-class EndpointMetrics(Collector):
-    """Counts the requests of one endpoint, for Prometheus, and nothing about texts. Each scrape reads the engine's
-    load."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._registry = registry = CollectorRegistry()
-        registry.register(self)
-        self._prompt = Counter(_PREFIX + "prompt_tokens", "tokens of prompts", registry=registry)
-        self._cached = Counter(_PREFIX + "cached_tokens", "tokens of prompts from the cache", registry=registry)
-        self._finished = Counter(_PREFIX + "finished", "choices, by their end", ["finish"], registry=registry)
-        self._whole = Histogram(_PREFIX + "answer_seconds", "from request to end", buckets=_SECONDS, registry=registry)
-        self.first_token = Histogram(
-            _PREFIX + "first_token_seconds", "from request to token", buckets=_SECONDS, registry=registry
-        )
-        self.answers = Counter(_PREFIX + "http_answers", "HTTP answers", ["route", "status"], registry=registry)
-        """The route is the path's pattern, not the client's path."""
-
-    def ended(self, done: Done, seconds: float) -> None:
-        """Count the end of a choice."""
-        self._finished.labels(done.finish).inc()
-        self._prompt.inc(done.prompt_tokens)
-        self._cached.inc(done.ledger.cached_tokens)
-        self._whole.observe(seconds)
-
-    def text(self) -> bytes:
-        """Return all figures in Prometheus' text format."""
-        return generate_latest(self._registry)
-
-    def collect(self) -> Iterator[Metric]:
-        load = self._engine.load()
-        yield GaugeMetricFamily(_PREFIX + "running", "requests that are computed", load.running)
-        yield GaugeMetricFamily(_PREFIX + "waiting", "requests that wait", load.waiting)
-        yield GaugeMetricFamily(_PREFIX + "memory_bytes", "keys and values", load.memory)
-        yield GaugeMetricFamily(_PREFIX + "memory_limit_bytes", "limit of keys and values", load.memory_limit)
-        yield CounterMetricFamily(_PREFIX + "steps", "forward passes", load.steps)
-        yield CounterMetricFamily(_PREFIX + "tokens", "new tokens", load.tokens)
-        yield CounterMetricFamily(_PREFIX + "rows", "masked rows sent", load.rows)
 
 
 class Service:
@@ -311,7 +264,6 @@ class Endpoint:
 
     service: Service
     settings: Settings
-    metrics: EndpointMetrics
 
     def client(self, http: Request) -> str:
         """Return the name of the client for the engine: a digest of its key."""

@@ -20,7 +20,7 @@ from tenant.endpoint.engine.attention import ROWS
 from tenant.endpoint.engine.kv import Prefixes
 from tenant.endpoint.engine.packed_model import NextTokens, PackedModel
 from tenant.endpoint.engine.queued import Engine, Turn, Turns
-from tenant.endpoint.engine.requests import EngineRequest, Load, ShownRow
+from tenant.endpoint.engine.requests import EngineRequest, ShownRow
 from tenant.endpoint.engine.sequence import Sequence
 from tenant.endpoint.engine.speculation import guess
 from tenant.session.tally import look, taken_sight
@@ -107,11 +107,6 @@ class ContinuousEngine(Engine):
             with self._changed:
                 self._idles = True
                 self._changed.notify_all()
-
-    def load(self) -> Load:
-        with self._changed:
-            memory = self._reserved() + self._prefixes.bytes
-            return replace(super().load(), memory=memory, memory_limit=self._limits.memory)
 
     def close(self, *, interrupt: Callable[[], None] | None = None) -> None:
         super().close(interrupt=interrupt)
@@ -280,7 +275,7 @@ class ContinuousEngine(Engine):
             return
         for (sequence, rows), output in zip(chosen, outputs, strict=True):
             try:
-                self._tokens += sequence.take(rows, output)
+                sequence.take(rows, output)
             except Exception as error:  # no token has a probability, or a grammar fails
                 self.end(sequence, error)
                 continue

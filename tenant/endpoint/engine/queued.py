@@ -110,7 +110,7 @@ class Engine(ABC):
         self._model, self._tasks = model, tasks
         self._tokenizer, self._max_waiting = tokenizer, max_waiting
         self._waiting, self._running = Turns(), Turns()
-        self._steps = self._tokens = 0
+        self._steps = 0
         self._turn = turn or Turn()
         self._turn.counted = self._counters()
         self._closed = False
@@ -148,13 +148,7 @@ class Engine(ABC):
     def load(self) -> Load:
         """Return the present load."""
         with self._changed:
-            return Load(
-                running=len(self._running),
-                waiting=len(self._waiting),
-                steps=self._steps,
-                tokens=self._tokens,
-                rows=self._turn.counted.rows,
-            )
+            return Load(running=len(self._running), waiting=len(self._waiting), steps=self._steps)
 
     def close(self, *, interrupt: Callable[[], None] | None = None) -> None:
         """Refuse new requests, cancel the others, and stop. `interrupt`: ends a step that waits for a provider, such as

@@ -199,13 +199,8 @@ Sink = Callable[[Event], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The load of an engine: what `/metrics` and `/health` say. `memory`, `memory_limit`: bytes of keys and values,
-    cached ones included. `steps`, `tokens`, `rows`: totals since the start."""
+    """The load of an engine: numbers of requests, and of all steps since the start."""
 
-    running: int = 0
-    waiting: int = 0
-    memory: int = 0
-    memory_limit: int = 0
-    steps: int = 0
-    tokens: int = 0
-    rows: int = 0
+    running: int
+    waiting: int
+    steps: int

@@ -163,8 +163,8 @@ class Sequence:
             logits = len(tokens) if reads else int(done + len(tokens) == len(self.tokens))
         return NextTokens(kv=self.kv, tokens=tokens, adapter=self.request.adapter, logits=logits)
 
-    def take(self, rows: NextTokens, output: Output) -> int:
-        """Process the results of `rows`. Returns the number of new tokens."""
+    def take(self, rows: NextTokens, output: Output) -> None:
+        """Process the results of `rows`."""
         assert self.kv is not None
         done, known = self.kv.length, len(self.tokens)
         if known > len(self.request.prompt):  # as long as the guess is right, take the token of the next row
@@ -173,7 +173,7 @@ class Sequence:
                     break
             self._passed()
             self.kv.truncate(len(self.tokens) - 1)  # after the end, the last token is computed again and again
-            return len(self.tokens) - known
+            return
         top = self.request.sampling.prompt_logprobs
         if top is not None:
             # the last token of the prompt has no following token
@@ -184,14 +184,13 @@ class Sequence:
             for row in output.hidden.double():
                 self._sum = row if self._sum is None else self._sum + row
         if done < known:
-            return 0
+            return
         if self.request.pooling is not None:
             self.embedded(output.hidden[-1] if self._sum is None else (self._sum / done))
-            return 0
+            return
         self._sink(Started(prompt_logprobs=tuple(self._prompt_logprobs if top is not None else ())))
         if self.request.max_tokens == 0:
             self.finish = "length"
-            return 0
+            return
         self._add(output.logits[-1])
         self._passed()
-        return 1

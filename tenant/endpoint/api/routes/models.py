@@ -1,12 +1,11 @@
-"""`/v1/models`, `/health`, `/ready` and `/metrics`."""
+"""`/v1/models`, `/health` and `/ready`."""
 
 from typing import Any, Literal
 
-from fastapi import APIRouter, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from fastapi import APIRouter, Request
 
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.api.service import endpoint_of, sees_all
+from tenant.endpoint.api.service import endpoint_of
 
 router = APIRouter()
 open_router = APIRouter()
@@ -24,16 +23,6 @@ async def model(model: str, http: Request) -> dict[str, Any]:
     service = endpoint_of(http).service
     service.adapter(model)
     return next(one for one in service.models() if one["id"] == model)
-
-
-@router.get("/metrics", response_model=None)
-async def metrics(http: Request) -> Response:
-    """Return figures for Prometheus, to the first key."""
-    if not sees_all(http):
-        raise ApiError(
-            403, "lengths of other keys' texts follow from these figures; ask with the first key", code="key"
-        )
-    return Response(endpoint_of(http).metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @open_router.get("/health")

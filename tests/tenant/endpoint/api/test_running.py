@@ -11,7 +11,6 @@ from hypothesis import given, strategies as st
 from symbiosis_priv.errors import CheckpointError, QuarantinedError, SymbiosisError, UnsupportedMethodError
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.running import Running
-from tenant.endpoint.api.service import EndpointMetrics
 from tenant.endpoint.engine.requests import Done, EngineRequest, Event, Failed, RequestLedger, Sink, Token
 from tests.tenant.endpoint.api.conftest import Served
 
@@ -40,7 +39,6 @@ def made(engine: Any, requests: int = 1, keys: int = 1) -> Running:
     endpoint: Any = SimpleNamespace(
         service=SimpleNamespace(engine=engine),
         settings=SimpleNamespace(keys=("sk",) * keys),
-        metrics=EndpointMetrics(engine),
     )
     return Running(endpoint, [REQUEST] * requests)
 

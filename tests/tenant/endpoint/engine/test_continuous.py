@@ -183,7 +183,7 @@ def test_requests_wait_for_memory_and_too_large_ones_are_refused(opened: Open, m
     for one in asked:
         one.done()
     assert running == [1, 1, 1]
-    assert engine.load().memory <= block
+    assert engine._prefixes.bytes <= block
 
 
 def test_a_failed_product_fails_its_requests_and_the_engine_lives(

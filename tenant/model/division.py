@@ -11,22 +11,13 @@ from symbiosis_priv.checkpoints.discovery.linears import experts_of, is_linear, 
 from symbiosis_priv.checkpoints.discovery.skeleton import task_heads
 from symbiosis_priv.checkpoints.layers import is_offloaded
 
-EMBEDDINGS = "embeddings"
-TIED_HEAD = "embeddings that are also the LM head"
-TABLE = "embeddings, for look-ups (as the LM head they are offloaded)"
-EXPERTS = "experts"
-ROUTERS = "routers of experts"
-HEADS = "heads of the task"
-CONVOLUTIONS = "convolutions"
-UNREACHED = "linears that the trace does not reach"
 OTHERS = "norms, biases and others"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
     """The parameters of a model, by the party that holds them. `offloaded`: number of parameters that providers hold.
-    `kept`: number of parameters that stay with the tenant, by their kind (a constant of this module), the largest
-    first."""
+    `kept`: number of parameters that stay with the tenant, by their kind, the largest first."""
 
     offloaded: int
     kept: Mapping[str, int]
@@ -53,14 +44,15 @@ def division(model: PreTrainedModel, members: Iterable[str]) -> Division:
     modules = dict(model.named_modules())
     ties = model.all_tied_weights_keys  # on the meta device, tied modules have parameters of their own
     # the kinds of the modules that are kept because of their place in the model
-    kinds = dict.fromkeys(task_heads(model), HEADS)
+    kinds = dict.fromkeys(task_heads(model), "heads of the task")
     experts = tuple(experts_of(model))
     for name in routed_modules(model):
-        kinds[name] = EXPERTS if name.startswith(experts) else ROUTERS
+        kinds[name] = "experts" if name.startswith(experts) else "routers of experts"
     owners = [[name.rpartition(".")[0] for name in tie] for tie in ties.items()]
     tables = {source for target, source in owners if target in names}
     for target, source in owners:
-        kinds |= dict.fromkeys((target, source), TABLE if source in tables else TIED_HEAD)
+        kind = "for look-ups (as the LM head they are offloaded)" if source in tables else "that are also the LM head"
+        kinds |= dict.fromkeys((target, source), f"embeddings {kind}")
     every = dict(model.named_parameters(remove_duplicate=False))
     kept: Counter[str] = Counter()
     offloaded = 0
@@ -74,8 +66,8 @@ def division(model: PreTrainedModel, members: Iterable[str]) -> Division:
         elif owner in kinds:
             kept[kinds[owner]] += parameter.numel()
         elif is_linear(modules[owner]):
-            kept[UNREACHED] += parameter.numel()
+            kept["linears that the trace does not reach"] += parameter.numel()
         else:
-            other = (nn.Embedding, EMBEDDINGS), (nn.modules.conv._ConvNd, CONVOLUTIONS), (nn.Module, OTHERS)
+            other = (nn.Embedding, "embeddings"), (nn.modules.conv._ConvNd, "convolutions"), (nn.Module, OTHERS)
             kept[next(kind for base, kind in other if isinstance(modules[owner], base))] += parameter.numel()
     return Division(offloaded=offloaded, kept=dict(kept.most_common()))

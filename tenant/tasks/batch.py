@@ -42,7 +42,7 @@ class Composition:
         self.layers = frozenset(layer for adapter in adapters.values() for layer in adapter.layers)
         self._adapters, self._block = adapters, block
         self._plans: dict[tuple[str, torch.device], _Plan] = {}
-        self._places: dict[tuple[object, ...], _Places] = {}
+        self._places: dict[tuple[object, ...], _Places] = {}  # layers with the same tasks share tensors
         self._needed: dict[tuple[object, ...], tuple[Tensor, dict[str, Tensor]]] = {}
 
     def plan(self, name: str, device: torch.device) -> _Plan:
@@ -69,10 +69,11 @@ class Composition:
         if places is None:
             places = self._places[members, device] = self._placed(members, rest, device)
         sections = []
-        for (kind, _, _), tasks, part in zip(groups, members, places.sections, strict=True):
+        parts, rest_rows, order = places
+        for (kind, _, _), tasks, part in zip(groups, members, parts, strict=True):
             layers = [self._adapters[task].layers[name] for task in tasks]
             sections.append(_Section(kind(layers, block=self._block), part))
-        plan = self._plans[name, device] = _Plan(sections, places.rest, places.order)
+        plan = self._plans[name, device] = _Plan(sections, rest_rows, order)
         return plan
 
     def needed(
@@ -114,10 +115,10 @@ class Composition:
         parts = [[row for task in tasks for row in self._rows[task]] for tasks in (*groups, rest)]
         order = list(itertools.chain.from_iterable(parts))
         if groups and order == parts[0] == list(range(self.count)):
-            return _Places([None], None, None)
+            return [None], None, None
         *sections, without = (torch.tensor(rows, dtype=torch.long, device=device) for rows in parts)
         places = torch.tensor(order, dtype=torch.long, device=device).argsort()
-        return _Places(sections, without if len(without) else None, places)
+        return sections, without if len(without) else None, places
 
 
 class Batch:
@@ -224,10 +225,8 @@ def _state(x: Tensor) -> tuple[object, ...]:
     return None if x.is_inference() else x._version, torch.is_grad_enabled()
 
 
-class _Places(NamedTuple):
-    sections: Sequence[Tensor | None]
-    rest: Tensor | None
-    order: Tensor | None
+_Places = tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]
+"""The rows of each section, those without an adapter, and the position of each row among both."""
 
 
 class _Section(NamedTuple):

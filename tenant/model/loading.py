@@ -60,7 +60,6 @@ text repeats itself."""
 _COMPARE_YOURSELF = (
     "Compare its outputs on inputs of your own, with and without RemoteConfig(masking='simulate') (docs/same-model.md)"
 )
-_NEXT_TOKEN = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 def load_model(
@@ -165,7 +164,7 @@ def is_classifier(kind: type[PreTrainedModel]) -> bool:
 
 
 def is_language_model(kind: type[PreTrainedModel]) -> bool:
-    return kind.__name__ in _NEXT_TOKEN
+    return kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def check_reads_text(kind: type[PreTrainedModel]) -> None:

@@ -147,13 +147,11 @@ class Adapter:
                 "diff pruning adds a penalty to the model's own loss while it learns which weights change; train this "
                 "task with PEFT alone, and register the saved folder"
             )
-        for layer in self.layers.values():
-            if isinstance(layer, BaseTunerLayer):
-                base = layer.get_base_layer()
-                base.forward = partial(_run_base, base)
         of_base: set[int] = set()
         for layer in self.layers.values():
             base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer.original_module
+            if isinstance(layer, BaseTunerLayer):
+                base.forward = partial(_run_base, base)
             named = (*base.named_parameters(), *base.named_buffers())
             of_base |= {id(tensor) for name, tensor in named if not name.startswith("moved.")}
         every = (tensor for layer in self.layers.values() for tensor in (*layer.parameters(), *layer.buffers()))

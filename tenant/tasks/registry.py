@@ -31,17 +31,10 @@ _active: ContextVar[tuple[tuple[Tasks, Batch], ...]] = ContextVar("active", defa
 
 @dataclass(frozen=True, kw_only=True)
 class TaskInfo:
-    """The state of one task.
-
-    Args:
-        method: the PEFT method in capitals.
-        folder: the PEFT folder; None for a task that was never saved.
-        bytes: memory of the loaded adapter and its sparse patterns; 0 if it is not loaded.
-    """
+    """A task's name, its PEFT method in capitals, and the bytes of its loaded adapter; 0 if it is not loaded."""
 
     name: str
     method: str
-    folder: Path | None
     bytes: int
 
 
@@ -119,12 +112,8 @@ class Tasks:
         with self._lock:
             source, loaded = self._source(name), self._loaded.get(name)
             kind = source.method if isinstance(source, TaskFolder) else source.peft_type
-            return TaskInfo(
-                name=name,
-                method=str(getattr(kind, "value", kind)).upper(),
-                folder=source.folder if isinstance(source, TaskFolder) else None,
-                bytes=0 if loaded is None else loaded.bytes,
-            )
+            method = str(getattr(kind, "value", kind)).upper()
+            return TaskInfo(name=name, method=method, bytes=0 if loaded is None else loaded.bytes)
 
     def __contains__(self, name: object) -> bool:
         return name in self._sources

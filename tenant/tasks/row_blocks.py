@@ -14,7 +14,6 @@ A torch function mode delays each call of torch, and a step of a Llama makes 50 
 the mode only in modules that call such functions: activations, rotary embeddings and the LM head.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,8 +25,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from symbiosis_priv.native import can_multiply, linear
-
-log = logging.getLogger(__name__)
 
 ROWS = 8
 """Rows of a block."""
@@ -87,8 +84,6 @@ class RowBlocks(TorchFunctionMode):
         size = self._sizes.get(key)
         if size is None:
             size = self._sizes[key] = 1 if _place_matters(func, args, at, kwargs) else ROWS
-            if size == 1:
-                log.info("%s of rows %s: one row at a time", func.__name__, list(rows.shape[1:]))
         missing = -count % size
         if missing or not rows.is_contiguous():
             filled = rows.new_zeros((count + missing, *rows.shape[1:]))

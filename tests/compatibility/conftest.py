@@ -56,16 +56,6 @@ class Architecture:
     """Names of the modules that get an adapter. (PEFT counts a new classification head as a linear.)"""
 
     @property
-    def loader(self) -> Any:
-        """The class that loads the model on the tenant."""
-        kinds = {
-            "CAUSAL_LM": "AutoModelForCausalLM",
-            "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
-            "SEQ_CLS": "AutoModelForSequenceClassification",
-        }
-        return getattr(transformers, kinds[self.task])
-
-    @property
     def generates(self) -> bool:
         return self.task != "SEQ_CLS"
 
@@ -143,7 +133,10 @@ class Pair:
         try:
             model = self._train(attempt, split=split, steps=2 if whole else 1)
             if whole:
-                self._save(attempt, folder, model)
+                attempt.logits = self.logits(model)
+                model.save_pretrained(str(folder))
+                if self.architecture.generates:
+                    attempt.tokens = self._generate(model)
                 self._go_home(attempt, folder)
         except Exception as error:  # PEFT's own code, on a model that it may not support
             attempt.error = error
@@ -159,21 +152,15 @@ class Pair:
             options["target_modules"] = self.architecture.norms
         elif "target_modules" in options:
             options["target_modules"] = self.architecture.linears
-        if self.kind == "XLORA":
-            options["adapters"] = {name: str(self._lora(name)) for name in ("0", "1")}
+        if self.kind == "XLORA":  # it mixes saved LoRAs
+            options["adapters"] = {name: str(self.folder / f"lora {name}") for name in ("0", "1")}
+            for name, folder in options["adapters"].items():
+                random: Any = {"target_modules": self.architecture.linears, "r": 4, "init_lora_weights": False}
+                seed(4 + int(name))
+                lora = peft.LoraConfig(task_type=self.architecture.task, **random)
+                get_peft_model(self.base(split=False), lora).save_pretrained(folder)
         config: PeftConfig = kind(task_type=self.architecture.task, **options)
         return config
-
-    def _lora(self, name: str) -> Path:
-        """Save a LoRA, because X-LoRA mixes saved LoRAs. Returns its folder."""
-        folder = self.folder / f"lora {name}"
-        if not folder.exists():
-            lora = peft.LoraConfig(task_type=self.architecture.task, target_modules=self.architecture.linears, r=4)
-            base = self.base(split=False)
-            lora.init_lora_weights = False
-            seed(4 + int(name))
-            get_peft_model(base, lora).save_pretrained(str(folder))
-        return folder
 
     def _train(self, attempt: Attempt, *, split: bool, steps: int) -> Any:
         base = self.base(split=split)
@@ -200,12 +187,6 @@ class Pair:
             optimizer.step()
             optimizer.zero_grad()
         return model
-
-    def _save(self, attempt: Attempt, folder: Path, model: Any) -> None:
-        attempt.logits = self.logits(model)
-        model.save_pretrained(str(folder))
-        if self.architecture.generates:
-            attempt.tokens = self._generate(model)
 
     def _go_home(self, attempt: Attempt, folder: Path) -> None:
         """Load the saved adapter into a plain model: same logits, and the generated tokens are its first choices."""
@@ -245,11 +226,18 @@ class Pair:
         return bool((chances.amax(-1) - chosen <= TOLERANCE * effect).all())
 
 
+KINDS: dict[str, Any] = {
+    "CAUSAL_LM": transformers.AutoModelForCausalLM,
+    "SEQ_2_SEQ_LM": transformers.AutoModelForSeq2SeqLM,
+    "SEQ_CLS": transformers.AutoModelForSequenceClassification,
+}
+
+
 @functools.cache
 def load(architecture: Architecture, checkpoint: Path, split: bool) -> Any:
     options: dict[str, Any] = {"quantization_config": RemoteConfig(masking="simulate")} if split else {}
     torch.manual_seed(2)  # the warning about a head that the checkpoint does not have
-    return architecture.loader.from_pretrained(checkpoint, dtype=torch.float32, **options).eval()
+    return KINDS[architecture.task].from_pretrained(checkpoint, dtype=torch.float32, **options).eval()
 
 
 def logits_of(architecture: Architecture, model: Any, **extra: Any) -> Tensor:
@@ -310,11 +298,6 @@ def new_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], P
         return Pair(ARCHITECTURES[architecture], method, checkpoint=checkpoint(architecture), folder=folder)
 
     return make
-
-
-@pytest.fixture
-def pair(names: tuple[str, str], new_pair: Callable[[str, str], Pair]) -> Pair:
-    return new_pair(*names)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

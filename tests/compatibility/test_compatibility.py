@@ -58,9 +58,9 @@ def found(pytestconfig: pytest.Config) -> Iterator[Table]:
 
 
 def test_each_pair_gives_the_result_in_the_table(
-    pair: Any, names: tuple[str, str], found: Table, pytestconfig: pytest.Config
+    new_pair: Callable[[str, str], Any], names: tuple[str, str], found: Table, pytestconfig: pytest.Config
 ) -> None:
-    cell = pair.found()
+    cell = new_pair(*names).found()
     if pytestconfig.getoption("compatibility") != "write":
         assert cell == found[names]
     found[names] = cell

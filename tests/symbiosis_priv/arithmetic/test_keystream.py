@@ -9,7 +9,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from numpy.typing import NDArray
 
 from symbiosis_priv.arithmetic.keystream import MAX_ROW, Keystream, Seed, StreamKey, derive, expand, mask_key
@@ -52,6 +52,7 @@ def test_expand_is_aes_ctr(key: StreamKey, first_row: int, rows: int, width: int
 STEPS = st.tuples(st.integers(0, 3) | first_rows, st.integers(0, 4), st.sampled_from(["expand", "add", "make ahead"]))
 
 
+@example(key=KEY, width=5, steps=[(0, 1, "make ahead"), (1, 1, "add")])
 @given(key=keys, width=drawn.widths(), steps=st.lists(STEPS, max_size=20))
 def test_a_keystream_gives_the_requested_rows_whatever_was_made_before(
     key: StreamKey, width: int, steps: list[tuple[int, int, str]]

@@ -102,11 +102,12 @@ class ListeningProvider(ScriptedProvider):
                 connection.settimeout(None)
                 with self._lock:
                     self.lines.append(connection)
-                end = Sealed(connection)
-                while not self.closing.is_set():
-                    prefix = _exactly(connection, wire.PREFIX.size)
+                end, received = Sealed(connection), connection.makefile("rb")
+                while not self.closing.is_set() and len(prefix := received.read(wire.PREFIX.size)) == wire.PREFIX.size:
                     rest = sum(wire.decode_prefix(prefix, max_payload=self._max_payload))
-                    reply = self.hear(prefix + _exactly(connection, rest), end)()
+                    if len(data := received.read(rest)) < rest:
+                        return
+                    reply = self.hear(prefix + data, end)()
                     if reply is None:
                         return
                     if isinstance(reply, Silence):
@@ -124,16 +125,6 @@ def served_model(store: WeightStore) -> ServedModel:
 @functools.lru_cache(maxsize=64)
 def _context(identity: Identity, authority: Identity) -> ssl.SSLContext:
     return server_context(certificate=identity.certificate, key=identity.key, tenant_authority=authority.certificate)
-
-
-def _exactly(connection: ssl.SSLSocket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise ConnectionResetError
-        data += part
-    return bytes(data)
 
 
 # Products

@@ -298,13 +298,18 @@ def test_closing_ends_the_wait_for_executors(new_provider: NewProvider, new_sess
 # Layers
 
 
-def test_an_executor_that_has_moved_is_asked_for_the_layers_that_it_states_itself(scripted: Scripted) -> None:
-    """A registry still lists the range before the move."""
-    low, moved = scripted.new_provider(layers="0"), scripted.new_provider(layers="1")
-    session = scripted.new_session("pad", [low], [scripted.new_provider()])
-    session.routes.update([dataclasses.replace(moved.peer("executor"), layers=LayerRange.parse("0"))])
-    assert all_right(session)
+def test_an_executor_that_joins_is_asked_for_the_layers_that_it_states_itself(scripted: Scripted) -> None:
+    """A registry still lists the range before a move. No executor joins that is a party already, or of a helper's
+    company."""
+    low, moved, own = scripted.new_provider(layers="0"), scripted.new_provider(layers="1"), scripted.new_provider()
+    session = scripted.new_session("pad", [low], [scripted.helper.peer("helper", operator="Beta")])
+    listed = dataclasses.replace(moved.peer("executor"), layers=LayerRange.parse("0"))
+    party = scripted.helper.peer("executor", name="other")
+    session.routes.update([party, own.peer("executor", operator=" beta"), listed])
+    for _ in range(3):
+        assert all_right(session)
     assert {h.request.group for h in moved.executed} == set(range(4, 9))
+    assert scripted.helper.executed == own.executed == []
 
 
 def test_unserved_layers_are_an_error_before_anything_is_sent(scripted: Scripted) -> None:
@@ -371,15 +376,6 @@ def test_another_executor_joins_while_the_last_one_of_some_layers_is_waited_for(
     assert all_right(session)
     assert len(high.heard) == heard
     assert all(figures.name != f"executor {high.port}" for figures in session.ledger().providers)
-
-
-def test_no_executor_joins_that_is_already_a_party_or_of_a_helpers_company(scripted: Scripted) -> None:
-    helper, stranger = scripted.new_provider(), scripted.new_provider()
-    session = scripted.new_session("pad", helpers=[helper.peer("helper", operator="Beta")])
-    session.routes.update([helper.peer("executor", name="other"), stranger.peer("executor", operator=" beta")])
-    for _ in range(3):
-        assert all_right(session)
-    assert helper.executed == stranger.executed == []
 
 
 def test_layers_that_the_file_leaves_out_are_an_immediate_error(

@@ -1,21 +1,13 @@
 """The launcher: providers start, stop, restart at the same address, and leave nothing behind."""
 
-import os
 from pathlib import Path
 
 import pytest
+from psutil import pid_exists
 
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.harness.local import LocalFederation
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_providers_restart_at_their_address_others_join_and_all_end_with_the_block(
@@ -50,4 +42,4 @@ def test_providers_restart_at_their_address_others_join_and_all_end_with_the_blo
         assert load_federation(local.federation).executors[:2] == (one, two)
         assert load_federation(local.federation).executors[2].layers == two.layers
         pids = [before, *map(local.pid, local.names)]
-    assert not any(is_running(pid) for pid in pids if pid is not None)
+    assert not any(pid_exists(pid) for pid in pids if pid is not None)

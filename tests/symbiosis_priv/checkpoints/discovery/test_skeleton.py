@@ -2,6 +2,7 @@
 for images, video and sound."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -120,52 +121,24 @@ def test_linears_that_are_tied_or_that_the_model_writes_to_stay(architecture: st
     assert {name.rpartition(".")[2] for name in names - offloaded} == set(KEPT[architecture].split())
 
 
-class Same(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        product = input @ self.weight.T
-        return product if self.bias is None else product + self.bias
+PRODUCT = nn.Linear.forward
+FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "same": lambda self, x: x @ self.weight.T + (0 if self.bias is None else self.bias),
+    "twice": lambda self, x: 2 * PRODUCT(self, x),
+    "noisy": lambda self, x: PRODUCT(self, x + torch.rand_like(x) if self.training else x),
+    "single": lambda self, x: nn.functional.linear(x.float(), self.weight.float(), self.bias),
+    "router": lambda self, x: (PRODUCT(self, x), PRODUCT(self, x).argmax(-1)),
+    "grouped": lambda self, x: nn.functional.linear(x.view(len(x), 2, -1), self.weight.view(2, -1, 4), self.bias),
+}
 
 
-class Twice(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return 2 * super().forward(input)
-
-
-class Noisy(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input + torch.rand_like(input) if self.training else input)
-
-
-class Single(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return nn.functional.linear(input.float(), self.weight.float(), self.bias)
-
-
-class Router(nn.Linear):
-    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        y = super().forward(input)
-        return y, y.argmax(-1)
-
-
-class Grouped(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return nn.functional.linear(input.view(len(input), 2, -1), self.weight.view(2, -1, 4), self.bias)
-
-
-def test_a_subclass_is_a_linear_if_it_computes_the_same_product() -> None:
-    for bias in (False, True):
-        for kind, linear in {
-            Same: True,
-            Twice: False,
-            Noisy: False,
-            Single: False,
-            Router: False,
-            Grouped: False,
-        }.items():
-            module = kind(6, 8, bias=bias, device="meta")
-            assert is_linear(module) is linear, kind
-            assert module.weight.is_meta
-            assert (module.in_features, module.training) == (6, True)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_subclass_is_a_linear_if_it_computes_the_same_product(name: str, bias: bool) -> None:
+    module = type("Linear", (nn.Linear,), {"forward": FORWARDS[name]})(6, 8, bias=bias, device="meta")
+    assert is_linear(module) is (name == "same")
+    assert module.weight.is_meta
+    assert (module.in_features, module.training) == (6, True)
 
 
 def test_cross_attention_is_not_fused_over_blocks(tmp_path: Path) -> None:

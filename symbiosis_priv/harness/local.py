@@ -151,8 +151,8 @@ class LocalFederation:
 
     def start(self) -> Self:
         """Issue certificates, start every provider, write `federation.toml`. Raises `ConfigError`: a provider ended
-        during its start (the message quotes its log), or `layers` names no provider; `DeadlineExceededError`: a
-        provider was not ready in time; and the errors of `WeightStore.manifest` and `create_authority`."""
+        during its start, and the message quotes its log; `DeadlineExceededError`: a provider was not ready in time; and
+        the errors of `WeightStore.manifest` and `create_authority`."""
         store = WeightStore(self.model, weight_bits=self.weight_bits, scope=self.scope, cache=self.cache)
         self._digest = store.manifest().digest  # here, once: providers find it in the cache
         self._authority = create_authority(self._keys)
@@ -162,8 +162,6 @@ class LocalFederation:
             for i in range(count):
                 name = role if count == 1 else f"{role}-{i + 1}"
                 self._make(name, role, self.layers.get(name))
-        for name in self.layers:
-            self._provider(name)
         deadline = time.monotonic() + self.deadline_s
         try:
             if (service := self._registry) is not None:
@@ -185,8 +183,7 @@ class LocalFederation:
 
     def add(self, name: str, role: Role = "executor", *, layers: str | None = None, listed: bool = True) -> None:
         """Start one more provider and add it to `federation.toml`, or if it is not `listed`, only to the registry. It
-        serves all layers if `layers` is None. Raises `ConfigError`: the name is taken, or the provider ended during its
-        start, and the message quotes its log; `DeadlineExceededError`: it was not ready in time."""
+        serves all layers if `layers` is None. Raises what `start` raises, and `ConfigError`: the name is taken."""
         if name in self._providers:
             raise ConfigError(f"there is a provider {name!r} here: give the new one a name of its own")
         provider = self._make(name, role, layers, listed=listed)

@@ -31,11 +31,8 @@ from symbiosis_priv.native import Isa, for_each_slice, slices_of
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight matrix in the layout of some kernels: one plain tensor, so that it can be mapped from disk and shared.
-
-    `layout` is the `Kernel.layout` of the kernels that can read it. `data` is contiguous int8, int16 or float16. The
-    weight is `[outputs, inputs]`.
-    """
+    """A weight matrix `[outputs, inputs]` in the layout of some kernels: a contiguous tensor of int8 or int16, so that it
+    can be mapped from disk and shared."""
 
     layout: str
     outputs: int
@@ -52,8 +49,7 @@ class Packed:
 
 
 PayloadProduct = Callable[[int, int], None]
-"""Computes a product from the payload of a request, given its address, to the payload of the answer, given the address
-of its memory. Both are as `wire.Encoding` says."""
+"""Computes a product from the payload of a request to that of its answer (`wire.Encoding`), given both addresses."""
 
 
 class Kernel(ABC):
@@ -93,8 +89,7 @@ class Kernel(ABC):
         return replace(packed, outputs=stop - start, data=data)
 
     def prepare(self, packed: Packed, results: Path | None = None) -> None:  # noqa: B027
-        """Do the work that the first products with these weights, on their device, would otherwise wait for. What was
-        measured is kept in the file of results, if there is one."""
+        """Do what the first products with these weights would wait for. `results`: a file for what was measured."""
 
     @abstractmethod
     def product(

@@ -68,8 +68,8 @@ class Source:
         return any(checkpoint.is_widened(name) for _, name in self.parts)
 
     def matrices(self, checkpoint: Checkpoint, parameter: str, count: int) -> list[Callable[[], Tensor]]:
-        """Ways to read each of the `count` matrices of a stack, `parameter[i]`, alone, so that the stack is not in
-        memory where its matrices are stored one by one, or in 8 or 4 bits. Raises what `read` raises."""
+        """Ways to read each of the `count` matrices of a stack alone, so that the stack is not in memory where they are
+        stored one by one, or in 8 or 4 bits. Raises what `read` raises."""
         joining, *others = self.converter.operations if self.converter else (None,)
         by_pattern: dict[str | None, list[str]] = {}
         for pattern, name in self.parts:
@@ -126,9 +126,9 @@ class Source:
 
 
 class StoredNames:
-    """Maps the tensors of a checkpoint to parameters. Some checkpoints omit the base model's prefix or add it, and some
-    modules were renamed after a checkpoint was written (GPT-NeoX's `embed_out` is `lm_head` now). Some store the
-    matrices of experts one by one. The rules of transformers decide, so all readers agree."""
+    """Maps the tensors of a checkpoint to parameters by the rules of transformers, so all readers agree. Checkpoints
+    omit the base model's prefix or add it, use earlier names of modules, or store the matrices of experts one by one.
+    """
 
     def __init__(self, model: PreTrainedModel, groups: Iterable[GroupSpec]) -> None:
         rules = get_model_conversion_mapping(model)
@@ -283,8 +283,8 @@ _kept: OrderedDict[tuple[str, Scope], Skeleton] = OrderedDict()
 
 def discover(path: Path, scope: Scope = DEFAULT_SCOPE) -> Skeleton:
     """Find the layer groups of the checkpoint in `path` that are in `scope`, from its config.json. Raises
-    `UnsupportedModelError`: the architecture is unknown to transformers or cannot be split, or the weights are
-    stored in a form that is not read."""
+    `UnsupportedModelError`: the architecture is unknown or cannot be split, or weights are in a form that is not read.
+    """
     config = load_config(path)
     settings = _settings(config)
     skeleton = _kept.pop((settings, scope), None) or traced(config, scope)

@@ -1,8 +1,8 @@
 """Finds the calls of linears and experts, with their inputs, by running a model without its weights.
 
-The inputs are small, and are made by the names of a function's parameters; sizes come from the configuration. A
-configuration does not say which of several layouts a model takes (one image, tiles of an image, patches, a spectrogram
-in either order). So each layout is offered in turn, and the first that the model accepts is used.
+The inputs are small, and are made by the names of a function's parameters; sizes come from the configuration. It does
+not say which of several layouts a model takes (one image, tiles, patches, a spectrogram in either order), so each is
+offered in turn, and the first that the model accepts is used.
 """
 
 import inspect
@@ -200,10 +200,9 @@ class Call:
 
 def trace_calls(model: PreTrainedModel, modules: dict[str, nn.Module]) -> tuple[list[Call], set[str]]:
     """Run a model and, where this leaves modules out, its parts: once in inference and once in training. The forward
-    pass of experts is replaced, because it depends on the values of routes. `modules` are the linears and the modules
-    of expert stacks to look for, by name. Returns the first call of every module in inference, in order; and the names
-    of modules whose parameters the model also uses outside such calls, which therefore cannot be offloaded. Raises
-    `UnsupportedModelError`: the model cannot be run without weights."""
+    pass of experts is replaced, because it depends on routes. `modules` are the linears and the modules of expert
+    stacks to look for, by name. Returns the first call of every module in inference, in order; and the names of modules
+    whose parameters the model also uses otherwise. Raises `UnsupportedModelError`: it cannot be run without weights."""
     trace = _Trace(model, modules)
     handles = [m.register_forward_pre_hook(partial(trace.enter, n), with_kwargs=True) for n, m in modules.items()]
     handles += [m.register_forward_hook(trace.leave, always_call=True) for m in modules.values()]
@@ -295,8 +294,7 @@ def _leaves(values: Iterable[Any]) -> Iterator[Any]:
 
 def _run_all(model: PreTrainedModel, trace: _Trace) -> list[_Run]:
     """Run the model on its main input, then on all its inputs, and then each part that no run has reached. Returns the
-    runs without an error. Models of several modalities skip the towers that get no input, and require as many image
-    tokens as there are features. So functions such as `get_image_features` run on their own."""
+    runs without an error. Models skip towers that get no input, so functions such as `get_image_features` run alone."""
     runs: list[_Run] = []
     failures: list[str] = []
 

@@ -4,13 +4,11 @@
 `[sys.executable, "-m", MODULE, ...]`, a script or `-c`. A fork needs some tenths of a second of CPU, and a new process
 two to five seconds.
 
-The first use starts the parent of the forks; the workers of pytest-xdist share it. It imports `LIBRARIES` and a
-provider's modules, starts no thread, and imports no module of a tenant, so that no fork has a copy of a tenant's object
-(rule 12). A client opens a connection for each process: it sends the command and its files, and receives the process
-id, and later the exit status. Providers that a fork starts are forks, too; its other processes are ordinary ones.
-
-Tests of how a process starts or ends (`--help` without torch, rule 12, a script that closes nothing) start new
-processes.
+The first use starts the parent of the forks; the workers of pytest-xdist share it. It imports `LIBRARIES`, starts no
+thread, and imports no module of a tenant, so that no fork has a copy of a tenant's object (rule 12). A client opens a
+connection for each process: it sends the command and its files, and receives the process id, and later the exit status.
+Providers that a fork starts are forks, too; its other processes are ordinary ones. Tests of how a process starts or
+ends start new processes.
 """
 
 import atexit

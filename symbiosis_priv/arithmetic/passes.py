@@ -158,12 +158,14 @@ class Buffers:
         # by length; the block that was unused for longest comes first
         self._free: defaultdict[int, deque[mmap.mmap]] = defaultdict(deque)
         self._ages: OrderedDict[int, mmap.mmap] = OrderedDict()  # all blocks by identity, in the same order
-        self._lock = threading.RLock()  # reentrant, because a finaliser may run in the middle of `take`
+        self._lock = threading.RLock()  # reentrant, because a finaliser may run in the middle of `array`
 
-    def take(self, size: int) -> NDArray[np.uint8]:
-        """Return an array of `size` bytes. Its memory returns to the pool when the array and all its views are gone."""
-        if size < _SMALL:
-            return np.empty(size, dtype=np.uint8)
+    def array(self, rows: int, columns: int, *, dtype: type[np.generic] = np.int32) -> NDArray[Any]:
+        """Return a contiguous matrix `[rows, columns]`. The dtype has 4 bytes. Its memory returns to the pool when the
+        array and all its views are gone."""
+        size = rows * columns * 4
+        if size < _SMALL:  # numpy allocates in a fifth of torch's time
+            return np.empty((rows, columns), dtype=dtype)
         # one of eight sizes per power of two, so that matrices of similar row counts share buffers
         step = (1 << size.bit_length() - 1) // _STEPS
         length = -(-size // step) * step
@@ -175,14 +177,7 @@ class Buffers:
         block = block or _fresh(length)
         array: NDArray[np.uint8] = np.frombuffer(block, dtype=np.uint8, count=size)
         weakref.finalize(array, self._give_back, block).atexit = False
-        return array
-
-    def array(self, rows: int, columns: int, *, dtype: type[np.generic] = np.int32) -> NDArray[Any]:
-        """Return a contiguous matrix `[rows, columns]` in memory of the pool. The dtype has 4 bytes."""
-        size = rows * columns * 4
-        if size < _SMALL:  # numpy allocates in a fifth of torch's time
-            return np.empty((rows, columns), dtype=dtype)
-        return self.take(size).view(dtype).reshape(rows, columns)
+        return array.view(dtype).reshape(rows, columns)
 
     def matrix(self, rows: int, columns: int) -> Tensor:
         """Return a contiguous int32 matrix `[rows, columns]` in memory of the pool."""

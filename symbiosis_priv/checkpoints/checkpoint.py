@@ -168,9 +168,6 @@ class Checkpoint:
         self._files.close()
         self._open.clear()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._parts or (name in self._location and name not in self.parts)
-
     def names(self) -> list[str]:
         return list(self._names)
 

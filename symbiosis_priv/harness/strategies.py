@@ -33,8 +33,6 @@ RING_CORNERS = (0, 1, -1, 2**31 - 1, -(2**31), 0x80, -0x80, 0x7F7F7F7F, -0x7F7F7
 """Both ends of int32, high powers of two, and numbers whose balanced bytes carry."""
 
 # strategies that are made once: Hypothesis examines every new strategy before it draws from it
-_DIRECTIONS: SearchStrategy[Direction] = st.sampled_from(DIRECTIONS)
-_ROW_COUNTS = st.sampled_from(ROW_COUNTS)
 _SEEDS = st.integers(0, 2**32 - 1)
 _FLOAT_KINDS = st.sampled_from(("sparse", "dense", "ordinary", "constant", "one-hot"))
 _FLOATS = st.sampled_from(EXTREMES) | st.floats(allow_nan=False, allow_infinity=False)
@@ -47,13 +45,15 @@ _SOME_FLOATS = st.lists(st.tuples(_SEEDS, _FLOATS), max_size=_SOME)
 _SOME_WORDS = st.lists(st.tuples(_SEEDS, _WORDS), max_size=_SOME)
 
 
+@functools.cache
 def directions() -> SearchStrategy[Direction]:
-    return _DIRECTIONS
+    return st.sampled_from(DIRECTIONS)
 
 
+@functools.cache
 def row_counts() -> SearchStrategy[int]:
     """Number of rows of a request; may be 0."""
-    return _ROW_COUNTS
+    return st.sampled_from(ROW_COUNTS)
 
 
 @st.composite

@@ -31,8 +31,8 @@ from symbiosis_priv.native import Isa, for_each_slice, slices_of
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight matrix `[outputs, inputs]` in the layout of some kernels: a contiguous tensor of int8 or int16, so that it
-    can be mapped from disk and shared."""
+    """A weight matrix `[outputs, inputs]` in the layout of some kernels: a contiguous tensor, so that it can be mapped
+    from disk and shared."""
 
     layout: str
     outputs: int

@@ -72,7 +72,7 @@ def provider(
     tenants: Annotated[
         str, typer.Option(help="How many at once, generating+training+slow, separated by commas.")
     ] = "1+0,16+0,6+0,6+2,6+0+1,8+4,0+8",
-    hidden: Annotated[int, typer.Option(min=8, help="Width of the synthetic model, a multiple of 8.")] = 2048,
+    hidden: Annotated[int, typer.Option(min=8, help="Width of the synthetic model.")] = 2048,
     seconds: Seconds = 8.0,
     threads: Threads = HALF_THE_CORES,
 ) -> Iterator[Row]:
@@ -83,8 +83,6 @@ def provider(
 
     Example: symbiosis-priv bench provider --tenants 1+0,6+2 --hidden 1024
     """
-    if hidden % 8:
-        raise ConfigError("--hidden: write a multiple of 8")
     counts = [re.fullmatch(r"(\d+)\+(\d+)(?:\+(\d+))?", part.strip()) for part in tenants.split(",")]
     scenarios = [Scenario(*(int(number or 0) for number in count.groups())) for count in counts if count is not None]
     if len(scenarios) < len(counts) or not all(scene.generating + scene.training for scene in scenarios):

@@ -108,8 +108,8 @@ LLAMAS: Final = {
 
 
 def small_llama(width: int, *, inner: int) -> Llama:
-    """The shape of a Llama with a layer and four heads, for benchmarks that use its groups without running it."""
-    return Llama(width=width, layers=1, inner=inner, heads=4, key_heads=4, vocabulary=64)
+    """The shape of a Llama with one layer, for benchmarks that use its groups without running it."""
+    return Llama(width=width, layers=1, inner=inner, heads=1, key_heads=1, vocabulary=64)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import fmean
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -51,11 +51,6 @@ _PAD, _FEWER = models.MaskingVariant.parse("pad"), models.MaskingVariant.parse("
 _ALONE, _EIGHT = "split", "split, one of all tenants"
 _GUESSED, _OFFLOADED = "split, two round trips and --draft prompt", "offloaded to disk"
 _SHAPE = models.Llama(width=2048, layers=4, inner=5632)
-_STEP_ROWS: Final = 512
-_WORK: Final[dict[str, tuple[int, tuple[Direction, ...]]]] = {
-    "token": (1, (FORWARD,)),
-    f"step of {_STEP_ROWS} tokens": (_STEP_ROWS, (FORWARD, BACKWARD)),
-}
 
 
 class Answer(NamedTuple):
@@ -258,6 +253,10 @@ def bytes_(folder: Path, progress: Progress, *, masking: Maskings = "pad,pad/24,
     Example: symbiosis-priv bench bytes --masking pad,pad/24
     """
     maskings = models.parse_maskings(masking)
+    works: list[tuple[str, int, list[Direction]]] = [
+        ("token", 1, [FORWARD]),
+        ("step of 512 tokens", 512, [FORWARD, BACKWARD]),
+    ]
     for model, shape in models.LLAMAS.items():
         config = replace(shape, layers=2).config()
         config.architectures = ["LlamaForCausalLM"]
@@ -266,7 +265,7 @@ def bytes_(folder: Path, progress: Progress, *, masking: Maskings = "pad,pad/24,
         specs = [*blocks[0] * (shape.layers - 1), *blocks[1]]
         groups = [GroupEntry(digest="", **vars(group)) for group in specs]
         ordinary = [group for group in groups if group.composed is None]
-        for work, (rows, directions) in _WORK.items():
+        for work, rows, directions in works:
             plain = sum(2 * rows * sum(group.columns(d)) for d in directions for group in ordinary[d == BACKWARD :])
             first = None
             for variant in maskings:

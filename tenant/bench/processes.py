@@ -27,7 +27,6 @@ Q = TypeVar("Q")
 A = TypeVar("A")
 
 _START_S, _STOP_S = 900.0, 10.0
-_PROC = Path("/proc")
 
 
 class Child(Generic[Q, A]):
@@ -154,7 +153,7 @@ def peak_mib(pid: int) -> float:
     """Return the sum of the peak resident memory of a process and each living descendant, in MiB."""
 
     def kib(process: psutil.Process) -> float:
-        lines = (_PROC / str(process.pid) / "status").read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8", errors="replace").split("\n")
         return sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
     return _sum(pid, kib) / 1024

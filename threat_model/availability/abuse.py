@@ -222,7 +222,7 @@ def abuse(
     folder: Path,
     progress: Progress,
     *,
-    hidden: Annotated[int, typer.Option(min=8, help="Width of the synthetic model, a multiple of 8.")] = 2048,
+    hidden: Annotated[int, typer.Option(min=8, help="Width of the synthetic model.")] = 2048,
     seconds: Seconds = 4.0,
     threads: Threads = HALF_THE_CORES,
 ) -> Iterator[Row]:

@@ -35,7 +35,7 @@ from tenant.bench.link import HOST, Condition, Link
 from tenant.bench.many_requests import NoText, answer
 from tenant.bench.options import Maskings, Progress, benchmark
 from tenant.bench.processes import Child, ask_all, check_supported, seconds_of
-from tenant.bench.report import Goal, Row, figure, number, where
+from tenant.bench.report import Goal, Row, figure, where
 from tenant.cli.options import quiet
 from tenant.endpoint.engine.continuous import ContinuousEngine
 from tenant.endpoint.engine.requests import AHEAD, EngineRequest, Sampling
@@ -84,7 +84,7 @@ def network_goals(rows: Sequence[Row]) -> Iterator[Goal]:
     for row in where(rows, way=_ALONE):
         [guessed] = where(rows, way=_GUESSED, condition=row["condition"])
         for name in (short, long, *batches):
-            over = max(number(way[name] or 0) for way in (row, guessed)) / figure(offloaded, name)
+            over = max(float(way[name] or 0) for way in (row, guessed)) / figure(offloaded, name)
             what = name.removesuffix("_per_s").replace("_", " ")
             yield Goal(f"rate, {what}, over offloading's, {row['condition']}", over, at_least=1)
     [alone] = where(rows, way=_ALONE, condition=eight["condition"])

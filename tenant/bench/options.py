@@ -10,7 +10,7 @@ import typer
 
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError, ProtocolError
-from tenant.bench.report import Goal, Row, Table, number, this_run, write
+from tenant.bench.report import Goal, Row, Table, this_run, write
 from tenant.cli.options import Json, quiet, takes
 
 Rows = Annotated[str, typer.Option(help="Rows per call, separated by commas.")]
@@ -76,7 +76,7 @@ def benchmark(
                 terminal.console().print(f"[{style}]{goal.verdict}[/]: {goal.what}: {measured:.3g}, {goal.wanted}")
             if json is not None:
                 write(json, this_run(name, rows, reached))
-            if wrong := sum(int(number(row.get("wrong", 0))) for row in rows):
+            if wrong := sum(int(row.get("wrong") or 0) for row in rows):
                 raise ProtocolError(f"{wrong} answers differ from those that the same tenant received alone")
 
         _, _, *options = inspect.signature(work, eval_str=True).parameters.values()

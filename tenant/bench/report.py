@@ -78,12 +78,6 @@ class ResultFile(msgspec.Struct, frozen=True):
     goals: list[Goal] = []
 
 
-def number(value: Value) -> float:
-    """Return the value, which must be a number."""
-    assert isinstance(value, int | float)
-    return value
-
-
 def percentile(seconds: Sequence[float], q: float, *, unit: float = 1.0) -> float:
     """Return the q-th percentile of some times, in units of `unit` seconds."""
     return float(np.percentile(seconds, q)) / unit

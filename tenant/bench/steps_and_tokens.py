@@ -156,7 +156,7 @@ class Comparison:
 
     def _turn(self, name: str, task: models.Work) -> tuple[list[models.Cost], list[float]]:
         """Let one tenant run a task while the others wait. Returns its costs and the CPU seconds of each process."""
-        pids = self._pids(name)
+        pids = self.pids(name)
         before = list(map(cpu_seconds, pids))
         costs = self._tenants[name].ask(task, timeout_s=TURN_S)
         until = time.monotonic() + TURN_S
@@ -170,11 +170,8 @@ class Comparison:
             last = now
         return costs, [after - then for after, then in zip(last, before, strict=True)]
 
-    def peaks_mib(self, name: str) -> list[float]:
-        """Return the peak memory in MiB of a tenant, the executor and the helper."""
-        return list(map(peak_mib, self._pids(name)))
-
-    def _pids(self, name: str) -> list[int]:
+    def pids(self, name: str) -> list[int]:
+        """Return the processes of a tenant, the executor and the helper."""
         return [self._tenants[name].pid, *self._providers]
 
 
@@ -204,7 +201,7 @@ def _measure_step(
     found = running.by_turns(tasks, repeat=repeat, on_turn=on_turn)
     whole, float32 = found[WHOLE], found[_PRODUCTS].cpu_s[0]
     for name in running.names:
-        typical, peaks, split = found[name], running.peaks_mib(name), name != WHOLE
+        typical, peaks, split = found[name], list(map(peak_mib, running.pids(name))), name != WHOLE
         tenant, executor, helper = typical.cpu_s
         yield {
             **_shape(shape),

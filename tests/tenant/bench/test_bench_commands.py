@@ -24,7 +24,7 @@ from tenant.bench.measured_models import (
     remote_config,
     serve_tenant,
 )
-from tenant.bench.report import Row, number, read
+from tenant.bench.report import Row, Value, read
 from tenant.bench.steps_and_tokens import Comparison, comparison
 from tenant.session import tally
 from tenant.session.traffic import of_step, of_token
@@ -56,6 +56,11 @@ def shared(running: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
         yield running
 
     monkeypatch.setattr(steps_and_tokens, "comparison", already)
+
+
+def number(value: Value) -> float:
+    assert isinstance(value, int | float)
+    return value
 
 
 def check_step(rows: list[Row], shown: str) -> None:

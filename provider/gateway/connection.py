@@ -22,10 +22,10 @@ import numpy as np
 
 from provider import logs
 from provider.executor.client import ExecutorRequester
-from provider.executor.queues import ProductRequest
+from provider.executor.queues import NOTHING, ProductRequest
 from provider.gateway import admission
 from provider.gateway.admission import Sizes, Slot, admitted, refuse_bad
-from provider.gateway.frames import NOTHING, Frames, GatewayState
+from provider.gateway.frames import Frames, GatewayState
 from provider.gateway.repeated import Repeated, parts_of
 from provider.gateway.usage import UsageCounts
 from provider.refusal import Refusal

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from provider.config.schema import MIB, SLOWEST_BYTES_PER_S, Limits, ProviderConfig
-from provider.executor.queues import Stages
+from provider.executor.queues import NOTHING, Stages
 from provider.gateway.admission import ByteBudget, Register, Slots
 from provider.gateway.quota import QuotaGate
 from provider.gateway.usage import UsageCounters
@@ -14,7 +14,6 @@ from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.stream import FrameStream
 
-NOTHING = memoryview(b"")
 _DETAIL = 200  # characters of a failure's detail
 _PACED_BYTES = 1 << 20  # the rate of a large payload is checked after each part of this size
 _FIRST_BYTES_S = 3.0  # the minimum rate applies after this time

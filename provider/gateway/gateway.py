@@ -61,12 +61,7 @@ class Gateway:
         )
         self._identified_peers: OrderedDict[tuple[ssl.SSLContext, bytes], AuthenticatedPeer] = OrderedDict()
         self._lock = threading.Lock()
-        self._peers: dict[FrameStream, AuthenticatedPeer] = {}  # the authenticated connections
-
-    @property
-    def connections(self) -> int:
-        """Number of authenticated connections."""
-        return len(self._peers)
+        self.peers: dict[FrameStream, AuthenticatedPeer] = {}  # the authenticated connections
 
     def accept(self, credentials: Credentials) -> None:
         """Accept clients by these credentials from now on. Closes the connections of clients that are not accepted any
@@ -74,7 +69,7 @@ class Gateway:
         with self._lock:
             self._credentials = credentials
             self._identified_peers = OrderedDict()  # drops the cache of the previous authorities, and their context
-            refused = [(stream, peer) for stream, peer in self._peers.items() if credentials.refusal(peer)]
+            refused = [(stream, peer) for stream, peer in self.peers.items() if credentials.refusal(peer)]
         for stream, peer in refused:
             log.warning("hung_up_on", tenant=str(peer.tenant), reason="revoked")
             shut(stream.raw)
@@ -117,7 +112,7 @@ class Gateway:
             reason = "broken_frame"
         finally:
             with self._lock:
-                self._peers.pop(stream, None)
+                self.peers.pop(stream, None)
         log.often("connection_closed", tenant=str(peer.tenant), reason=reason)
 
     def _serve(self, stream: FrameStream, peer: AuthenticatedPeer) -> None:
@@ -134,7 +129,7 @@ class Gateway:
         with self._lock:
             if refused := refusal():
                 raise refused  # `renew` must not close a connection that is sent its refusal
-            self._peers[stream] = peer
+            self.peers[stream] = peer
         state.register.count_visit(tenant)
         with state.slots.taken(tenant, close) as slot, ExecutorRequester(self._executor) as executor:
             Connection(stream, tenant=tenant, state=state, executor=executor, slot=slot, refusal=refusal).serve()

@@ -24,7 +24,6 @@ from provider.executor.queues import Histogram
 from provider.gateway.listener import Listener, UnauthenticatedConnection
 from provider.gateway.usage import COUNTED
 from provider.operations.status import Status
-from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.network.addresses import names_host, parse_address
 
 log = logs.EventLog(__name__)
@@ -123,12 +122,9 @@ class MetricsServer:
         self.status = status
         host, _ = parse_address(listen)
         self.hosts = frozenset(name.lower() for name in ("localhost", host, *hosts))
-        try:
-            self._listener = Listener(
-                listen, limit=_MOST_CONNECTIONS, greeting_s=_CLIENT_S, greet=lambda _: None, serve=self._serve
-            )
-        except ConfigError as error:
-            raise ConfigError(f"[metrics] {error}") from error
+        self._listener = Listener(
+            listen, limit=_MOST_CONNECTIONS, greeting_s=_CLIENT_S, greet=lambda _: None, serve=self._serve
+        )
         self._listener.start()
 
     @property

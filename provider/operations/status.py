@@ -79,7 +79,7 @@ def take_status(
         model_digest=state.digest,
         uptime_s=time.monotonic() - state.started,
         ready=report is not None and not state.stopping.is_set() and state.usage.can_bill,
-        connections=gateway.connections,
+        connections=len(gateway.peers),
         handshakes=gateway.listener.handshakes,
         visits={str(tenant): count for tenant, count in dict(state.register.visits).items()},
         over_quota={str(tenant): count for tenant, count in state.quotas.limited().items()},

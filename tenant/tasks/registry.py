@@ -118,9 +118,6 @@ class Tasks:
     def __contains__(self, name: object) -> bool:
         return name in self._sources
 
-    def __len__(self) -> int:
-        return len(self._sources)
-
     # Adapters in memory
 
     def load(self, name: str, *, trainable: bool = False) -> None:

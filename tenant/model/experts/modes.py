@@ -81,7 +81,9 @@ def offload(experts: Any, entry: GroupEntry, group: LayerGroup, mode: Experts) -
         experts.register_state_dict_post_hook(_leave_out)
         experts.register_load_state_dict_pre_hook(_put_back)
         experts.config._experts_implementation = implementation(mode)
-    setattr(experts, stack, OffloadedStack.of_group(group, getattr(experts, stack).shape))
+    offloaded = OffloadedStack(getattr(experts, stack).shape)
+    offloaded.group = group
+    setattr(experts, stack, offloaded)
 
 
 def _leave_out(experts: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -11,7 +11,7 @@ product in mode "all".
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -62,13 +62,6 @@ class OffloadedStack(OffloadedWeight):
 
     group: LayerGroup
     factors: tuple[Factors, ...] = ()
-
-    @classmethod
-    def of_group(cls, group: LayerGroup, shape: Sequence[int]) -> Self:
-        """Make the parameter of a layer group."""
-        stack = cls(shape)
-        stack.group = group
-        return stack
 
     def product(self, x: Tensor) -> Tensor:
         """Multiply by the whole stack, without LoRA: float `[t, d]` to float `[t, o]`."""

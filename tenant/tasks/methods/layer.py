@@ -212,6 +212,17 @@ class MethodTuner(BaseTuner):
         return isinstance(module, nn.Linear | Conv1D)
 
     @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        if config.learns_with and getattr(config, config.learns_with):
+            raise UnsupportedMethodError(
+                f"a saved adapter is sparse, and {config.learns_with}=True learns which weights change; load the folder "
+                f"with PeftModel.from_pretrained(model, folder)"
+            )
+        return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+
+    @classmethod
     def _get_adapter_state_dict(
         cls,
         model: nn.Module,

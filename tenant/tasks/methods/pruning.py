@@ -24,7 +24,6 @@ from peft.tuners._buffer_dict import BufferDict
 from torch import Tensor, nn
 from torch.nn import functional
 
-from symbiosis_priv.arithmetic.ring import Widths
 from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
 from tenant.model.remote_linear import RemoteLayer
 from tenant.tasks.methods.layer import MethodConfig, MethodLayer, MethodTuner, add
@@ -59,10 +58,6 @@ class DiffPruningConfig(MethodConfig):
         if not 0 < self.density <= 1:
             raise ConfigError(f"density = {self.density} is not in (0, 1]")
 
-    def entries(self, widths: Widths) -> int:
-        """Entries of the sparse change of a linear."""
-        return max(1, round(self.density * math.prod(widths)))
-
 
 class DiffPruningLayer(MethodLayer):
     """A linear with changes: dense while their support is learned, sparse afterwards."""
@@ -83,7 +78,7 @@ class DiffPruningLayer(MethodLayer):
     def make(self, adapter: str, config: DiffPruningConfig) -> None:
         inputs, outputs = self.widths
         self._l0_weight[adapter] = config.l0_weight
-        self._count[adapter] = count = config.entries(self.widths)
+        self._count[adapter] = count = max(1, round(config.density * inputs * outputs))
         if config.learn_support:
             delta = torch.zeros(outputs, inputs, dtype=torch.float32, device="cpu")
             self.diff_pruning_delta[adapter] = nn.Parameter(delta)
@@ -163,17 +158,6 @@ class DiffPruningTuner(MethodTuner):
         if _add_penalty not in model._forward_hooks.values():
             model.register_forward_hook(_add_penalty)
 
-    @classmethod
-    def _remap_adapter_state_dict_for_load(
-        cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        if config.learn_support:
-            raise UnsupportedMethodError(
-                "a saved change is sparse, and this adapter is still learning its support; load the folder with "
-                "PeftModel.from_pretrained(model, folder, is_trainable=True) to train its values further"
-            )
-        return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
-
 
 add("diff_pruning", config=DiffPruningConfig, tuner=DiffPruningTuner)
 
@@ -251,15 +235,12 @@ class MaskBertLayer(MethodLayer):
         weight: Tensor = base.base_weight(rounded=True) if isinstance(base, RemoteLayer) else base.weight.detach()
         return weight if isinstance(base, nn.Linear) else weight.t()
 
-    def places(self, adapter: str) -> Tensor:
-        """Return the places where the masks in training are 0: ascending positions in the row-major weight."""
-        masked_out: Tensor = self.maskbert_scores[adapter].detach() <= 0
-        return masked_out.flatten().nonzero().flatten().to(self.integer)
-
     def saved(self, adapter: str) -> dict[str, Tensor | None]:
         if adapter not in self.maskbert_scores:
             return {}
-        return {"maskbert_scores": None, "maskbert_places": self.places(adapter)}
+        masked_out: Tensor = self.maskbert_scores[adapter].detach() <= 0
+        places = masked_out.flatten().nonzero().flatten()  # ascending positions in the row-major weight
+        return {"maskbert_scores": None, "maskbert_places": places.to(self.integer)}
 
     def pattern(self, adapter: str) -> tuple[Pattern, Tensor] | None:
         """Return the pattern of a saved mask and the weights that it masks out; None without a saved mask."""
@@ -301,10 +282,6 @@ class MaskBertTuner(MethodTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        if config.learn_masks:
-            raise UnsupportedMethodError(
-                "a saved mask has no scores to train; load the folder with PeftModel.from_pretrained(model, folder)"
-            )
         for name, layer in model.named_modules():
             stored = state_dict.get(f"{name}.maskbert_places")
             if isinstance(layer, MaskBertLayer) and stored is not None:  # the number of zeros differs between masks

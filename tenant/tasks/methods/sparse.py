@@ -81,7 +81,6 @@ class Patterns(dict[str, tuple[Tensor, object, Pattern, Tensor]]):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all patterns and their tensors."""
         return sum(pattern.bytes + tensor.nbytes for _, _, pattern, tensor in self.values())
 
 

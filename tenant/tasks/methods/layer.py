@@ -217,8 +217,8 @@ class MethodTuner(BaseTuner):
     ) -> dict[str, Tensor]:
         if config.learns_with and getattr(config, config.learns_with):
             raise UnsupportedMethodError(
-                f"a saved adapter is sparse, and {config.learns_with}=True learns which weights change; load the folder "
-                f"with PeftModel.from_pretrained(model, folder)"
+                f"a saved adapter is sparse, and {config.learns_with}=True learns which weights change; load it with "
+                f"PeftModel.from_pretrained(model, folder)"
             )
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 

@@ -145,14 +145,9 @@ def _measure(model: Path, *, masking: str = "pad", completions: int = 16, tokens
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         local = stack.enter_context(LocalFederation(model, folder / "federation", helpers=1))
-        size: dict[str, Any] = {
-            "per_device_train_batch_size": completions,
-            "max_completion_length": tokens,
-            "num_generations": 4,
-        }
-        trainer = stack.enter_context(
-            trainer_for(model, folder, remote=RemoteConfig(federation=local.federation, masking=masking), **size)
-        )
+        remote = RemoteConfig(federation=local.federation, masking=masking)
+        size: Any = {"per_device_train_batch_size": completions, "max_completion_length": tokens, "num_generations": 4}
+        trainer = stack.enter_context(trainer_for(model, folder, remote=remote, **size))
         prompts = [one["prompt"] for one in PROMPTS for _ in range(completions // 4)]
         for _ in range(turns + 1):  # the first turn warms up
             for name, rollout in (("generate()", None), ("batched_rollouts", batched_rollouts)):

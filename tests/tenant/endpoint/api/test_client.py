@@ -297,7 +297,7 @@ def test_a_benchmark_gets_the_tokens_that_it_asked_for(client: Any, served: Serv
         assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (new, reason)
 
 
-def test_models_are_listed_and_unknown_ones_and_wrong_keys_refused(client: Any) -> None:
+def test_models_are_listed_and_unknown_ones_refused(client: Any) -> None:
     listed = {one.id: one for one in client.models.list()}
     assert set(listed) == {"tiny", "lora"}
     assert listed["lora"].model_extra["parent"] == "tiny"
@@ -306,8 +306,6 @@ def test_models_are_listed_and_unknown_ones_and_wrong_keys_refused(client: Any) 
         with pytest.raises(openai.NotFoundError, match="none-such") as unknown:
             ask_for(model="none-such")
         assert unknown.value.code == "model_not_found"
-    with pytest.raises(openai.AuthenticationError):
-        client.with_options(api_key="sk-wrong").models.list()
 
 
 @pytest.mark.parametrize(("own", "asked", "bucket"), [(1, 6, 6), (6, None, 6), (6, 4, 6), (4, 6, 6)])

@@ -17,6 +17,7 @@ from tenant.endpoint.engine.continuous import ContinuousEngine, EngineLimits
 from tenant.endpoint.engine.kv import BLOCK
 from tenant.endpoint.engine.packed_model import PackedModel
 from tenant.endpoint.engine.requests import Done, Sampling, Started
+from tenant.endpoint.engine.single_model import SingleModel
 from tenant.model.loading import load_adapter, load_language_model
 from tenant.tasks import Tasks
 from tests.adapters import write_adapter
@@ -81,6 +82,15 @@ def test_32_streams_over_8_adapters_get_the_tokens_of_generate(engine: Continuou
         assert [one.tokens for one in asked[name]] == expected(name, prompts[name], 6), name
     # every step gives a token to all answers; the other steps read 400 tokens of prompt, at least 16 in a step
     assert engine.load().steps - steps <= 6 + 400 // 16
+
+
+def test_a_model_that_is_computed_one_request_at_a_time_has_its_adapters(
+    model: Any, tokenizer: Any, tasks: Tasks, expected: Expected
+) -> None:
+    engine = ContinuousEngine(SingleModel(model, tasks), tokenizer)
+    asked = {name: Asked(engine, PROMPT, adapter=name, max_tokens=5) for name in (None, "lora", "oft")}
+    assert {name: [one.tokens] for name, one in asked.items()} == {name: expected(name, [PROMPT], 5) for name in asked}
+    engine.close()
 
 
 neighbours = st.lists(

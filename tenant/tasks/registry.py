@@ -64,8 +64,7 @@ class Tasks:
         self.memory_limit = memory_limit
         self._sources: dict[str, TaskFolder | PeftConfig] = {}
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used one first
-        self.bytes = 0
-        """Bytes of all loaded adapters."""
+        self.bytes = 0  # of all loaded adapters
         self._twins: WeakValueDictionary[Hashable, Adapter] = WeakValueDictionary()
         self._used: Counter[str] = Counter()
         self._names: dict[nn.Module, tuple[str, tuple[str, ...]]] = {}  # with the names of its siblings
@@ -329,7 +328,6 @@ class Tasks:
             self._drop(other)
 
     def _drop(self, name: str) -> None:
-        """Remove a task's adapter from memory."""
         self._compositions.clear()
         loaded = self._loaded.pop(name, None)
         if loaded is not None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # all import torch, so `__getattr__` imports them
     from tenant.endpoint.rollouts import batched_rollouts
     from tenant.model.all_logits import compute_all_logits
     from tenant.model.hf import RemoteConfig, backend_of
-    from tenant.model.overlap import overlapped
     from tenant.model.rounded import rounded_model
     from tenant.tasks import Tasks
     from tenant.tasks.methods import BitFitConfig, BottleneckConfig, DiffPruningConfig, MaskBertConfig
@@ -32,7 +31,6 @@ _MODULES = {
     "backend_of": "tenant.model.hf",
     "batched_rollouts": "tenant.endpoint.rollouts",
     "compute_all_logits": "tenant.model.all_logits",
-    "overlapped": "tenant.model.overlap",
     "rounded_model": "tenant.model.rounded",
 }
 __all__ = [
@@ -45,7 +43,6 @@ __all__ = [
     "backend_of",
     "batched_rollouts",
     "compute_all_logits",
-    "overlapped",
     "rounded_model",
 ]
 

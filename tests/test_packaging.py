@@ -32,7 +32,7 @@ EXPORTS = {
     "provider": set(),
     "tenant": {
         *("BitFitConfig", "BottleneckConfig", "DiffPruningConfig", "MaskBertConfig"),
-        *("RemoteConfig", "Tasks", "backend_of", "batched_rollouts", "compute_all_logits", "overlapped"),
+        *("RemoteConfig", "Tasks", "backend_of", "batched_rollouts", "compute_all_logits"),
         "rounded_model",
     },
     "threat_model": set(),

@@ -1,7 +1,6 @@
 """Connects Hugging Face models to this package. Read in this order:
 
 hf             `RemoteConfig`, the quantization config that `from_pretrained` takes
-overlap        runs parts of a batch at the same time
 remote_linear  the module that replaces an offloaded linear, also under `torch.compile`
 connect        opens the backend that the user's options ask for, and reads base weights for methods that need them
 loading        loads models, adapters and tokenizers

@@ -40,7 +40,6 @@ from symbiosis_priv.errors import NonFiniteError, UnsupportedMethodError
 from tenant.masking.backend import Backend
 from tenant.model.connect import BaseWeights
 from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedWeight
-from tenant.model.overlap import waiting
 
 _groups: weakref.WeakValueDictionary[int, "LayerGroup"] = weakref.WeakValueDictionary()
 _handles = itertools.count()
@@ -105,13 +104,12 @@ class LayerGroup:
             sent := [(r, extra) for r in self.adapter_rows if (extra := r.rows()) is not None]
         ):
             return self._forward_with(sent, x, dtype)
-        with waiting:  # other parts of an overlapped batch compute meanwhile
-            parts = self.backend.forward_few(self.index, x, dtype)
-            if parts is None:
-                # separate tensors, not views of one: callers may write to them
-                parts = [torch.empty(shape, dtype=dtype, device=x.device) for shape in self.shapes(x)]
-                outputs = [part.view(-1, width) for part, width in zip(parts, self._outputs, strict=True)]
-                self.backend.multiply(self.index, FORWARD, [x.reshape(-1, x.shape[-1])], outputs)
+        parts = self.backend.forward_few(self.index, x, dtype)
+        if parts is None:
+            # separate tensors, not views of one: callers may write to them
+            parts = [torch.empty(shape, dtype=dtype, device=x.device) for shape in self.shapes(x)]
+            outputs = [part.view(-1, width) for part, width in zip(parts, self._outputs, strict=True)]
+            self.backend.multiply(self.index, FORWARD, [x.reshape(-1, x.shape[-1])], outputs)
         return tuple(parts)
 
     def _forward_with(self, sent: list[tuple[Any, Tensor]], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -151,9 +149,8 @@ class LayerGroup:
     def multiply(
         self, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, counts: Counts | None = None
     ) -> None:
-        """Call the backend; see `Backend.multiply`. Other parts of an overlapped batch compute meanwhile."""
-        with waiting:
-            self.backend.multiply(self.index, direction, inputs, outputs, counts=counts)
+        """Call the backend; see `Backend.multiply`."""
+        self.backend.multiply(self.index, direction, inputs, outputs, counts=counts)
 
     def multiply_gradients(
         self, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, counts: Counts | None = None

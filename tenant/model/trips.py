@@ -41,7 +41,6 @@ from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.checkpoints.discovery.linears import name_in
 from symbiosis_priv.checkpoints.layers import AGAIN, THROUGH
 from tenant.masking.backend import Product
-from tenant.model.overlap import waiting
 from tenant.model.remote_linear import LayerGroup, RemoteLayer, output_dtype
 from tenant.options import MOST_ROWS
 
@@ -107,13 +106,12 @@ class Trip:
             for size in (width, sum(self._widths), sum(self._widths))
         )
         rows = self._before_factor(total)
-        with waiting:
-            self.second.backend.multiply_all(
-                [
-                    Product(self.index, FORWARD, [x.reshape(count, -1)], [o, through]),
-                    Product(self.second.index, FORWARD, [rows], [own]),
-                ]
-            )
+        self.second.backend.multiply_all(
+            [
+                Product(self.index, FORWARD, [x.reshape(count, -1)], [o, through]),
+                Product(self.second.index, FORWARD, [rows], [own]),
+            ]
+        )
         y = own.add_(through).sub_(self._on(x.device)["bias"])
         o = o.to(dtype)
         size = sum((term.to(torch.float32).abs() for term in terms), o.to(torch.float32).abs())

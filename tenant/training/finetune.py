@@ -90,12 +90,12 @@ def finetune(
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)  # TRL needs one; it is masked
     corpus = read(data)
     preferences = corpus.form == "preferences"
-    if preferences and (options.dropout or options.overlap > 1):
-        raise ConfigError("preferences are learned without --dropout and --overlap; leave them out")
+    if preferences and options.dropout:
+        raise ConfigError("preferences are learned without --dropout; leave it out")
     if not preferences and options.beta is not None:
         raise ConfigError("--beta needs preferences: prompt, chosen and rejected on every line")
-    if options.packing and (corpus.form in ("text", "preferences") or options.overlap > 1):
-        raise ConfigError("--packing is for chats and for prompts with completions, without --overlap; leave it out")
+    if options.packing and corpus.form in ("text", "preferences"):
+        raise ConfigError("--packing is for chats and for prompts with completions; leave it out")
     examples = make_examples(corpus, tokenizer, length=options.sequence_length)
     record = make_record(
         options,
@@ -150,7 +150,6 @@ def finetune(
                 record=record,
                 progress=progress,
                 interrupts=interrupts,
-                overlap=options.overlap,
                 model=model,
                 args=DPOConfig(**arguments, beta=beta)
                 if preferences

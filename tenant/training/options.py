@@ -48,10 +48,6 @@ class FineTuning:
         Option("--packing", help="Put several chats in one row: fewer padded tokens, and providers see no lengths."),
     ] = False
     gradient_accumulation: Annotated[int, Option(min=1, help="Forward passes per step.")] = 1
-    overlap: Annotated[
-        int,
-        Option(min=1, help="Parts of a batch that run at the same time: one computes while others wait for answers."),
-    ] = 1
     gradient_checkpointing: Annotated[
         bool, Option("--gradient-checkpointing", help="Recompute activations: less memory, more round trips.")
     ] = False

@@ -27,7 +27,7 @@ _RECORD = "run.json"
 _LAST_WRITTEN = "trainer_state.json"
 _SHARED = (
     *("rank", "alpha", "dropout", "target_modules", "learning_rate", "beta", "batch_size", "gradient_accumulation"),
-    *("sequence_length", "pad_to_multiple_of", "packing", "overlap", "seed"),
+    *("sequence_length", "pad_to_multiple_of", "packing", "seed"),
 )
 _MOST_BYTES = 256 << 20  # largest size of a JSON file; trainer_state.json has a line for each step
 
@@ -55,11 +55,11 @@ def check_continues(record: Record, checkpoint: Path) -> None:
         written: Record = msgspec.json.decode(read_limited(path, _MOST_BYTES), type=dict[str, Any])
     except (OSError, *UNDECODABLE) as error:
         raise ConfigError(f"{path} cannot be read ({error}); start a new run in another --output") from error
-    defaults = {name: getattr(FineTuning(), name) for name in _SHARED}  # a record of an earlier release has fewer names
+    defaults = {name: getattr(FineTuning(), name) for name in _SHARED}  # an earlier release has fewer names, or others
     was = {"model": None, "data": None, **defaults, **written}
-    if changed := [name for name in was if was[name] != record.get(name)]:
+    if changed := [name for name in record if was[name] != record[name]]:
         differences = ", ".join(
-            "other data" if name == "data" else f"{name.replace('_', ' ')} {was[name]}, now {record.get(name)}"
+            "other data" if name == "data" else f"{name.replace('_', ' ')} {was[name]}, now {record[name]}"
             for name in changed
         )
         raise ConfigError(

@@ -27,7 +27,6 @@ from symbiosis_priv.system.interrupts import Interrupts
 from tenant.model.all_logits import compute_all_logits
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_adapter_tensors, shortened
-from tenant.model.overlap import overlapped
 from tenant.session.tally import Ledger
 from tenant.training.output import Record, is_whole, last_checkpoint, save_adapter, write_record
 
@@ -89,14 +88,13 @@ class Resumable(Trainer):
         record: Record,
         progress: Progress,
         interrupts: Interrupts,
-        overlap: int = 1,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         self.remove_callback(PrinterCallback)
         self.add_callback(progress)
         self._output, self._record, self._progress = output, record, progress
-        self._interrupts, self._overlap = interrupts, overlap
+        self._interrupts = interrupts
 
     def run(self, *, resume_from: Path | None) -> tuple[float, float]:
         """Train, and save the adapter in the output folder. Returns the evaluation loss before and after training, in
@@ -123,19 +121,8 @@ class Resumable(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Run forward and backward pass with signals enabled, because these passes change neither adapter nor
         optimizer."""
-        step = super().training_step
         with self._interrupts.anywhere():
-            if self._overlap == 1:
-                return step(model, inputs, num_items_in_batch)
-            chunks = zip(*(tensor.chunk(self._overlap) for tensor in inputs.values()), strict=True)
-            parts = [dict(zip(inputs, part, strict=True)) for part in chunks]
-            steps = self.current_gradient_accumulation_steps
-            self.current_gradient_accumulation_steps = steps * len(parts)  # the divisor of a loss that is a mean
-            try:
-                losses = overlapped(model, lambda part: step(model, part, num_items_in_batch), parts)
-            finally:
-                self.current_gradient_accumulation_steps = steps
-            return torch.stack(losses).sum()
+            return super().training_step(model, inputs, num_items_in_batch)
 
     def _loss(self) -> float:
         with self._interrupts.anywhere():

@@ -2,8 +2,6 @@
 
 import asyncio
 import hmac
-import logging
-import traceback
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
@@ -17,11 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from symbiosis_priv.network.addresses import names_host
 from symbiosis_priv.system.fair_share import FairShare
-from tenant.endpoint.api.errors import ApiError
+from tenant.endpoint.api.errors import ApiError, shown
 from tenant.endpoint.api.routes import chat, classify, completions, messages, models, responses
 from tenant.endpoint.api.service import Endpoint, Service, Settings
-
-log = logging.getLogger(__name__)
 
 _DROPPED = 8
 _INSTEAD = {
@@ -94,17 +90,14 @@ class Guard:
                 await self.app(scope, receive, noted)
             finally:
                 self._places.give_back(client)
-        except ApiError as error:
-            if not status:
-                await error.response()(scope, receive, noted)
         except asyncio.CancelledError:  # the answers in progress have had their time to end
             if status:
                 raise
             await ApiError(503, "the endpoint is stopping", code="stopping").response()(scope, receive, noted)
-        except Exception as error:  # its text may quote a prompt, so only its type and place are logged
-            log.error("%s\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
+        except Exception as error:
+            answer = shown(error)
             if not status:
-                await ApiError(500, "an error in the endpoint; see its log").response()(scope, receive, noted)
+                await answer.response()(scope, receive, noted)
 
 
 async def _whole_body(receive: Receive, headers: Headers, settings: Settings) -> Receive:

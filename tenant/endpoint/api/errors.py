@@ -1,6 +1,8 @@
 """Errors in the format of OpenAI's API."""
 
+import logging
 import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,8 @@ from starlette.responses import JSONResponse
 
 from symbiosis_priv import errors
 from symbiosis_priv.errors import SymbiosisError
+
+log = logging.getLogger(__name__)
 
 _PATH = re.compile(r"(?<![\w.:/])~?/[^\s'\",;:()]*")
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -80,3 +84,16 @@ def failed(error: SymbiosisError) -> ApiError:
         return ApiError(500, f"{error}; see the log of the endpoint")
     kind = type(error).__name__
     return ApiError(503, f"the providers gave no answer ({kind}): see the log of the endpoint", code="providers")
+
+
+def shown(error: Exception) -> ApiError:
+    """Return the answer to a request that failed with any error, which is logged. The text of an error of another
+    library may quote a prompt, so only its type and place are logged."""
+    if isinstance(error, ApiError):
+        return error
+    name = type(error).__name__
+    if isinstance(error, SymbiosisError):
+        log.error("a request failed: %s: %s", name, error)
+        return failed(error)
+    log.error("%s\n%s", name, "".join(traceback.format_tb(error.__traceback__)))
+    return ApiError(500, f"an error in the endpoint ({name}); see its log")

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -16,12 +15,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 
 from symbiosis_priv.errors import SymbiosisError
-from tenant.endpoint.api.errors import ApiError, failed, refused
+from tenant.endpoint.api.errors import ApiError, refused, shown
 from tenant.endpoint.api.service import Endpoint, endpoint_of
 from tenant.endpoint.engine import requests as engine
 from tenant.endpoint.engine.sequence import Sequence
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 Json = dict[str, Any]
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -69,8 +67,7 @@ class Running:
                 raise ApiError(503, "the client reads too slowly; the answer was cancelled")
             index, event = await self._events.get()
             if isinstance(event, engine.Failed):
-                log.error("a request failed: %s: %s", type(event.error).__name__, event.error)
-                raise failed(event.error)
+                raise shown(event.error)
             if isinstance(event, engine.Done):
                 self._ended[index] = event.ledger
                 if event.finish == "cancelled":

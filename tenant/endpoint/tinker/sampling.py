@@ -1,6 +1,5 @@
 """Samples from the endpoint's engine, together with the answers of its other routes."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,10 +12,9 @@ from tinker.proto import tinker_public_pb2 as pb
 from tenant.endpoint.api.bodies import CompletionRequest
 from tenant.endpoint.api.errors import ApiError, invalid
 from tenant.endpoint.api.running import Running, several
-from tenant.endpoint.api.service import Endpoint, Service
+from tenant.endpoint.api.service import Service
 from tenant.endpoint.engine.gathered import Gathered
 from tenant.endpoint.engine.requests import EngineRequest, TokenLogprob
-from tenant.endpoint.tinker.futures import Future
 
 _NO_LOGPROB = -99999.0  # what the client takes for an empty place in a table of most probable tokens
 
@@ -49,36 +47,11 @@ async def requests_of(
     return [first, *others]
 
 
-def size_of(body: types.SampleRequest, requests: Sequence[EngineRequest]) -> int:
-    """Return the bytes of memory that a request and its longest result take."""
-    prompt, new = len(requests[0].prompt), sum(one.max_tokens for one in requests)
-    return int(8 * (prompt * (2 + body.topk_prompt_logprobs) + new * (1 + body.topk_sample_logprobs)))
-
-
-def start(body: types.SampleRequest, requests: Sequence[EngineRequest], endpoint: Endpoint, future: Future) -> None:
-    """Send all samples of a request to the engine; `future` gets their message. Raises `ApiError` if one is refused."""
-    running = Running(endpoint, requests)
-    found = [Gathered() for _ in requests]
-
-    def cancel() -> None:
-        running.cancel()
-        future.fail(ApiError(499, "the request was cancelled"))
-
-    async def gather() -> None:
-        try:
-            async for index, event in running:
-                found[index](event)
-            future.set(_message(body, found))
-        except Exception as error:
-            future.fail(error)
-        finally:
-            running.cancel()
-            future.cancel = lambda: None
-
-    future.cancel, future.task = cancel, asyncio.get_running_loop().create_task(gather())
-
-
-def _message(body: types.SampleRequest, samples: Sequence[Gathered]) -> bytes:
+async def gathered(body: types.SampleRequest, running: Running) -> bytes:
+    """Return the message of all samples of a request."""
+    samples = [Gathered() for _ in range(body.num_samples)]
+    async for index, event in running:
+        samples[index](event)
     ends = [one.done.result() for one in samples]
     message = pb.SampleResponse(prompt_cache_hit_tokens=ends[0].ledger.cached_tokens)
     for one, end in zip(samples, ends, strict=True):

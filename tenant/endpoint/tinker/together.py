@@ -1,18 +1,18 @@
-"""Computes the products of several passes through a model as one product.
+"""Runs several passes through a model together, and computes their products as one product.
 
-Each example to train on has a pass of its own, in its own thread (`tenant.overlapped`), so the bits of its results do
+Theory of operation. Each example to train on has a pass of its own, in its own thread, so the bits of its results do
 not depend on other examples: the exact products of the ring are the same in every batch, and everything else is
-computed for one example alone. A pass that needs a product waits here. When all passes of the round wait, the products
-of the same layer group and direction are computed as one: one request to the providers with the rows of all.
+computed for one example alone. The passes take turns, because threads that compute at the same time disturb each other:
+a pass holds a condition until it needs a product, and waits. When all passes wait, the products of the same layer group
+and direction are computed as one: one request to the providers with the rows of all.
 """
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,13 @@ from tenant.masking.backend import Backend, Product
 from tenant.model.ledger import ledger_of
 from tenant.model.remote_linear import RemoteLayer
 from tenant.session.tally import Ledger
+from tenant.worker import Worker
 
+P = TypeVar("P")
+R = TypeVar("R")
+
+PASSES = 32
+"""Largest number of passes of a round."""
 _WAIT_S = 900.0  # for the other passes of a round, and for the products of other engines
 _Waiting = tuple[Product, Future[None]]
 _takes_part = ContextVar("takes_part", default=False)
@@ -35,26 +41,18 @@ class Together(Backend):
 
     def __init__(self, model: nn.Module, backend: Backend, turn: Turn) -> None:
         self.facts = backend.facts
-        self.active = 0
-        """Number of passes of the round. Each enters `taking_part` once, and has left it before the next round."""
         self._backend, self._turn, self._model = backend, turn, model
-        self._waiting: list[_Waiting] = []
-        self._lock = threading.Lock()
+        self._threads = [Worker(f"tinker-pass-{number}") for number in range(PASSES)]
+        self._computing = threading.Condition()  # held by the pass that computes
+        self._active, self._waiting = 0, list[_Waiting]()
         for module in model.modules():
             if isinstance(module, RemoteLayer):
                 module.group.backend = self
 
-    @contextmanager
-    def taking_part(self) -> Iterator[None]:
-        """Context manager for a pass, in its thread: its products are computed with those of the others."""
-        token = _takes_part.set(True)
-        try:
-            yield
-        finally:
-            _takes_part.reset(token)
-            with self._lock:
-                self.active -= 1
-                self._compute_if_all_wait()
+    def run(self, work: Callable[[P], R], parts: Sequence[P]) -> list[Future[R]]:
+        """Compute a round: call `work` for each of at most `PASSES` parts. The futures get the results."""
+        self._active = len(parts)
+        return [thread.submit(self._run, work, part) for thread, part in zip(self._threads, parts, strict=False)]
 
     def compute(self, product: Product) -> None:
         """Compute one product: that of a round when all passes wait for theirs. Raises what the product raises."""
@@ -62,10 +60,9 @@ class Together(Backend):
             self._backend.compute(product)
             return
         done = Future[None]()
-        with self._lock:
-            self._waiting.append((product, done))
-            self._compute_if_all_wait()
-        if not wait([done], _WAIT_S).done:
+        self._waiting.append((product, done))
+        self._compute_if_all_wait()
+        if not self._computing.wait_for(done.done, _WAIT_S):
             raise DeadlineExceededError(f"other passes of this round have computed for {_WAIT_S:g} s")
         done.result()
 
@@ -76,10 +73,21 @@ class Together(Backend):
         self._backend.multiply_all(products)
 
     def close(self) -> None:
-        self._backend.close()
+        """Stop the threads of the passes. The backend stays open."""
+        for thread in self._threads:
+            thread.stop()
+
+    def _run(self, work: Callable[[P], R], part: P) -> R:
+        _takes_part.set(True)
+        with self._computing:
+            try:
+                return work(part)
+            finally:
+                self._active -= 1
+                self._compute_if_all_wait()
 
     def _compute_if_all_wait(self) -> None:
-        if len(self._waiting) < self.active:
+        if len(self._waiting) < self._active:
             return
         of_kind = defaultdict[Any, list[_Waiting]](list)
         for product, done in self._waiting:
@@ -88,21 +96,20 @@ class Together(Backend):
         self._waiting.clear()
         for same in of_kind.values():
             self._compute_as_one(same)
+        self._computing.notify_all()
 
     def _compute_as_one(self, same: Sequence[_Waiting]) -> None:
         """Compute some products of one kind. With inf or nan in the rows of one, compute each alone."""
         products = [product for product, _ in same]
-        inputs, outputs = products[0].inputs, products[0].outputs
         try:
-            if len(same) > 1:
-                inputs = [torch.cat(blocks) for blocks in zip(*(one.inputs for one in products), strict=True)]
-                outputs = [out.new_empty((len(inputs[0]), *out.shape[1:])) for out in outputs]
+            inputs = [torch.cat(blocks) for blocks in zip(*(one.inputs for one in products), strict=True)]
+            outputs = [out.new_empty((len(inputs[0]), *out.shape[1:])) for out in products[0].outputs]
             with self._turn:
                 self._backend.compute(products[0]._replace(inputs=inputs, outputs=outputs))
                 self._turn.counted = ledger_of(self._model) or Ledger()  # no request to an engine pays for it
-            sizes = [len(one.inputs[0]) for one in products] if len(same) > 1 else []
+            sizes = [len(one.inputs[0]) for one in products]
             for number, whole in enumerate(outputs):
-                for one, part in zip(products, whole.split(sizes), strict=True) if sizes else ():
+                for one, part in zip(products, whole.split(sizes), strict=True):
                     one.outputs[number].copy_(part)
         except BaseException as error:
             for waiting in same:

@@ -145,13 +145,6 @@ def test_a_step_that_fails_half_way_leaves_no_trace(
     assert equal(tmp_path / "adapter", whole)
 
 
-def test_overlapped_parts_of_a_batch_are_steps_of_gradient_accumulation(run: Run, tmp_path: Path) -> None:
-    overlapped, accumulated = tmp_path / "overlapped", tmp_path / "accumulated"
-    run(overlapped, batch_size=2, overlap=2, dropout=0.0, steps=2)
-    run(accumulated, batch_size=1, gradient_accumulation=2, dropout=0.0, steps=2)
-    assert equal(overlapped, accumulated)
-
-
 @contextmanager
 def full_disk(room: int) -> Iterator[None]:
     """No file can grow beyond `room` bytes."""
@@ -388,8 +381,6 @@ def test_packed_chats_are_learned_as_unpacked_ones(tiny: Path, tmp_path: Path) -
         shutil.copy(tiny / name, others)
     with pytest.raises(ConfigError, match="--packing: this model reads the examples before"):
         finetune(others, lines, tmp_path / "x", remote=SIMULATE, options=FineTuning(packing=True, sequence_length=96))
-    with pytest.raises(ConfigError, match="--packing"):
-        finetune(tiny, lines, tmp_path / "x", remote=SIMULATE, options=FineTuning(packing=True, overlap=2))
 
 
 def test_nothing_is_told_to_other_machines(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

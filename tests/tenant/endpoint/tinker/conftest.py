@@ -25,8 +25,9 @@ with suppress(ImportError):  # the tests skip themselves
 
 KEYS = ("tml-first-key-of-the-test", "tml-second-key-of-the-test")
 TEXTS = [[5, 9, 7, 11, 3], [8, 2, 4], [100, 40, 6, 6, 1, 90, 17]]
-_WARNINGS = ("ResourceWarning", "pytest.PytestUnraisableExceptionWarning", "FutureWarning")
-QUIET = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in _WARNINGS]  # the client leaves a connection open
+_WARNINGS = (":ResourceWarning", ":pytest.PytestUnraisableExceptionWarning", ":FutureWarning", "Model")
+QUIET = [pytest.mark.filterwarnings(f"ignore:{one}") for one in _WARNINGS]
+"""The client leaves a connection open, and PEFT warns of adapters of a tied head."""
 
 
 @contextmanager

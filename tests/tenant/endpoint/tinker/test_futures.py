@@ -197,15 +197,21 @@ def test_a_request_that_fails_changes_nothing(train: Any, monkeypatch: pytest.Mo
 
 
 def test_the_futures_of_a_key_take_bounded_memory() -> None:
-    futures = Futures()
-    for key, id in (("a", "0"), ("a", "1"), ("b", "2")):
-        futures.keep(key, futures.new(key, id, 100 << 20))
-    with pytest.raises(ApiError, match="no result yet"):
-        futures.new("a", "3", 100 << 20)
-    with pytest.raises(ApiError, match="would take"):
-        futures.new("a", "3", 1 << 30)
-    first = futures.find("a", "0")
-    assert first is not None
-    first.set(bytes(90 << 20))
-    futures.keep("a", futures.new("a", "3", 100 << 20))
-    assert [futures.find("a", id) is None for id in "013"] == [True, False, False]
+    async def run() -> None:
+        futures = Futures()
+        results = [asyncio.get_running_loop().create_future() for _ in range(3)]
+        for (key, id), result in zip((("a", "0"), ("a", "1"), ("b", "2")), results, strict=True):
+            futures.make_room(key, 100 << 20)
+            futures.start(key, id, result, 100 << 20)
+        with pytest.raises(ApiError, match="no result yet"):
+            futures.make_room("a", 100 << 20)
+        with pytest.raises(ApiError, match="would take"):
+            futures.make_room("a", 1 << 30)
+        results[0].set_result(bytes(90 << 20))
+        first = futures.find("a", "0")
+        assert first is not None
+        assert len((await first.answer()).body) == 90 << 20
+        futures.make_room("a", 100 << 20)
+        assert [futures.find("a", id) is None for id in "01"] == [True, False]
+
+    asyncio.run(run())

@@ -68,6 +68,8 @@ def manifest(*, config: Config) -> None:
     with loading("torch"):
         from provider.products.model import open_store
     with terminal.progress_bar("quantising") as progress:
+        if settings.model.auto_layers is not None:
+            settings = settings.with_layers(None)  # the digest covers all layers
         found = open_store(settings).manifest(progress=progress)
     table = Table("layer", "layer group", "inputs", "outputs", title=f"{found.weight_bits} weight bits")
     for layer, group in zip(found.layers, found.groups, strict=True):

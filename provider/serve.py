@@ -14,6 +14,7 @@ import msgspec
 
 from provider import logs
 from provider.announce.announcer import Announcer
+from provider.announce.placement import placed
 from provider.config.memory_plan import check_plan, memory_plan
 from provider.config.provider_toml import load
 from provider.config.reload import Reloader
@@ -94,7 +95,7 @@ class Provider:
         _require_free(self.config)
         if "helper" in self.config.roles:
             require_hybrid('roles = ["helper"]')
-        config = self.config
+        config = self.config = placed(self.config, progress=self._progress)
         self._credentials = credentials = Credentials.load(config.tls)
         store = open_store(config)
         manifest, served = store.manifest(progress=self._progress), store.served
@@ -183,7 +184,8 @@ class Provider:
         self._credentials, self._reloaded = credentials, config
         if self._announcer is not None:
             self._announcer.periodic.wake()  # the configuration or the certificate may have changed
-        fixed = msgspec.structs.replace(config, quota=self.config.quota, tenants=self.config.tenants)
+        chosen = config if config.model.auto_layers is None else config.with_layers(self.config.model.layers)
+        fixed = msgspec.structs.replace(chosen, quota=self.config.quota, tenants=self.config.tenants)
         log.info("reloaded", needs_restart=None if fixed == self.config else "yes: other settings have changed too")
 
     def _watched_files(self) -> list[Path]:

@@ -1,1 +1,1 @@
-"""What an executor tells registries: `announcer`."""
+"""What an executor tells registries (`announcer`), and which layers it takes when it starts (`placement`)."""

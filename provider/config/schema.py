@@ -6,7 +6,7 @@
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import msgspec
 
@@ -44,7 +44,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             while tokens are decoded. They take about 1.4 times the memory of the model's other weights, and a decoded
             token about twice the work; the provider logs the factors when it starts. Changes the digest.
         cache: folder for quantised weights; the user's cache folder if left out.
-        layers: first and last layer that is served; all if left out. The digest always covers the whole model.
+        layers: first and last layer that is served; all if left out. "auto:16" takes, when the provider starts, the 16
+            layers that the executors in the registries of `announce` serve least. The digest covers the whole model.
     """
 
     checkpoint: str
@@ -56,12 +57,19 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     layers: str | None = None
 
     def __post_init__(self) -> None:
-        _ = self.layer_range
+        if self.auto_layers is None:
+            _ = self.layer_range
 
     @property
     def layer_range(self) -> LayerRange | None:
-        """The layers that are served; None for all."""
+        """The layers that are served; None for all. With `auto_layers`, call `placement.placed` first."""
         return None if self.layers is None else LayerRange.parse(self.layers)
+
+    @property
+    def auto_layers(self) -> int | None:
+        """The number of layers of "auto:16"; None where they are named."""
+        found = re.fullmatch(r"auto:([1-9]\d{0,4})", self.layers or "", re.ASCII)
+        return None if found is None else int(found[1])
 
     @property
     def scope(self) -> Scope:
@@ -274,6 +282,8 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     f'"NAME@sha256:0123456789abcdef" with 16 or all 64 digits of the key fingerprint '
                     "of its authority (`symbiosis-priv keys show`)"
                 )
+        if self.model.auto_layers is not None and not self.registry.announce:
+            raise ValueError(f"layers = '{self.model.layers}' needs announce under [registry]")
         if self.executor.per_card:
             refused = {
                 'roles = ["executor", "helper"]': len(self.roles) > 1,  # no process sees the roles of another one
@@ -284,6 +294,9 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise ValueError(
                     f"[executor] devices and processes give each card an address of its own: remove {name}"
                 )
+
+    def with_layers(self, layers: str | None) -> Self:
+        return msgspec.structs.replace(self, model=msgspec.structs.replace(self.model, layers=layers))
 
     def quota_of(self, tenant: TenantIdentity) -> QuotaConfig:
         """A tenant's quota: its own values, and the default's where it has none."""

@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 # what to do about keys of earlier releases
 _GONE = {
-    "capacity_layers": "layers are named: remove it, and write layers = '0-15' under [model]",
+    "capacity_layers": "layers = 'auto:16' under [model] takes its place: remove it",
     "endpoint": "own_process takes its place",
     "gateways": "devices takes its place",
     "max_inflight_mib_per_tenant": "it is half of max_inflight_mib: remove it",
     "relay": "effects are not relayed any more: remove it",
-    "rebalance_s": "layers are named: remove it",
+    "rebalance_s": "layers are chosen at the start: remove it",
     "request_timeout_s": "it is 120 seconds: remove it",
     "scheduler": "products take 20 ms and inference four fifths: remove it",
 }

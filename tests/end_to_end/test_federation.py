@@ -69,7 +69,7 @@ def test_providers_that_are_killed_at_random_change_no_bit(
     assert torch.equal(tokens, text(simulated))
 
 
-def test_a_tenant_trains_with_an_executor_that_is_listed_by_a_registry_only(
+def test_a_tenant_trains_with_an_executor_that_chose_its_layer_and_is_listed_by_a_registry_only(
     llama: Path, open_model: Open, train: Train, tmp_path: Path
 ) -> None:
     """Layer 1 is served by nobody else."""
@@ -77,7 +77,7 @@ def test_a_tenant_trains_with_an_executor_that_is_listed_by_a_registry_only(
     only_0 = {"executor": "0"}
     run = tmp_path / "run"
     with LocalFederation(llama, run, layers=only_0, registry=True, provider_options=options) as federation:
-        federation.add("found", layers="1", listed=False)
+        federation.add("found", layers="auto:1", listed=False)
         model = open_model(llama, RemoteConfig(federation=federation.federation))
         train(model, steps=2)
         adapter = adapter_of(model)

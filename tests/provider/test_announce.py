@@ -1,4 +1,6 @@
-"""A provider announces itself: contents and times of announcements; registries cannot harm its tenants."""
+"""A provider announces itself: contents and times of announcements; registries cannot harm its tenants. The choice of
+layers for a new provider is compared with an exhaustive search.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,9 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
+from provider.announce.placement import coverage, most_needed, placed
 from provider.config.schema import AnnounceConfig, ProviderConfig, TlsConfig
 from provider.logs import JsonLines
+from provider.products.model import open_store
 from provider.registry.server import RegistryServer
 from provider.serve import Provider
 from symbiosis_priv.checkpoints.layers import LayerRange
@@ -19,7 +24,7 @@ from symbiosis_priv.network.tls import client_context
 from symbiosis_priv.registry.descriptor import VerifiedDescriptor, verify
 from tests.provider.clients import execute
 from tests.provider.conftest import Configure, Connect, Keys
-from tests.registries import registry_config
+from tests.registries import LyingRegistry, registry_config
 from tests.vouching import Vouching
 from tests.waiting import until
 
@@ -129,3 +134,55 @@ def test_a_descriptor_that_tenants_would_refuse_is_an_error_at_the_start(
         Provider(msgspec.structs.replace(config, tls=own)).start()
     with pytest.raises(CertificateError, match="holds no CA certificate"):
         Provider(announcing("gamma", authority=keys.provider.certificate)).start()
+
+
+def test_a_provider_that_joins_takes_the_layers_that_are_lacking(
+    announcing: Announcing, registry: RegistryServer
+) -> None:
+    """Providers join one after the other over two layers; each sees the announcements of those before it."""
+    layers, providers = [], list[Provider]()
+    try:
+        for name in ("one", "two", "three", "four"):
+            if name == "four":
+                providers.pop(1).stop()  # it announces that it is leaving
+            providers.append(Provider(announcing(name, layers="auto:1")).start())
+            until(lambda: all(providers[-1].status().registries.values()))
+            layers.append(providers[-1].config.model.layers)
+        assert layers == ["0", "1", "0", "1"]
+        assert placed(announcing("one", layers="auto:1")).model.layers == "0"  # its own announcement does not count
+    finally:
+        for provider in providers:
+            provider.stop()
+
+
+def test_a_lying_registry_can_only_cause_a_bad_choice_of_layers(
+    announcing: Announcing, vouching: Vouching, tmp_path: Path
+) -> None:
+    """Descriptors that a registry invents are not valid, so they do not count as coverage."""
+    stranger = Vouching.in_folder(tmp_path)
+    with LyingRegistry(registry_config(vouching)) as liar:
+        joining = announcing("six", layers="auto:1", announce=(liar.address, "localhost:9"))  # one is away
+        digest = open_store(joining.with_layers(None)).manifest().digest
+        for says, chosen in ((vouching.says, "1"), (stranger.says, "0")):
+            liar.show(says("seven", layers="0", model_digest=digest), b"what?", vouching.says("seven", after_ms=-1))
+            assert placed(joining).model.layers == chosen
+    with pytest.raises(ConfigError, match="needs a registry, and none can be reached"):
+        placed(joining)
+
+
+SERVED = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), min_size=1, max_size=12)
+
+
+@given(layers=SERVED, length=st.integers(1, 15))
+def test_no_other_range_is_served_less(layers: list[tuple[int, int]], length: int) -> None:
+    chosen = most_needed(layers, length)
+    wanted = min(length, len(layers))
+    ranges = [range(first, first + wanted) for first in range(len(layers) - wanted + 1)]
+    least = min(sorted(layers[layer] for layer in one) for one in ranges)
+    found = [one for one in ranges if sorted(layers[layer] for layer in one) == least]
+    assert range(chosen.first, chosen.last + 1) == found[0]  # of equal ranges the first: all providers decide alike
+
+
+def test_layers_of_one_operator_come_before_layers_of_two() -> None:
+    there = [("one", LayerRange(0, 0)), ("two", LayerRange(0, 9)), *[("two", LayerRange(1, 1))] * 3]
+    assert most_needed(coverage(2, there), 1) == LayerRange(1, 1)

@@ -93,8 +93,7 @@ class RankLostError(SymbiosisError):
 
 
 class DeviceLostError(SymbiosisError):
-    """The device cannot compute any more: after an illegal access, CUDA answers every call with an error. Only a new
-    process can use the device again."""
+    """The device cannot compute any more until a new process uses it: CUDA answers every call with an error."""
 
 
 class TransportError(SymbiosisError):

@@ -1,5 +1,4 @@
-"""Names and limits that command lines, files and arithmetic share. This module does not import torch, for a fast
-`--help`."""
+"""Names and limits that command lines, files and arithmetic share. Does not import torch, for a fast `--help`."""
 
 from typing import Annotated, Final, Literal, NewType
 

@@ -179,8 +179,7 @@ class Lab:
         return torch.stack([self._private[s : s + length] for s in starts.tolist()])
 
     def record(self, scheme: AttackedScheme, workload: Workload, *, federation: Path | None = None) -> Recording:
-        """Fine-tune and generate under a scheme, and record every party's view. `federation`: another file than the
-        scheme's."""
+        """Fine-tune and generate under a scheme, and record all views. `federation`: another file than the scheme's."""
         recorder, truth = Recorder(), Truth(steps=workload.steps)
         chosen = federation or self.folder / f"federation-{scheme.helpers}.toml"
         every_pass = mock.patch("tenant.model.trips.MOST_ROWS", 1 << 20)
@@ -344,8 +343,7 @@ _GROUP, _ROWS = 0, 4  # rows of each of the neighbour's requests
 
 @contextmanager
 def neighbour_of(executor: Peer, identity: Identity, public: Public) -> Iterator[Callable[[], NeighbourView]]:
-    """A second tenant of the same executor sends requests and reads health reports until the block ends. The function
-    returns its view so far."""
+    """A second tenant of the executor sends requests and reads health reports until the end. Yields its view so far."""
     seen: list[tuple[float, int]] = []
     own: list[Tensor] = []
     stop, ready = threading.Event(), threading.Event()

@@ -50,8 +50,7 @@ class RegistryServer:
         with RegistryServer(config) as registry:
             connect_to(registry.address)
 
-    Raises `CertificateError`: a certificate, key or list cannot be used; `ConfigError`: the address cannot be
-    used."""
+    Raises `CertificateError`: a certificate, key or list cannot be used; `ConfigError`: the address cannot."""
 
     def __init__(self, config: RegistryConfig) -> None:
         self.config = config
@@ -93,8 +92,7 @@ class RegistryServer:
         self.stop()
 
     def _reload(self) -> None:
-        """Read the files again, and drop the descriptors of certificates that were revoked, or whose authority was
-        replaced."""
+        """Read the files again, and drop the descriptors of certificates that are not trusted any more."""
         self._context, self._trust = _load(self.config, revoked=self._trust.revoked)
 
         def is_trusted(one: VerifiedDescriptor) -> bool:
@@ -178,8 +176,7 @@ def _load(config: RegistryConfig, *, revoked: frozenset[str] = frozenset()) -> t
 
 
 class Rates:
-    """A token bucket for each of the `most` most recent clients. A client that was dropped gets a full bucket again.
-    Thread-safe."""
+    """A token bucket for each of the `most` most recent clients; a new one is full. Thread-safe."""
 
     def __init__(self, *, per_s: float, burst: float, most: int = 4096) -> None:
         self._per_s = per_s

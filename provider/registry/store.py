@@ -1,5 +1,4 @@
-"""The descriptors of a registry, in memory: the newest descriptor of each key. After a restart, executors announce
-themselves again within minutes.
+"""The newest descriptor of each key, in memory: after a restart, executors announce themselves within minutes.
 
 A descriptor is kept, even after its expiry, for as long as an older descriptor of the same key could be valid. So an
 older descriptor never replaces a newer one.
@@ -27,9 +26,8 @@ class Store:
         self._newest: dict[str, VerifiedDescriptor] = {}
 
     def put(self, new: VerifiedDescriptor, *, now: float, admit: Callable[[], object] = lambda: None) -> None:
-        """Store a descriptor unless it is already stored. `admit` is called before the descriptor is stored, and may
-        raise to refuse it. `now` is in seconds since 1970. Raises `DescriptorError`: a newer descriptor of the key is
-        stored, or the store is full."""
+        """Store a descriptor unless it is stored already. `admit` is called just before, and may raise. `now` is in
+        seconds since 1970. Raises `DescriptorError`: a newer one of the key is stored, or the store is full."""
         with self._lock:
             past = MS * (now - MEMORY_S)
             self._newest = {key: one for key, one in self._newest.items() if one.descriptor.issued >= past}

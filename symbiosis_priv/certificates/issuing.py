@@ -128,8 +128,7 @@ def prepare_rotation(certificate: Path, *, days: int = 365) -> reading.Identity:
 
 
 def rotate(certificate: Path, *, days: int = 365) -> reading.Identity:
-    """Replaces a self-signed pair by its next pair, or by a new pair with the same subject, alternative names and key
-    usage.
+    """Replaces a self-signed pair by its next pair, or a new one with the same subject, alternative names and usage.
 
     The old pair is kept as `<name>.previous.pem` and `<name>.previous.key`. `<name>.previous.pem` also keeps the
     certificates of earlier rotations, after the old one and until they expire, so that they can be revoked. Each file
@@ -254,9 +253,8 @@ class SigningRequest:
 
 
 def create_request(directory: Path, *, name: str, kind: reading.Kind = reading.Kind.TENANT) -> Path:
-    """Writes `<name>.csr`, and `<name>.key` unless it exists. A request for an existing key renews a certificate.
-    Raises `ConfigError`: a bad name; `CertificateError`: a file cannot be written, or the existing key or certificate
-    cannot be used."""
+    """Writes `<name>.csr`, and `<name>.key` unless it exists: a request for an existing key renews a certificate.
+    Raises `ConfigError`: a bad name; `CertificateError`: a file cannot be written or used."""
     check_name(name)
     identity = reading.pair(directory, name)
     if identity.certificate.exists() and _names(reading.load_certificates(identity.certificate)[0])[kind] != name:

@@ -72,8 +72,7 @@ def request(
 ) -> None:
     """Make a key, which stays on this machine, and a certificate request.
 
-    The executor's operator signs a tenant's request; the owner of the federation's authority signs a provider's
-    request.
+    The executor's operator signs a tenant's request, and the owner of the federation's authority a provider's.
 
     If the key exists, the request is for the existing key. Use this to renew a certificate.
     """

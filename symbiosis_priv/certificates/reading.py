@@ -29,8 +29,7 @@ from symbiosis_priv.certificates.pem import read_file
 from symbiosis_priv.errors import CertificateError
 
 Pin = Path | x509.Certificate
-"""The only certificate that is accepted from a provider: a file that holds it alone, or a certificate that the
-federation's authority has issued."""
+"""The only certificate of a provider that is accepted: a file that holds it alone, or one from a registry."""
 
 log = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -75,8 +74,7 @@ def pair(directory: Path, name: str) -> Identity:
 
 
 def load_certificates(path: Path) -> list[x509.Certificate]:
-    """All certificates of a PEM file. Raises `CertificateError`: the file cannot be read, holds no certificate, or ends
-    in the middle of a certificate."""
+    """The certificates of a PEM file. Raises `CertificateError`: it cannot be read, has none, or ends within one."""
     data = read_file(path)
     try:
         found = _certificates_of(data)

@@ -41,10 +41,9 @@ def create_list(path: Path) -> None:
 
 
 def load_revoked(path: Path | None, *, known: frozenset[str] = frozenset()) -> frozenset[str]:
-    """The marks in a file, together with the known marks, which the reader has read before. They stay revoked until the
-    reader restarts: a list that is being written may be incomplete. Raises `CertificateError` if the file cannot be
-    read, ends in the middle of a line, or has a line that is neither a mark nor a comment: an unreadable list must not
-    count as an empty list."""
+    """The marks in a file, and those that the reader has read before: they stay revoked until it restarts, since a list
+    that is being written may be incomplete. Raises `CertificateError` if the file cannot be read, ends in the middle of
+    a line, or has another line than a mark or a comment: that must not count as an empty list."""
     if path is None:
         return known
     try:

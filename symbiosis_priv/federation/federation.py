@@ -103,8 +103,7 @@ class Federation:
 
 def check_choice(federation: Federation) -> None:
     """Checks that every executor has enough helpers of other companies at each of its layers, if the file has `[pads]`.
-    Raises `ConfigError`: there are fewer helpers than `[pads] helpers`; `RoleConflictError`: there are too few
-    companies among the helpers."""
+    Raises `ConfigError`: too few helpers for `[pads] helpers`; `RoleConflictError`: of too few companies."""
     k = federation.pad_helpers
     if k is None:
         return

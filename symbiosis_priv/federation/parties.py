@@ -102,8 +102,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Peer:
     """One provider in one role, as the tenant pinned it. An executor that a registry listed has no file of its own, and
-    is `remote_only` unless the federation is local: its host may not resolve to an address of this machine, of its link
-    or of a metadata service."""
+    is `remote_only` (see `ClientConnection`) unless the federation is local."""
 
     # hashed by name and role only: every request looks peers up several times, and hashing all fields is slow
     name: str
@@ -218,8 +217,7 @@ def in_common(one: Traits, other: Traits) -> list[str]:
 
 
 def traits(peer: Peer) -> Traits:
-    """The traits of a peer. Raises `CertificateError`: a pinned file cannot be read, or does not hold one provider's
-    certificate."""
+    """The traits of a peer. Raises `CertificateError`: a pinned file cannot be read, or is not one provider's."""
     pinned = [load_pin(path) for path in peer.pins]
     return {
         "name": frozenset({plain(peer.name)}),

@@ -1,5 +1,4 @@
-"""Parses `host:port`, opens listening sockets, finds IP addresses that a registry must not list, and checks `Host`
-headers."""
+"""Parses `host:port`, listens there, finds IP addresses that a registry must not list, and checks `Host` headers."""
 
 import contextlib
 import ipaddress
@@ -78,8 +77,7 @@ def _unmapped(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def is_own(family: socket.AddressFamily, address: tuple[Any, ...]) -> bool:
-    """Returns True for an address of this machine's network interfaces: the kernel would use it as the source too.
-    Sends nothing."""
+    """Returns True for an address of this machine, which the kernel would use as the source too. Sends nothing."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect(address)
         return bool(probe.getsockname()[0] == address[0])

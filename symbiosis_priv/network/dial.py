@@ -62,9 +62,9 @@ class Traffic:
 
 @dataclass(eq=False, repr=False)
 class ClientConnection:
-    """One connection to one provider. One thread uses it at a time; only `shut` may be called from another thread. With
-    `remote_only`, it does not connect to an address of this machine, of its link or of a metadata service, even if the
-    host's name resolves to one."""
+    """One connection to one provider, for one thread at a time; another thread may call `shut` only. With
+    `remote_only`, it reaches no address of this machine, its link or a metadata service, whatever the host resolves
+    to."""
 
     name: str  # the provider's role, name and address, for messages
     _: KW_ONLY
@@ -228,8 +228,7 @@ class ClientConnection:
         return reply, body
 
     def fill(self, buffer: bytearray | memoryview, *, deadline: float) -> None:
-        """Read bytes until the buffer is full. Raises `TransportError`: the connection is gone, or the bytes did not
-        come in time."""
+        """Read bytes until the buffer is full. Raises `TransportError`: the connection is gone, or they came late."""
         assert self.stream is not None
         self._guarded(partial(self.stream.receive, memoryview(buffer), deadline=deadline))
 
@@ -279,8 +278,8 @@ class ClientConnection:
         raise refusal
 
     def _addresses(self, deadline: float) -> Sequence[Found]:
-        """Resolve the host name, in a separate thread: `getaddrinfo` has no deadline, and the owner of the name may run
-        its DNS servers."""
+        """Resolve the host name in another thread: `getaddrinfo` has no deadline, and anybody may run its DNS
+        servers."""
         found: Future[Sequence[Found]] = Future()
 
         def look_up() -> None:

@@ -1,5 +1,4 @@
-"""TLS over a socket, for clients and servers: many records per system call, and frames of exact sizes with deadlines
-that a slow peer cannot extend.
+"""TLS over a socket: many records per system call, and frames of exact sizes, with deadlines that no peer can extend.
 
 `ssl.SSLSocket` makes two system calls for every record that it reads and one for every record that it writes. A record
 carries 16 KiB, so one step of fine-tuning has tens of thousands of records. This module keeps records in memory between
@@ -158,9 +157,8 @@ class FrameStream:
         self.raw.close()
 
     def _take_in(self, deadline: float, *, promised: int = 1, why: str = "it has not answered yet") -> int:
-        """Wait for bytes and feed them to TLS. Returns their number; 0 at the end of the stream. If many bytes are
-        `promised`, the call waits up to `_GATHER_S` until a full read has arrived: waking the thread for a few bytes
-        costs more than the wait."""
+        """Wait for bytes and feed them to TLS. Returns their number; 0 at the end of the stream. If many are
+        `promised`, wait up to `_GATHER_S` for a full read: waking the thread for a few bytes costs more."""
         # a peer whose window is full sends no more before a read makes room: so the wait for a full read is short
         if promised - self._incoming.pending - _PARTIAL_RECORD >= self._chunk:
             self._await(self._chunk)
@@ -287,8 +285,8 @@ class FrameStream:
             view = view[count:]
 
     def receive_known(self, head: bytes, payload: memoryview, *, deadline: float) -> bool:
-        """Read a frame whose prefix and header are `head`, and fill `payload`. If another frame comes, return False and
-        take no byte of it."""
+        """Read a frame whose prefix and header are `head` into `payload`. Returns False, and takes nothing, if it is
+        another."""
         size, self.few_rows = len(head), True
         if not (self.arrived or self.begin(deadline=deadline)) or self.arrived[:size] != head:
             return False

@@ -140,9 +140,8 @@ def check_pin(connection: TlsConnection, *, pins: Sequence[Pin]) -> None:
 
 def tenant_identity(connection: TlsConnection) -> TenantIdentity:
     """The identity of the client, from the certificate that the handshake has verified. Issuers choose their names
-    freely, so the issuer is found by its signature. Raises `CertificateError` if there is no certificate, if it is not
-    a tenant's, if it was never verified, or if its issuer is not an authority in the provider's list but an
-    intermediate one."""
+    freely, so the issuer is found by its signature. Raises `CertificateError`: there is no verified certificate of a
+    tenant, or its issuer is an intermediate authority that is not in the list."""
     peer = connection.getpeercert(binary_form=True)
     verified = connection.context.verify_mode == ssl.CERT_REQUIRED
     certificate = x509.load_der_x509_certificate(peer) if peer is not None and verified else None

@@ -112,8 +112,7 @@ class Encoding:
         return torch.from_numpy(array.reshape(rows, -1 if rows else 0))
 
     def payload_space(self, matrix: NDArray[Any]) -> memoryview:
-        """The part of a contiguous matrix's memory that receives its payload. Call `unpack_in_place` once it is
-        full."""
+        """The part of a contiguous matrix's memory that its payload fills before `unpack_in_place` is called."""
         return matrix.data.cast("B")[-self.size(1, matrix.size) :] if matrix.size else memoryview(bytearray())
 
     def unpack_in_place(self, matrix: NDArray[Any]) -> None:
@@ -150,8 +149,7 @@ def _unpack24(packed: NDArray[np.uint8], items: NDArray[np.int32]) -> None:
 
 
 Arithmetic = Literal["ring", "float", "float_bias_free"]
-"""The arithmetic of a product: exact ring; float with bias (forward); float without bias (`float_bias_free`, or
-backward)."""
+"""The arithmetic of a product: exact ring; float with bias (forward); float without (`float_bias_free`, backward)."""
 
 
 def encoding_of(arithmetic: Arithmetic, ring_bits: RingBits = 32) -> Encoding:
@@ -204,8 +202,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """First message of a connection: the tenant's wire version, the role that the provider should take, and the pinned
-    model."""
+    """First message of a connection: the tenant's wire version, the role it asks for, and the pinned model."""
 
     version: int
     role: Role
@@ -358,8 +355,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message, *, payload_bytes: int = 0) -> bytes:
-    """Prefix and header of a frame. The payload's bytes follow them unchanged. Raises `FrameTooLargeError`: header or
-    payload exceeds its limit."""
+    """Prefix and header of a frame, which its payload follows. Raises `FrameTooLargeError`: one is over its limit."""
     header = _encoder.encode(message)
     if len(header) > MAX_HEADER or payload_bytes > MAX_PAYLOAD:
         raise FrameTooLargeError(f"header of {len(header)} or payload of {payload_bytes} bytes is over the limit")

@@ -41,9 +41,8 @@ class Trust:
 
     @classmethod
     def load(cls, authority: Path, revoked: Path | None = None, *, known: frozenset[str] = frozenset()) -> Self:
-        """Read a PEM file of CA certificates and a list that `symbiosis-priv keys revoke` has written. The certificates
-        whose marks are in `known` stay revoked. Raises `CertificateError` if a file cannot be read, or `authority`
-        holds no CA certificate."""
+        """Read a PEM file of CA certificates and a list that `symbiosis-priv keys revoke` has written. Marks in `known`
+        stay revoked. Raises `CertificateError`: a file cannot be read, or `authority` holds no CA certificate."""
         found = tuple(certificate for certificate in load_certificates(authority) if is_authority(certificate))
         if not found:
             raise CertificateError(
@@ -149,9 +148,8 @@ def describe(
     lifetime_s: float,
     draining: bool = False,
 ) -> bytes:
-    """Makes the signed descriptor of an executor whose certificate the federation's authority has issued. `issued` is
-    in milliseconds since 1970. Raises `CertificateError` if the files cannot be used, `ConfigError` if a value is out
-    of its bounds."""
+    """Makes the signed descriptor of an executor with a certificate of the federation's authority. `issued` is in ms
+    since 1970. Raises `CertificateError`: the files cannot be used; `ConfigError`: a value is out of bounds."""
     host, port = address
     fields = {
         "issued": issued,
@@ -187,8 +185,7 @@ def sign(descriptor: Descriptor, key: PrivateKeyTypes) -> bytes:
 
 def verify(data: bytes, trust: Trust, *, now: float) -> VerifiedDescriptor:
     """Checks size, canonical form, certificate, signature, operator, host and times of an untrusted descriptor at
-    `now`, in seconds since 1970. Raises `DescriptorError`: the message says which check failed, and quotes no received
-    data."""
+    `now`, in seconds since 1970. Raises `DescriptorError`: the message names the failed check, and quotes no data."""
     try:
         if len(data) > MAX_BYTES:
             raise DescriptorError("it is too large")

@@ -107,8 +107,7 @@ class RegistryClient:
         self._ask(Accepted, Announce(), data)
 
     def list(self, model_digest: str | None = None) -> list[bytes]:
-        """Signed descriptors, not verified, of the executors of one model, or of all models. Raises the errors of
-        `announce`."""
+        """Signed descriptors, not verified, of the executors of one model or of all. Raises as `announce`."""
         payload = self._ask(Listed, List(model_digest=model_digest))
         try:
             return _listing_decoder.decode(payload)

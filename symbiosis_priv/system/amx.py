@@ -40,8 +40,7 @@ def prepare() -> None:
 
 
 def succeeds_in_child(script: str, *arguments: str, seconds: float) -> bool:
-    """Returns True if a Python script ends normally, and in time, in a new process. It may be an illegal
-    instruction."""
+    """Returns True if a Python script, which may trap, ends normally and in time in a new process."""
     import subprocess  # rarely needed, and slow to import
 
     try:

@@ -32,8 +32,7 @@ from symbiosis_priv.errors import ConfigError, StorageError
 _PIECE = 1 << 16
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 UNDECODABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors that msgspec raises for malformed input: a DecodeError for wrong types, Python's own errors for bad UTF-8 and
-deep nesting."""
+"""Errors that msgspec raises for malformed input: its own, and those of Python for bad UTF-8 and deep nesting."""
 
 
 def read_limited(path: Path, limit: int) -> bytes:
@@ -61,8 +60,7 @@ def default_cache() -> Path:
 
 
 def read_text(path: Path) -> str:
-    """Read a UTF-8 text file, without the byte order mark that some editors write. Raises `ConfigError`: the file
-    cannot be read, or is not UTF-8."""
+    """Read a UTF-8 text file, without its byte order mark. Raises `ConfigError`: it cannot be read, or is not UTF-8."""
     try:
         return decode_text(path.read_bytes(), name=str(path))
     except FileNotFoundError:
@@ -215,9 +213,8 @@ class PrivateFolder:
         return folder
 
     def subfolder(self, name: str, *, create: bool = False) -> Self:
-        """Open a folder in this one that no other user can write to; `create` makes it, with mode 0700, and it must not
-        exist yet. Raises `ConfigError` if it is a link or other users own or can change it, OSError if it cannot be
-        made or opened."""
+        """Open a folder in this one that no other user can write to; `create` makes it, with mode 0700, if it is new.
+        Raises `ConfigError`: it is a link, or others own or can change it; OSError: it cannot be made or opened."""
         if create:
             os.mkdir(name, 0o700, dir_fd=self._descriptor)
         try:

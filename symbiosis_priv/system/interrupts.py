@@ -71,8 +71,8 @@ class Interrupts:
 
 
 def set_on_signals(event: threading.Event, *, starting: Callable[[], bool] = lambda: False) -> Callable[..., None]:
-    """Let SIGINT and SIGTERM set an event, and also raise KeyboardInterrupt while a server is `starting`, which may
-    take minutes. Returns the handler."""
+    """Let SIGINT and SIGTERM set an event, and raise KeyboardInterrupt while a server is `starting`. Returns a
+    handler."""
 
     def arrived(*_: object) -> None:
         event.set()
@@ -86,8 +86,7 @@ def set_on_signals(event: threading.Event, *, starting: Callable[[], bool] = lam
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Context manager: a block that imports large libraries, `whole`: a library may catch the exception of a signal,
-    and fail later with another one."""
+    """Context manager: a `whole` block of imports, in which libraries may catch the exception of a signal."""
     with Interrupts() as interrupts, interrupts.whole():
         yield
 

@@ -31,8 +31,7 @@ _GONE = {
 
 
 def toml_table(header: str, **entries: object) -> str:
-    """Return the text of a table of strings, paths, numbers, booleans and lists. An empty header gives the entries
-    alone."""
+    """The text of a table of strings, paths, numbers, booleans and lists; without the header if that is empty."""
     # such JSON is TOML
     lines = [f"{key} = {json.dumps(value, default=str, ensure_ascii=False)}" for key, value in entries.items()]
     return "\n".join([*([header] if header else []), *lines, ""])
@@ -74,9 +73,8 @@ def load_toml(path: Path, kind: type[T], *, made_by: str, whole: bool = False) -
 
 
 def _allowed(kind: type, message: str) -> str:
-    """The known fields, or the allowed values, as text for a message, at the place where msgspec found an unknown one;
-    "" for other messages. msgspec's message ends with the place, for example "at `$.tenants[...]`"; for the top of the
-    file there is none."""
+    """The known fields or values, as text for a message, at the place where msgspec found an unknown one; "" for other
+    messages. msgspec's message ends with the place, as in "at `$.tenants[...]`", except at the top of the file."""
     if "unknown field" not in message and "Invalid enum value" not in message:
         return ""
     place = message.rpartition(" at `$")[2] if " at `$" in message else ""

@@ -83,9 +83,8 @@ def counted(labels: tuple[str, ...], hits: int, trials: int, *, must_find: bool 
 
 class Attack(ABC, Generic[V, G]):
     """One named attack. `source` names a section or a rule of docs/threat-model.md, or a paper. `by_design`: no scheme
-    hides what this attack finds. It must succeed everywhere; the report lists it as "not hidden". `decisive`: the
-    attack must succeed against every scheme that promises nothing against its party. Otherwise its failure against
-    other schemes would prove nothing."""
+    hides what it finds, so it must succeed everywhere; the report lists it as "not hidden". `decisive`: it must succeed
+    against every scheme that promises nothing against its party; else its failure elsewhere proves nothing."""
 
     name: str
     party: ClassVar[Party] = "executor"

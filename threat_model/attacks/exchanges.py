@@ -50,10 +50,9 @@ class Subtraction:
 
 @functools.lru_cache(maxsize=4)
 def subtract_candidates(view: ExecutorView) -> Subtraction:
-    """Subtract from every online row the candidate that leaves the likeliest remainder. Layer by layer: `argmin_k (x' -
-    n_k)^T C^-1 (x' - n_k)`. C is first the identity, and then Tyler's scatter of the recovered rows, in which every row
-    has the same weight, so that a few long gradients do not dominate. The number of distances is (rows x pool size)
-    summed over layers."""
+    """Subtract from every online row the candidate that leaves the likeliest remainder, layer by layer: `argmin_k (x' -
+    n_k)^T C^-1 (x' - n_k)`. C is first the identity, then Tyler's scatter of the recovered rows, which weighs all rows
+    alike, so that a few long gradients do not dominate. There are (rows x pool size) distances per layer."""
     rows: dict[int, Tensor] = {}
     trials, pools = 0, []
     groups = {e.group for e in view.exchanges}

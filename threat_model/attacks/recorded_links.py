@@ -71,8 +71,7 @@ def _opened(link: RecordedLink) -> Iterator[EffectExchange]:
 
 
 def _masks_of_effects(view: RecorderView, public: Public, index: int, direction: Direction) -> Tensor:
-    """The masks whose effects the payloads are, if they are bare: int32 `[n, d]`, and no row if the matrix does not
-    determine them."""
+    """The masks whose effects the payloads are, if they are bare: int32 `[n, d]`; no row if they are not determined."""
     weight = public.quantised(index).weight.numpy().astype(np.uint32)
     answers = [
         _matrix(request, payload)

@@ -20,8 +20,7 @@ _PAIRS, _SMALL = 3000, 1 << 27
 class CandidateSubtraction(DirectedAttack[ExecutorView, Subtraction]):
     """Subtracts the noise that leaves the likeliest remainder. Without known noise, it uses the received row. An
     executor that has computed the effects of the noise knows the noise. The paper (Symbiosis §3.8) counts `pool ^
-    layers` combinations. But each layer is solved separately, so the cost is `rows x pool` distances, summed over
-    layers."""
+    layers` combinations. But each layer is solved separately: the cost is `rows x pool`, summed over layers."""
 
     name = "candidate subtraction"
     decisive = True
@@ -104,8 +103,7 @@ class Differences:
 class Differencing(DirectedAttack[ExecutorView, list[Differences]]):
     """Claims differences for the pairs whose difference is too small for two masks: `x'_i - x'_j = x_i - x_j`. In the
     ring, the difference of rows under independent pads is uniform, so it is never small in every entry by chance. Under
-    one pad, every entry is small. In floats, the difference of two rows under one noise row is as small as activations
-    are."""
+    one pad, every entry is small. In floats, the difference under one noise row is as small as activations are."""
 
     name = "differencing"
     sees = "rows, no noise"

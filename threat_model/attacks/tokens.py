@@ -84,8 +84,7 @@ class SubspaceProjection(FirstLayerAttack):
 
 class RowScale(FirstLayerAttack):
     """Compares any header field that has one number per row with the scales of tokens. Quantisation needs one float per
-    row. The largest entry of a first-layer row is nearly unique, so a tenant that sent the scale in clear would send
-    the token."""
+    row. The largest entry of a first-layer row is nearly unique, so a scale in clear would tell the token."""
 
     name = "row scale in clear"
     sees = "header fields of the first layer group"

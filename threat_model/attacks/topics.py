@@ -20,8 +20,7 @@ class TopicsOfChats:
     name = "topics of chats"
 
     def run(self, traces: Sequence[Trace], labels: Tensor) -> Outcome:
-        """Guess the label of each chat as that of its nearest neighbours among the other parts. `labels`: int64
-        `[chats]`."""
+        """Guess the label of each chat, int64 `[chats]`, as that of its nearest neighbours among the other parts."""
         x = torch.stack([_features(trace) for trace in traces])
         x = (x - x.mean(dim=0)) / x.std(dim=0).clamp(min=1e-9)
         part = torch.arange(len(x)) % _FOLDS

@@ -60,8 +60,7 @@ _DECODING_MS = (0.5, 1.5, 3.0)  # pauses between two rows
 
 @dataclass(frozen=True)
 class Client:
-    """A tenant with a valid certificate, and the provider that it asks. `inputs`, `outputs`: columns of a request's and
-    of its answer's rows."""
+    """A tenant with a valid certificate, and its provider. `inputs`, `outputs`: columns of requests and answers."""
 
     identity: Identity
     peer: Peer

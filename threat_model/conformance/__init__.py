@@ -3,8 +3,7 @@
     oracle = Oracle(WeightStore(path), seed=seed)
     for outcome in trials.verify([Subject(peer, own, oracle, 30.0)], PROPERTIES, examples=30, seed=seed): ...
 
-Read in this order: `subject`, `oracle`, `trials` (also strategies for requests), `properties`, and the checks in
-`connections`.
+Read in this order: `subject`, `oracle`, `trials` (with strategies for requests), `properties`, `connections`.
 
 Theory of operation. A property has a name, a claim of one sentence, and a check that raises `Violation` when a request
 refutes the claim. Checks draw requests with Hypothesis, which shrinks a failing request; the sweep over all layers is

@@ -55,8 +55,7 @@ class Difference:
 class Oracle:
     """Exact products of a local checkpoint's weights. The oracle quantises the checkpoint's groups again instead of
     reading the cache, because a provider on the same machine may have written the cache. `sampled`: layer groups that
-    random examples use; the sweep uses all groups. `seed` is that of the choice of groups that stay in memory if not
-    all fit."""
+    random examples use; the sweep uses all. `seed` is that of their choice, if not all fit into memory."""
 
     def __init__(self, store: WeightStore, *, seed: int) -> None:
         self._store, self.manifest = store, store.manifest()
@@ -83,8 +82,7 @@ class Oracle:
         return first_difference(answer, self.ring_product(index, direction, rows, counts))
 
     def ring_product(self, index: int, direction: Direction, rows: Tensor, counts: Counts | None = None) -> Array:
-        """`rows @ W.T` (forward) or `rows @ W` modulo 2^32; int32 `[r, o]`. With `counts`, W is that of a row's
-        expert."""
+        """`rows @ W.T` (forward) or `rows @ W` modulo 2^32; int32 `[r, o]`. With `counts`, W is that of the expert."""
         weight, _, _ = self.group(index)
         if counts is None:
             return _ring_product(weight, direction, rows)

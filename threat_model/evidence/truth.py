@@ -30,8 +30,7 @@ class GroupCall:
 @dataclass(eq=False)
 class Truth:
     """The tenant's side of a run: the calls by the order of their requests; `scaling * B @ A` of the final adapter by
-    base module name, and the adapter's tensors; new tokens per sequence, and (sequences, tokens of each), of each
-    `generate` call."""
+    base module name, and its tensors; new tokens per sequence, and (sequences, tokens of each), of each generation."""
 
     calls: dict[int, GroupCall] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)

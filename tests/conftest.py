@@ -121,8 +121,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _services_are_forks() -> Iterator[None]:
-    """Start the providers and registries of `LocalFederation`, and executors of their own process, as forks, which do
-    not import torch again."""
+    """Start services of `LocalFederation`, and executors of their own process, as forks, which import torch no second
+    time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("symbiosis_priv.harness.managed_process.Popen", warm.Popen)
         patch.setattr("provider.executor.supervisor.Popen", warm.Popen)
@@ -162,8 +162,7 @@ def vouching(tmp_path_factory: pytest.TempPathFactory) -> "Vouching":
 
 @pytest.fixture(scope="session")
 def save_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`save_llama(...)` writes a Llama with grouped queries and an untied head: 2 blocks of 4 layer groups, and the
-    head."""
+    """`save_llama(...)` writes a Llama with grouped queries: 2 blocks of 4 layer groups, and an untied head."""
     from tests.compatibility.families import build
 
     def save(**changes: Any) -> Path:

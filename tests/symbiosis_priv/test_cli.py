@@ -247,9 +247,8 @@ if (spent := time.process_time() - before) > 0.3:
 
 
 def test_a_provider_imports_no_transformers_and_torchs_threads_do_not_spin() -> None:
-    """Importing transformers takes longer than everything else, and is needed only for a checkpoint without a cached
-    manifest. A command's process shares its cores: with spinning, the same loop takes about 1 s of CPU time instead of
-    0.02 s."""
+    """Importing transformers takes longer than all else, and is needed only for a checkpoint without a cached manifest.
+    A command's process shares its cores: with spinning, the loop takes about 1 s of CPU time instead of 0.02 s."""
     clean = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     subprocess.run([sys.executable, "-c", PROVIDER], check=True, timeout=120, env=clean)
 

@@ -47,8 +47,7 @@ def test_an_older_descriptor_is_refused_after_the_newest_has_expired(vouching: V
 
 
 def test_operators_share_the_limit_of_executors(vouching: Vouching) -> None:
-    """One operator's certificates, however many, leave room for others; the operator with the most executors loses
-    one."""
+    """One operator's certificates, however many, leave room: the operator with the most executors loses one."""
     store, now = Store(limit=4), vouching.began / MS
     for number in range(6):
         vouching.identity(f"mass{number}", operator="Mass AG" if number % 2 else "MASS  ag")

@@ -34,8 +34,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def write(keys: Path) -> Write:
-    """`write(...)` writes a valid federation.toml beside `keys`, with changed tables or changed entries of its
-    providers."""
+    """`write(...)` writes a valid federation.toml beside `keys`, with changes of its tables or its providers."""
 
     def write(
         *,

@@ -100,8 +100,7 @@ def test_no_wait_is_for_more_than_the_expected_bytes(contexts: Contexts) -> None
 
 
 def test_a_large_payload_in_two_parts_is_read_when_it_has_arrived(contexts: Contexts) -> None:
-    """And not at the timeout: after a read has taken the first part, the kernel wakes it only after as many bytes
-    again."""
+    """And not at the timeout: after a first read, the kernel wakes it only after as many bytes again."""
     first, rest = LARGE[: 200 << 10], LARGE[200 << 10 : 400 << 10]
     read = threading.Event()
 

@@ -35,8 +35,7 @@ DOMAIN = b"symbiosis-priv descriptor 1\0"
 
 @dataclass(frozen=True)
 class World:
-    """A federation's authority, one of its providers, and other certificates that it does not accept for an
-    executor."""
+    """A federation's authority, one of its providers, and certificates that it does not accept for an executor."""
 
     trust: Trust
     gamma: Identity

@@ -5,6 +5,7 @@ import copy
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from tenant.session.tally import Ledger
 from tenant.session.traffic import Transport
 
 HALF_THE_CORES = max(1, (os.cpu_count() or 1) // 2)
-_START_S = 900.0  # providers quantise the model at their start
+_START_S, _SETTLE_S = 900.0, 0.3  # providers quantise the model at their start
 
 Repeat = Annotated[int, Option(min=1, help="Repetitions.")]
 Threads = Annotated[int, Option(min=1, help="Torch threads of each process.")]
@@ -211,12 +212,14 @@ _LORA = Lora()
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Optimizer steps of a LoRA, which starts anew if the step before had another."""
+    """Optimizer steps of a LoRA, which starts anew if the step before had another. `settled`: each waits for the pads
+    that it has ordered, and counts their effects."""
 
     batch: int
     tokens: int
     steps: int = 1
     lora: Lora = _LORA
+    settled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +279,7 @@ class _Tenant:
                 self._adapt(self._model.unload(), work.lora)
             self._model.train()
             step = partial(self._step, self._tokens(work.batch, work.tokens))
-            return [self._cost_of(step) for _ in range(work.steps)]
+            return [self._cost_of(step, settled=work.settled) for _ in range(work.steps)]
         self._model.eval()
         with torch.no_grad():
             output = self._model(input_ids=self._tokens(1, work.prompt), use_cache=True)
@@ -300,10 +303,14 @@ class _Tenant:
                 x = torch.ones((rows, module.in_features), dtype=torch.float32, device="cpu")
                 (x @ module.weight.t()) @ module.weight
 
-    def _cost_of(self, work: Callable[[], None]) -> Cost:
+    def _cost_of(self, work: Callable[[], None], *, settled: bool = False) -> Cost:
         before = counters(self._model)
-        seconds = seconds_of(work)
-        return Cost(seconds=seconds, counted=since(before, counters(self._model)))
+        cost = Cost(seconds=seconds_of(work), counted=since(before, counters(self._model)))
+        while settled:
+            time.sleep(_SETTLE_S)
+            later = Cost(seconds=cost.seconds, counted=since(before, counters(self._model)))
+            settled, cost = later.moved_mib > cost.moved_mib, later
+        return cost
 
     def _tokens(self, rows: int, columns: int) -> torch.Tensor:
         return torch.randint(self._model.config.vocab_size, (rows, columns), dtype=torch.long, device="cpu")

@@ -33,7 +33,7 @@ _LAYERS, _WEIGHT_BITS, _PROMPT = 32, 8, 16
 _PREPARE_S = 7200.0
 _MIB = 1 << 20
 _SPARE_PROVIDER_MIB, _SPARE_TENANT_MIB = 1536, 2560
-_STEP = models.Step(batch=1, tokens=128)
+_STEP = models.Step(batch=1, tokens=128, settled=True)
 _LIMITS = ("matrices in flight", "connections")  # of a memory plan, for all tenants
 _OFF_BY = 0.05
 _CPU_TICK_S = 0.01  # Linux counts a process's time in these steps

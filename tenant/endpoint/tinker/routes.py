@@ -225,7 +225,8 @@ class Tinker:
         return await found.answer()
 
     async def cancel_future(self, body: types.FutureRetrieveRequest, client: Client) -> Response:
-        self.futures.cancel(client, body.request_id)
+        if (found := self.futures.find(client, body.request_id)) is not None:
+            found.task.cancel()
         return Response(status_code=204)
 
     # Checkpoints

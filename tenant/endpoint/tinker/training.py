@@ -177,9 +177,8 @@ class Training:
             if not 0 <= value < (1 if name.startswith("beta") else inf):
                 raise ApiError(400, f"adam_params.{name} = {value}: write a number from 0, for betas below 1")
         norm = float(nn.utils.clip_grad_norm_(run.parameters, adam.grad_clip_norm or inf))
-        [group] = run.optimizer.param_groups
-        group |= {"lr": adam.learning_rate, "betas": (adam.beta1, adam.beta2), "eps": adam.eps}
-        group |= {"weight_decay": adam.weight_decay}
+        [group], betas = run.optimizer.param_groups, (adam.beta1, adam.beta2)
+        group.update(lr=adam.learning_rate, betas=betas, eps=adam.eps, weight_decay=adam.weight_decay)
         if isfinite(norm):
             run.optimizer.step()
         run.optimizer.zero_grad()

@@ -43,9 +43,7 @@ def _ppo(
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
-    "cross_entropy": _cross_entropy,
-    "importance_sampling": _importance_sampling,
-    "ppo": _ppo,
+    loss.__name__.removeprefix("_"): loss for loss in (_cross_entropy, _importance_sampling, _ppo)
 }
 
 

@@ -1,6 +1,6 @@
 """The supervised and RL loops of tinker-cookbook, unchanged, with local data. Skipped without the package, which
-`pip install --no-deps tinker-cookbook chz blobfile cloudpickle pyrage termcolor` adds: the package index has no
-tml-renderers of the version that it asks for, and these loops import none."""
+`pip install --no-deps tinker-cookbook chz blobfile cloudpickle lxml pycryptodomex pyrage termcolor` adds: the package
+index has no tml-renderers of the version that it asks for, and these loops import none."""
 
 import asyncio
 import json

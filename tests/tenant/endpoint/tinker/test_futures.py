@@ -80,6 +80,21 @@ def test_a_sample_that_is_cancelled_or_times_out_ends(
     assert sampler.sample(tinker.ModelInput.from_ints([1]), 1, tinker.SamplingParams(max_tokens=1)).result().sequences
 
 
+def test_a_sample_whose_id_begins_like_that_of_a_cancelled_one_goes_on(
+    connect: Any, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, gate = connect().create_sampling_client(base_model="tiny").result(), Gate(Running._receive)
+    monkeypatch.setattr(Running, "_receive", lambda *args: gate.pass_(*args))
+    body = {"sampling_session_id": sampler._sampling_session_id, "sampling_params": {"max_tokens": 1}}
+    body["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
+    cancelled, other = (json.loads(post(address, "asample", {**body, "seq_id": n})[1])["request_id"] for n in (1, 10))
+    gate.wait()
+    assert post(address, "cancel_future", {"request_id": cancelled})[0] == 204
+    gate.opened.set()
+    assert b"499: the request was cancelled" in fetch(address, cancelled)[1]
+    assert b"499" not in fetch(address, other)[1]
+
+
 def test_a_request_that_is_sent_again_trains_once(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers to the first `forward_backward` and `optim_step` are lost, so the client sends both again."""
     expected, training = steps(train()), train()

@@ -142,8 +142,9 @@ class Checkpoints:
 
     def forget_snapshots(self, owner: str, run: str, *, keep: int) -> None:
         """Delete all snapshots of a training client but the newest ones, and those from which samples come now."""
-        found = [place for place, _ in self.all(owner) if (place.run, place.kind) == (run, SNAPSHOTS)]
-        for old in sorted(found, key=lambda place: int(place.name), reverse=True)[keep:]:
+        every = self.all(owner)
+        found = [(record.time, place) for place, record in every if (place.run, place.kind) == (run, SNAPSHOTS)]
+        for _, old in sorted(found, reverse=True)[keep:]:
             with suppress(ApiError):
                 self.delete(old)
 

@@ -302,6 +302,17 @@ def test_a_key_has_its_part_of_the_disk(kept: Checkpoints) -> None:
     assert [one.name for one, _ in kept.all("*")] == ["one", "one"]
 
 
+def test_the_newest_snapshots_of_a_training_client_are_kept(kept: Checkpoints) -> None:
+    """Whatever their names: a request without a sequence number has none."""
+    first = kept.place("a" * 16, f"{RUN}/weights/one")._replace(kind="snapshots")
+    kept.save(first._replace(run=first.run + "1", name="0"), lambda _: None, **ABOUT)
+    for name in ("None", *map(str, range(9))):
+        kept.save(first._replace(name=name), lambda _: None, **ABOUT)
+    assert sorted(one.name for one, _ in kept.all("*") if one.run == first.run) == [*map(str, range(1, 9))]
+    kept.forget_snapshots(first.owner, first.run, keep=0)
+    assert [one.run for one, _ in kept.all("*")] == [first.run + "1"]
+
+
 def test_what_is_not_offered_is_refused_by_name(connect: Any, train: Any, address: str) -> None:
     """A refused request has a number of its own, and no later one waits for it."""
     service, training = connect(), train(rank=1, train_mlp=False)

@@ -249,9 +249,9 @@ class Channel:
     ) -> Tensor:
         if payload is not None and type(payload) is not MaskedRows:
             raise TypeError("only MaskedRows can be sent to a provider (tenant.core.masked)")
-        if self._permit:
-            self._permit(self.peer, payload)
         self._connect(deadline)
+        if self._permit:  # not before the wait for a connection, in which a provider may be quarantined
+            self._permit(self.peer, payload)
         connection = self.connection
         assert connection is not None
         words = None if payload is None else payload.masked_words

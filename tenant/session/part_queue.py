@@ -83,9 +83,11 @@ def multiply_parts(
     jobs = [executor.workers[number].submit(run_in_thread, executor.provider) for executor, number in others]
 
     def run_own() -> None:
-        run_parts(own[0].provider, only_if_faster=False)  # takes every part that is left
-        for job in jobs:
-            job.cancel()
+        try:
+            run_parts(own[0].provider, only_if_faster=False)  # takes every part that is left
+        finally:
+            for job in jobs:
+                job.cancel()
 
     run_beside(jobs, run_own)
 

@@ -181,6 +181,18 @@ def test_closing_wakes_a_request_of_another_thread(executor: ScriptedProvider, c
     assert len(executor.hellos) == 1
 
 
+def test_nothing_is_sent_to_a_provider_that_is_quarantined_while_it_is_waited_for(
+    executor: ScriptedProvider, connect: NewChannel
+) -> None:
+    def permit(peer: Peer, rows: MaskedRows | None) -> None:
+        if executor.hellos:
+            raise errors.QuarantinedError("quarantined while a connection was made")
+
+    with pytest.raises(errors.QuarantinedError):
+        ask(connect(executor, permit=permit))
+    assert executor.heard == []
+
+
 def test_a_certificate_that_is_not_pinned_is_refused_at_once(new_provider: NewProvider, connect: NewChannel) -> None:
     """A wrong certificate at the right address. Waiting would not help, so nothing is tried again."""
     impostor, real = new_provider(), new_provider()

@@ -2,10 +2,12 @@
 sockets; the test sets the clock."""
 
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from symbiosis_priv.certificates.reading import load_certificates
 from symbiosis_priv.checkpoints.layers import LayerRange
-from symbiosis_priv.errors import QuarantinedError
+from symbiosis_priv.errors import QuarantinedError, RangeError
 from symbiosis_priv.federation import Company, Federation, Peer
 from symbiosis_priv.limits import GroupIndex
 from symbiosis_priv.network import wire
@@ -21,7 +23,8 @@ from tenant.connections.executor_client import PARALLEL_CHANNELS
 from tenant.core.masked import Quarantine
 from tenant.routing.known_provider import USUAL, KnownProvider, ProviderHealth, State
 from tenant.routing.routes import Routes
-from tenant.session.part_queue import PartQueue
+from tenant.session.part_queue import PartQueue, multiply_parts
+from tenant.worker import Worker
 from tests.tenant.conftest import Identities
 from tests.vouching import Vouching
 
@@ -405,3 +408,20 @@ def test_all_parts_are_done_and_a_slow_executor_delays_them_little(costs: list[f
     assert sum(done) == parts
     alone = -(-parts // PARALLEL_CHANNELS) * costs[0]
     assert end <= alone + 2 * costs[0] + 1e-9
+
+
+def test_a_part_that_fails_ends_the_product_without_waiting_for_slots_that_have_not_begun() -> None:
+    busy = threading.Event()
+    providers = [KnownProvider(Peer(name, "", "executor", "", 1, None)) for name in ("free", "busy")]  # type: ignore[arg-type]
+    executors: list[Any] = [SimpleNamespace(provider=one, workers=[Worker(one.peer.name)]) for one in providers]
+    other = executors[1].workers[0].submit(busy.wait, 20.0)  # another product
+
+    def fail(*_: object) -> None:
+        raise RangeError("a part has failed")
+
+    with pytest.raises(RangeError):
+        multiply_parts([LargePart()] * 2, executors, fail)  # type: ignore[list-item]
+    assert not other.done()
+    busy.set()
+    assert other.result(20.0)
+    executors[1].workers[0].stop()

@@ -57,8 +57,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     layers: str | None = None
 
     def __post_init__(self) -> None:
-        if self.auto_layers is None:
-            _ = self.layer_range
+        if self.auto_layers is not None:
+            return
+        if (self.layers or "").startswith("auto"):
+            raise ValueError(f"layers = {self.layers!r}: write how many to take, as in 'auto:16'")
+        _ = self.layer_range
 
     @property
     def layer_range(self) -> LayerRange | None:

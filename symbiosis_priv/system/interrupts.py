@@ -87,8 +87,13 @@ def set_on_signals(event: threading.Event, *, starting: Callable[[], bool] = lam
 @contextmanager
 def importing() -> Iterator[None]:
     """Context manager: a `whole` block of imports, in which libraries may catch the exception of a signal."""
-    with Interrupts() as interrupts, interrupts.whole():
-        yield
+    with Interrupts() as interrupts:
+        try:
+            with interrupts.whole():
+                yield
+        except Exception:  # perhaps of a library that has caught a second signal
+            interrupts._raise_pending()
+            raise
 
 
 @contextmanager

@@ -95,3 +95,19 @@ def test_a_signal_during_an_import_arrives_when_it_has_ended() -> None:
         load()
     assert imported
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_import_that_fails_over_a_second_signal_ends_as_the_first_one_does() -> None:
+    def load(*numbers: signal.Signals) -> None:
+        with importing():
+            for number in numbers:
+                with contextlib.suppress(BaseException):
+                    send(number)
+            raise ImportError("cannot load module more than once per process")
+
+    with pytest.raises(KeyboardInterrupt):
+        load(signal.SIGINT, signal.SIGINT)
+    with pytest.raises(SystemExit, match="143"):
+        load(signal.SIGTERM, signal.SIGTERM)
+    with pytest.raises(ImportError):
+        load()

@@ -249,7 +249,8 @@ class Channel:
     ) -> Tensor:
         if payload is not None and type(payload) is not MaskedRows:
             raise TypeError("only MaskedRows can be sent to a provider (tenant.core.masked)")
-        self._connect(deadline)
+        if self.connection is None:  # a provider that has left may have other limits and layers now
+            self._connect(deadline)
         if self._permit:  # not before the wait for a connection, in which a provider may be quarantined
             self._permit(self.peer, payload)
         connection = self.connection

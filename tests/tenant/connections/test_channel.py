@@ -22,6 +22,7 @@ from tenant.connections.channel import Channel, fresh_nonce
 from tenant.core.masked import UNMASKED_BY_CHOICE, MaskedRows, mask
 from tests.tenant.conftest import Identities, NewProvider
 from tests.tenant.scripted import Heard, ScriptedProvider, frame, silent
+from tests.waiting import until
 
 WIDTH, OUTPUTS = 64, 128
 NewChannel = Callable[..., Channel]
@@ -179,6 +180,19 @@ def test_closing_wakes_a_request_of_another_thread(executor: ScriptedProvider, c
     with pytest.raises(errors.ConnectionLostError, match="closed on this side"):
         ask(channel)
     assert len(executor.hellos) == 1
+
+
+def test_an_attempt_is_not_made_at_a_provider_that_may_have_other_limits_now(
+    executor: ScriptedProvider, connect: NewChannel
+) -> None:
+    """The size of a request is that of the limits which the provider announced for the open connection."""
+    channel, (request, payload) = connect(executor), execute()
+    channel.connect(deadline=time.monotonic() + 20)
+    executor.hang_up()
+    until(lambda: channel.probe() is None)
+    with pytest.raises(errors.ConnectionLostError):
+        channel.attempt(request, payload, outputs=OUTPUTS, deadline=time.monotonic() + 20)
+    assert executor.heard == []
 
 
 def test_nothing_is_sent_to_a_provider_that_is_quarantined_while_it_is_waited_for(

@@ -63,7 +63,7 @@ class Provider:
         burst_s: float = 1.0,
     ) -> None:
         self._adapt, self._burst_s = adapt, burst_s
-        self.config = self._reloaded = config  # `_reloaded`: as last read
+        self.config = self._first = self._reloaded = config  # as first and as last read, before layers are chosen
         self._source, self._progress = source, progress
         self._credentials: Credentials | None = None
         self._gateway: Gateway | None = None
@@ -184,9 +184,8 @@ class Provider:
         self._credentials, self._reloaded = credentials, config
         if self._announcer is not None:
             self._announcer.periodic.wake()  # the configuration or the certificate may have changed
-        chosen = config if config.model.auto_layers is None else config.with_layers(self.config.model.layers)
-        fixed = msgspec.structs.replace(chosen, quota=self.config.quota, tenants=self.config.tenants)
-        log.info("reloaded", needs_restart=None if fixed == self.config else "yes: other settings have changed too")
+        fixed = msgspec.structs.replace(config, quota=self._first.quota, tenants=self._first.tenants)
+        log.info("reloaded", needs_restart=None if fixed == self._first else "yes: other settings have changed too")
 
     def _watched_files(self) -> list[Path]:
         tls = self._reloaded.tls  # it may name other files than at the start

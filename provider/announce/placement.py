@@ -80,7 +80,7 @@ def _others(config: ProviderConfig, model_digest: str) -> list[tuple[str, LayerR
             try:
                 found.append(verify(data, trust, now=time.time()))
             except DescriptorError as error:
-                log.info("not_believed", registry=address, reason=str(error))
+                log.often("not_believed", registry=address, reason=str(error))
     if len(failures) == len(registry.announce):
         raise ConfigError(
             f"layers = {config.model.layers!r} needs a registry, and none can be reached ({failures[0]}): start one, "

@@ -178,7 +178,8 @@ class SocketPipe(queues.RequestPipe):
 
 class ExecutorProcess(ExecutorHandle):
     """An executor in a child process, or in a group of them, the ranks, which share the model (`shards`). When one of
-    them ends or stops, all are killed and started again. They end when their stdin closes, so also with this process.
+    them ends or stops, all are killed and started again. They end when their stdin closes, and the kernel kills them
+    with the thread that has started them: call `start` in one that lives as long.
 
     **Heartbeats.** A collective of ranks that waits for a stopped one raises no error before its timeout, and its error
     names no rank. So each process sends a byte twice a second. A rank is lost if each of the others has sent ten since
@@ -220,7 +221,8 @@ class ExecutorProcess(ExecutorHandle):
             self._on_hang()
             self._watcher.join(timeout)
             self._guard.close(timeout)
-        self._end()
+        if self._watcher is None or not self._watcher.is_alive():  # else it waits for a process that cannot be killed
+            self._end()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
@@ -256,9 +258,10 @@ class ExecutorProcess(ExecutorHandle):
             process.kill()
 
     def _end(self) -> None:
+        self._on_hang()
         for process in self._processes:
-            with process:
-                process.kill()
+            with process:  # waits for its end
+                pass
 
     def _wait(self) -> tuple[int, int | None]:
         """Wait until a process has ended or is lost. Returns its rank and its status, None if it is lost."""

@@ -3,8 +3,8 @@
     python -m provider.processes.executor_process RANK FOLDER
 
 The first lines of stdin are the configuration, the model's digest and the socket. The gateway keeps that pipe open.
-When the pipe closes, the executor ends. Heartbeats are written to stdout. Ranks meet in the folder. Rank 0 serves, and
-the other ranks follow. Only the gateway handles signals.
+When the pipe closes, the executor ends, and the kernel kills it with the gateway. Heartbeats are written to stdout.
+Ranks meet in the folder. Rank 0 serves, and the other ranks follow. Only the gateway handles signals.
 """
 
 import gc
@@ -25,13 +25,14 @@ from provider.executor.supervisor import HEARTBEAT_S, SocketInbox
 from provider.products.model import open_store
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.system.pacing import Periodic
-from symbiosis_priv.system.processes import when_stdin_closes
+from symbiosis_priv.system.processes import end_with_parent, when_stdin_closes
 
 
 def main() -> None:
     """Serve, or follow, until stdin closes. Exits with status 1 if the executor cannot start, or a rank was lost."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
+    end_with_parent()
     heartbeats = os.dup(1)
     os.dup2(2, 1)  # what libraries print belongs to the log
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])

@@ -6,12 +6,23 @@ collection is normal until then, because garbage may hold a large tensor.
 """
 
 import atexit
+import ctypes
 import gc
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
 from typing import NoReturn
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the thread that has started it ends, also while this process is stopped or
+    waits in a library (Linux). Call `when_stdin_closes`, too: it notices an end before this call, and other systems."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def when_stdin_closes(then: Callable[[], None]) -> None:

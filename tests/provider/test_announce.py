@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from provider.announce.placement import coverage, most_needed, placed
+from provider.config.provider_toml import template
 from provider.config.schema import AnnounceConfig, ProviderConfig, TlsConfig
 from provider.logs import JsonLines
 from provider.products.model import open_store
@@ -153,6 +154,21 @@ def test_a_provider_that_joins_takes_the_layers_that_are_lacking(
     finally:
         for provider in providers:
             provider.stop()
+
+
+def test_another_number_of_chosen_layers_needs_a_restart(
+    announcing: Announcing, registry: RegistryServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    source = tmp_path / "provider.toml"
+    source.write_text(template())
+    found = [announcing("one", layers="auto:1")]
+    with Provider(found[0], source=source, adapt=lambda _: found[0]) as provider:
+        for layers, logged in (("auto:1", False), ("auto:2", True)):
+            found[0], before = announcing("one", layers=layers), len(caplog.records)
+            provider._reload()
+            [line] = [JsonLines().format(one) for one in caplog.records[before:] if one.getMessage() == "reloaded"]
+            assert ('"needs_restart": "yes' in line) == logged
 
 
 def test_a_lying_registry_can_only_cause_a_bad_choice_of_layers(

@@ -6,6 +6,8 @@ import os
 import secrets
 import signal
 import stat
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from typer.testing import CliRunner
 from provider import serve as server
 from provider.cli import app
 from provider.config import provider_toml
-from provider.config.schema import ExecutorConfig
+from provider.config.schema import ExecutorConfig, to_json
 from provider.executor import supervisor
 from provider.executor.client import ExecutorRequester
 from provider.executor.executor import build
@@ -33,6 +35,7 @@ from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.network import wire
 from tests.provider.clients import Service, effect, execute, failure
 from tests.provider.conftest import Configure, Connect, Keys, Launch
+from tests.provider.processes import has_ended
 from tests.waiting import until
 from tests.warm import Popen
 
@@ -139,6 +142,52 @@ def test_a_killed_executor_process_is_restarted(
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
     assert not folder.exists()
+
+
+GATEWAY = """
+import os, signal, subprocess, sys
+command = [sys.executable, "-m", "provider.processes.executor_process", "0", "."]
+child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+child.stdin.write(sys.stdin.buffer.read())
+child.stdout.read(1)  # its first heartbeat
+os.kill(child.pid, signal.SIGSTOP)
+print(child.pid, flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems kill no process with its parent")
+def test_a_stopped_executor_process_ends_with_its_gateway(configure: Configure) -> None:
+    message = f"{to_json(configure()).decode()}\nsha256:0\nipc://unused\n".encode()
+    with subprocess.Popen([sys.executable, "-c", GATEWAY], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as gateway:
+        assert gateway.stdin is not None
+        assert gateway.stdout is not None
+        gateway.stdin.write(message)
+        gateway.stdin.close()
+        child = int(gateway.stdout.readline())
+        try:
+            gateway.kill()
+            until(lambda: has_ended(child))
+        finally:
+            if not has_ended(child):
+                os.kill(child, signal.SIGKILL)
+
+
+def test_a_process_that_cannot_be_killed_does_not_hold_up_the_end(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for a device or a disk. The gateway must end all the same."""
+    handle, ended = ExecutorProcess(configure(), model_digest=""), threading.Event()
+    monkeypatch.setattr(handle, "_end", ended.wait)
+    handle._watcher = threading.Thread(target=handle._end, daemon=True)
+    handle._watcher.start()
+    stopping = threading.Thread(target=handle.stop, args=(0.1,), daemon=True)
+    stopping.start()
+    stopping.join(30)
+    stuck = stopping.is_alive()
+    ended.set()
+    assert not stuck
+    handle.close()
 
 
 @contextmanager

@@ -129,23 +129,26 @@ def probe_all(federation: Federation, preparation: Preparation | None, *, timeou
         if thread.is_alive():  # the thread still waits
             name = probe.finding.peer.label
             probe.finding = Finding(probe.finding.peer, f"{name} did not answer within {timeout:g} s; {_SLOW}")
-            probe.channel.close()
+            probe.close()
     for probe in probes:  # one at a time, because parallel measurements would share network and cores
         if preparation is not None and probe.finding.failure is None:
             probe.run(timeout, probe.measure)
-        probe.channel.close()
+        probe.close()
     return [probe.finding for probe in probes]
 
 
 class ProviderProbe:
-    """Probes one provider and records failures in `finding`. For one thread; another may close `channel`."""
+    """Probes one provider and records failures in `finding`. For one thread; another may `close` it."""
 
     def __init__(self, federation: Federation, peer: Peer, preparation: Preparation | None) -> None:
         self.finding = Finding(peer)
-        context, digest = federation.tls_context(peer), federation.model_digest
-        self.channel = Channel(peer, context=context, model_digest=digest, deadline_s=math.inf)
-        self._preparation = preparation
+        self._federation, self._preparation = federation, preparation
+        self._channel: Channel | None = None
         self._deadline = 0.0
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
 
     def run(self, timeout: float, step: Callable[[Finding], None]) -> None:
         """Run `look` or `measure`, and record why it fails."""
@@ -164,8 +167,9 @@ class ProviderProbe:
 
     def look(self, finding: Finding) -> None:
         """Probe everything except throughput."""
-        groups = self.channel.connect(deadline=self._deadline).groups
-        connection = self.channel.connection
+        context, digest = self._federation.tls_context(finding.peer), self._federation.model_digest
+        channel = self._channel = Channel(finding.peer, context=context, model_digest=digest, deadline_s=math.inf)
+        groups, connection = channel.connect(deadline=self._deadline).groups, channel.connection
         assert connection is not None
         if connection.tls is not None and (shown := connection.tls.getpeercert(binary_form=True)) is not None:
             until = x509.load_der_x509_certificate(shown).not_valid_after_utc
@@ -222,7 +226,8 @@ class ProviderProbe:
 
     def measure(self, finding: Finding) -> None:
         """Measure the throughput of the largest layer group."""
-        groups, welcome = finding.groups[FORWARD], self.channel.connect(deadline=self._deadline)
+        assert self._channel is not None
+        groups, welcome = finding.groups[FORWARD], self._channel.connect(deadline=self._deadline)
         if not groups or self._preparation is None:
             return
         entries = self._preparation.manifest.groups
@@ -260,10 +265,11 @@ class ProviderProbe:
                 key = mask_key(seed, group_name=entry.name, direction=direction)
         sent = expand(key, first_row=0, rows=rows, width=inputs)
         payload = None if isinstance(request, wire.Effect) else mask(sent, UNMASKED_BY_CHOICE)  # rows without data
+        assert self._channel is not None
         while True:
             try:
-                return sent, self.channel.attempt(request, payload, outputs=outputs, deadline=self._deadline)
+                return sent, self._channel.attempt(request, payload, outputs=outputs, deadline=self._deadline)
             except errors.ConnectionLostError:  # or it is busy
-                if self.channel.closed.is_set() or time.monotonic() + _BUSY_S > self._deadline:
+                if self._channel.closed.is_set() or time.monotonic() + _BUSY_S > self._deadline:
                     raise
                 time.sleep(_BUSY_S)

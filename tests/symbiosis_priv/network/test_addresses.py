@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from symbiosis_priv.errors import ConfigError, ConnectionLostError
+from symbiosis_priv.network import dial
 from symbiosis_priv.network.addresses import is_internal, local_address, names_host, parse_address, shown, ways_back
 from symbiosis_priv.network.dial import ClientConnection
 from tests.cases import cases
@@ -106,9 +107,11 @@ def test_a_host_header_is_a_host_and_a_port_and_nothing_else() -> None:
     assert not names_host(["localhost", "localhost"], {"localhost"})
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "rebound.example"])
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "rebound.example", "interface.example"])
 def test_a_remote_only_connection_does_not_reach_this_machine(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     """No byte arrives, even if a name resolves to this machine only when the connection is made."""
+    if host == "interface.example":  # the address of a network interface is this machine's, and not internal
+        monkeypatch.setattr(dial, "is_internal", lambda address: False)
     with socket.create_server(("127.0.0.1", 0)) as service:
         port = service.getsockname()[1]
         here = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]

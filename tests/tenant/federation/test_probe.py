@@ -91,6 +91,15 @@ def test_each_address_of_a_provider_is_probed(
         assert find_gaps(federation, findings, preparation.manifest.layers) == []
 
 
+def test_a_certificate_that_cannot_be_used_fails_its_provider_alone(
+    scripted: Scripted, preparation: Preparation, tmp_path: Path
+) -> None:
+    gone = dataclasses.replace(scripted.new_provider().peer("executor"), certificate=tmp_path / "gone.pem")
+    first, second = probed(scripted.new_federation([gone, scripted.executor]), preparation)
+    assert "gone.pem" in first.failure
+    assert (second.failure, second.verified) == (None, 4)
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("role", ["executor", "helper"])
 def test_a_wrong_product_is_found_in_either_role_and_direction(

@@ -35,17 +35,18 @@ LONGEST = 1 << 20  # tokens of a sequence, for a model without a limit
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NextTokens:
     """The next tokens of one sequence. `kv`: keys and values of all earlier tokens; those of `tokens` are appended.
-    `logits`: number of last tokens whose logits are returned."""
+    `logits`: number of last tokens whose logits are returned. `pooled`: the hidden states are needed, and no logits."""
 
     kv: KeyValues
     tokens: Sequence[int]
     adapter: str | None = None
     logits: int = 1
+    pooled: bool = False
 
 
 class Output(NamedTuple):
-    """Results for one `NextTokens`: logits `[rows.logits, vocabulary]`, and the last hidden states `[tokens,
-    width]`."""
+    """Results for one `NextTokens`: logits `[rows.logits, vocabulary]`, and the last hidden states `[tokens, width]`,
+    which `SingleModel` returns only if `rows.pooled`."""
 
     logits: Tensor
     hidden: Tensor

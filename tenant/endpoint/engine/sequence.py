@@ -161,7 +161,8 @@ class Sequence:
             tokens = self.tokens[done : done + most]
             reads = self.request.sampling.prompt_logprobs is not None
             logits = len(tokens) if reads else int(done + len(tokens) == len(self.tokens))
-        return NextTokens(kv=self.kv, tokens=tokens, adapter=self.request.adapter, logits=logits)
+        pooled = self.request.pooling is not None
+        return NextTokens(kv=self.kv, tokens=tokens, adapter=self.request.adapter, logits=logits, pooled=pooled)
 
     def take(self, rows: NextTokens, output: Output) -> None:
         """Process the results of `rows`."""

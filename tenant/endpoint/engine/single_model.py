@@ -60,17 +60,21 @@ class SingleModel(PackedModel):
         assert isinstance(kv, _OwnCache)
         if kv.cache is None and self._name == "past_key_values":
             kv.cache = DynamicCache(config=self.config)
-        options = {"use_cache": True, "output_hidden_states": True, self._name: kv.cache}
+        options = {"use_cache": True, self._name: kv.cache}
         if self._cuts:
             options["logits_to_keep"] = max(1, part.logits)
         ids = torch.tensor([part.tokens], dtype=torch.long, device=self.model.device)
         tasks, adapter = self.tasks, part.adapter
         with nullcontext() if tasks is None or adapter is None else tasks.batch([adapter]):
+            if part.pooled:  # the whole prompt, and nothing follows
+                hidden = self.model.base_model(input_ids=ids).last_hidden_state[0]
+                kv.grow(len(part.tokens))
+                return Output(hidden[:0], hidden)
             output = self.model(input_ids=ids, **options)
         kv.cache = output[self._name]
         kv.grow(len(part.tokens))
         logits = output.logits[0]
-        return Output(logits[len(logits) - part.logits :], output.hidden_states[-1][0])
+        return Output(logits[len(logits) - part.logits :], logits[:0])
 
 
 def open_packed(model: Any, tasks: Tasks | None = None) -> PackedModel:

@@ -146,11 +146,12 @@ class Tinker:
     async def load_weights(self, body: Offered[types.LoadWeightsRequest], client: Client) -> Answer:
         self._check(body.base_model)
         place = self.checkpoints.place(client, body.path)
+        record = self.checkpoints.record(place)
+        self._check(record.base_model)
         if body.model_id is not None:
             run, seq = self.training.run(client, body.model_id), body.seq_id
         else:
-            lora, seq = self.checkpoints.record(place).lora, 0
-            run = self._new_run(client, body.session_id, body.model_seq_id, lora)
+            run, seq = self._new_run(client, body.session_id, body.model_seq_id, record.lora), 0
         return self._submit(seq, Job(run, partial(self.training.load, run, place, optimizer=body.optimizer)))
 
     async def get_info(self, body: types.GetInfoRequest, client: Client) -> Answer:
@@ -185,10 +186,11 @@ class Tinker:
         if body.path is not None:
             return self._save(client, body, SAMPLER, body.path)
         run = self.training.run(client, body.model_id)
-        place = Place(self.checkpoints.owner(client), run.id, SNAPSHOTS, str(body.seq_id))
+        seq = run.last + 1 if body.seq_id is None else body.seq_id
+        place = Place(self.checkpoints.owner(client), run.id, SNAPSHOTS, str(seq))
         session = self._session(client, run.id.partition(":")[0])
         sampler = self._add_sampler(client, session, body.sampling_session_seq_id or 0, place)
-        return self._submit(body.seq_id, Job(run, partial(self.training.save, run, place, sampler)))
+        return self._submit(seq, Job(run, partial(self.training.save, run, place, sampler)))
 
     # Sampling
 
@@ -225,14 +227,19 @@ class Tinker:
         return await found.answer()
 
     async def cancel_future(self, body: types.FutureRetrieveRequest, client: Client) -> Response:
-        if (found := self.futures.find(client, body.request_id)) is not None:
+        # a request of a training client is computed in any case, and keeps its result
+        if ":sample:" in body.request_id and (found := self.futures.find(client, body.request_id)) is not None:
             found.task.cancel()
         return Response(status_code=204)
 
     # Checkpoints
 
     def listed(
-        self, client: Client, run: str | None = None, limit: int | None = None, offset: Annotated[int, Query(ge=0)] = 0
+        self,
+        client: Client,
+        run: str | None = None,
+        limit: Annotated[int | None, Query(ge=0)] = None,
+        offset: Annotated[int, Query(ge=0)] = 0,
     ) -> Answer:
         found = self.checkpoints.listed(client, run)
         cursor = {"offset": offset, "limit": limit or len(found), "total_count": len(found)}

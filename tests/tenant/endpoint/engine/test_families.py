@@ -66,6 +66,8 @@ def test_a_model_that_is_computed_one_request_at_a_time_has_its_own_log_probabil
     with torch.no_grad():
         found = model.transformer(torch.tensor([prompt])).last_hidden_state[0]
         scores = model(torch.tensor([prompt])).logits[0].double().log_softmax(-1)
+    kept = list[bool]()  # whether a pass holds the hidden states of all layers in memory, and not only the last ones
+    model.register_forward_hook(lambda *args: kept.append(args[2].hidden_states is not None))
     vector = Asked(engine, prompt, pooling="mean").done().vector
     torch.testing.assert_close(torch.tensor(vector), found.mean(0), rtol=1e-3, atol=1e-3)
     asked = Asked(engine, prompt, max_tokens=0, sampling=Sampling(prompt_logprobs=0))
@@ -74,6 +76,7 @@ def test_a_model_that_is_computed_one_request_at_a_time_has_its_own_log_probabil
     assert isinstance(started, Started)
     each = scores[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
     assert [one.logprob for one in started.prompt_logprobs if one] == pytest.approx(each.tolist(), abs=1e-4)
+    assert kept == [False]
     with pytest.raises(ConfigError, match="leave out --answer-bucket"):
         Asked(engine, prompt, bucket=2)
     engine.close()

@@ -208,6 +208,13 @@ def test_checkpoints_continue_are_found_again_and_deleted(checkpoint: Path, tmp_
         assert equal(expected, steps(again))
         sampler = service.create_sampling_client(path.replace("weights/first", "sampler_weights/s")).result()
         assert sampler.compute_logprobs(tinker.ModelInput.from_ints([1, 2])).result()[1] < 0
+    with (  # another model of the same sizes, in the same folder
+        served(checkpoint, tmp_path, name="other") as address,
+        tinker.ServiceClient(base_url=address, api_key=KEYS[0]) as service,
+    ):
+        training = service.create_lora_training_client("other", rank=4).result()
+        with pytest.raises(tinker.BadRequestError, match="no model 'tiny'"):
+            training.load_state(second).result()
 
 
 def test_a_full_disk_loses_nothing_and_names_itself(connect: Any, train: Any) -> None:
@@ -330,6 +337,7 @@ def test_what_is_not_offered_is_refused_by_name(connect: Any, train: Any, addres
         "dimuon": lambda: training.optim_step(tinker.types.DimuonParams(learning_rate=0.1)),
         "kind": lambda: training.save_weights_and_get_sampling_client(kind="inflight"),
         "no model 'one'": lambda: service.create_lora_training_client("one"),
+        "limit": lambda: rest.list_user_checkpoints(limit=-1).result(),
         "publish": lambda: rest.publish_checkpoint_from_tinker_path(path),
         "ttl": lambda: rest.set_checkpoint_ttl_from_tinker_path(path, 4000),
         "training_runs": lambda: rest.get_training_run("a"),

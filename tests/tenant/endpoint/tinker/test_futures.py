@@ -95,6 +95,24 @@ def test_a_sample_whose_id_begins_like_that_of_a_cancelled_one_goes_on(
     assert b"499" not in fetch(address, other)[1]
 
 
+def test_a_request_of_a_training_client_is_not_cancelled(train: Any, address: str, gate: Gate) -> None:
+    """It is computed in any case, so its result stays."""
+    training = train()
+    forward = training.forward_backward(data_of(), "cross_entropy")
+    gate.wait()
+    assert post(address, "cancel_future", {"request_id": f"{training.model_id}:1"})[0] == 204
+    gate.opened.set()
+    assert outputs(forward.result())
+
+
+def test_a_snapshot_has_a_number_if_the_client_sends_none(train: Any, address: str) -> None:
+    body, ids = {"model_id": train().model_id}, list[str]()
+    for _ in range(2):
+        ids.append(json.loads(post(address, "save_weights_for_sampler", body)[1])["request_id"])
+        until(lambda: b"sampling_session_id" in fetch(address, ids[-1])[1])
+    assert ids[0] != ids[1]
+
+
 def test_a_request_that_is_sent_again_trains_once(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers to the first `forward_backward` and `optim_step` are lost, so the client sends both again."""
     expected, training = steps(train()), train()

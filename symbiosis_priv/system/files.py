@@ -213,8 +213,8 @@ class PrivateFolder:
         return folder
 
     def subfolder(self, name: str, *, create: bool = False) -> Self:
-        """Open a folder in this one that no other user can write to; `create` makes it, with mode 0700, if it is new.
-        Raises `ConfigError`: it is a link, or others own or can change it; OSError: it cannot be made or opened."""
+        """Open a folder in this one that no other user can write to; `create` makes it, with mode 0700. Raises
+        `ConfigError`: it is a link, or others own or can change it; OSError, also if the folder to make exists."""
         if create:
             os.mkdir(name, 0o700, dir_fd=self._descriptor)
         try:

@@ -128,7 +128,7 @@ class Gateway:
 
         with self._lock:
             if refused := refusal():
-                raise refused  # `renew` must not close a connection that is sent its refusal
+                raise refused  # `accept` must not close a connection that is sent its refusal
             self.peers[stream] = peer
         state.register.count_visit(tenant)
         with state.slots.taken(tenant, close) as slot, ExecutorRequester(self._executor) as executor:

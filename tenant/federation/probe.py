@@ -269,7 +269,8 @@ class ProviderProbe:
         while True:
             try:
                 return sent, self._channel.attempt(request, payload, outputs=outputs, deadline=self._deadline)
-            except errors.ConnectionLostError:  # or it is busy
-                if self._channel.closed.is_set() or time.monotonic() + _BUSY_S > self._deadline:
+            except errors.ConnectionLostError as error:
+                # without a cause, it is only busy
+                if error.__cause__ is not None or time.monotonic() + _BUSY_S > self._deadline:
                     raise
                 time.sleep(_BUSY_S)

@@ -100,6 +100,23 @@ def test_a_certificate_that_cannot_be_used_fails_its_provider_alone(
     assert (second.failure, second.verified) == (None, 4)
 
 
+def test_a_busy_provider_is_asked_again_and_a_lost_connection_is_a_failure(
+    scripted: Scripted, preparation: Preparation
+) -> None:
+    federation, executor = scripted.new_federation([scripted.executor]), scripted.executor
+    first: bytes | None = frame(wire.Failure(code=wire.ErrorCode.BUSY, detail="later"))
+
+    def answer_later(_: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
+        return first if len(executor.heard) == 1 else frame(reply, answer)
+
+    executor.behaviour = answer_later
+    assert only(federation, preparation).failure is None
+    executor.heard.clear()
+    first = None
+    assert "closed the connection" in only(federation, preparation).failure
+    assert len(executor.heard) == 1
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("role", ["executor", "helper"])
 def test_a_wrong_product_is_found_in_either_role_and_direction(

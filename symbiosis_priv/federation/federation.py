@@ -270,6 +270,10 @@ def _check_companies(federation: Federation) -> None:
                 f"company {company.name!r}: no [[provider]] is called {unknown[0]!r}; there are {known}. "
                 f"List an operator without a [[provider]] under operators = [...]"
             )
+        if len(set(map(plain, company.members))) + len(set(map(plain, company.operators))) < 2:  # it would join nobody
+            raise ConfigError(
+                f"company {company.name!r} has fewer than two members: list two or more, or remove this [[company]]"
+            )
 
 
 def federation_text(

@@ -68,9 +68,7 @@ def manifest(*, config: Config) -> None:
     with loading("torch"):
         from provider.products.model import open_store
     with terminal.progress_bar("quantising") as progress:
-        if settings.model.auto_layers is not None:
-            settings = settings.with_layers(None)  # the digest covers all layers
-        found = open_store(settings).manifest(progress=progress)
+        found = open_store(settings.before_layers_are_chosen()).manifest(progress=progress)
     table = Table("layer", "layer group", "inputs", "outputs", title=f"{found.weight_bits} weight bits")
     for layer, group in zip(found.layers, found.groups, strict=True):
         table.add_row(str(layer), " ".join(group.members), str(group.inputs), " + ".join(map(str, group.outputs)))

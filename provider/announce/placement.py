@@ -17,9 +17,9 @@ from provider.products.model import open_store
 from symbiosis_priv.certificates.reading import key_fingerprint, load_certificates
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.weights import Progress
-from symbiosis_priv.errors import ConfigError, DescriptorError, SymbiosisError
+from symbiosis_priv.errors import ConfigError, SymbiosisError
 from symbiosis_priv.federation.parties import plain
-from symbiosis_priv.registry.descriptor import verify
+from symbiosis_priv.registry.descriptor import VerifiedDescriptor, verify_all
 from symbiosis_priv.registry.protocol import RegistryClient
 
 log = logs.EventLog(__name__)
@@ -55,8 +55,7 @@ def placed(config: ProviderConfig, *, progress: Progress | None = None) -> Provi
     length = config.model.auto_layers
     if length is None:
         return config
-    # the digest covers all layers, and only the chosen ones are packed later
-    manifest = open_store(config.with_layers("0")).manifest(progress=progress)
+    manifest = open_store(config.before_layers_are_chosen()).manifest(progress=progress)
     served = coverage(manifest.layers[-1] + 1, _others(config, manifest.digest))
     chosen = most_needed(served, length)
     operators, executors = min(served[chosen.first : chosen.last + 1])
@@ -68,7 +67,7 @@ def _others(config: ProviderConfig, model_digest: str) -> list[tuple[str, LayerR
     """The other executors of the model that stay, with the layers of their newest descriptors."""
     registry, trust = config.registry, trust_of(config.registry)
     own = key_fingerprint(load_certificates(config.tls.certificate)[0])
-    found, failures = [], []
+    found, failures = list[VerifiedDescriptor](), []
     for address in registry.announce:
         try:
             with RegistryClient(address, trust, deadline_s=_DEADLINE_S) as client:
@@ -76,11 +75,10 @@ def _others(config: ProviderConfig, model_digest: str) -> list[tuple[str, LayerR
         except SymbiosisError as error:
             failures.append(str(error))
             continue
-        for data in listed:
-            try:
-                found.append(verify(data, trust, now=time.time()))
-            except DescriptorError as error:
-                log.often("not_believed", registry=address, reason=str(error))
+        valid, refused = verify_all(listed, trust, now=time.time())
+        found += valid
+        for reason, count in refused.items():
+            log.often("not_believed", registry=address, reason=reason, descriptors=count)
     if len(failures) == len(registry.announce):
         raise ConfigError(
             f"layers = {config.model.layers!r} needs a registry, and none can be reached ({failures[0]}): start one, "

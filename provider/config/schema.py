@@ -298,8 +298,12 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     f"[executor] devices and processes give each card an address of its own: remove {name}"
                 )
 
-    def with_layers(self, layers: str | None) -> Self:
+    def with_layers(self, layers: str) -> Self:
         return msgspec.structs.replace(self, model=msgspec.structs.replace(self.model, layers=layers))
+
+    def before_layers_are_chosen(self) -> Self:
+        """For the digest, which covers all layers: with "auto:16", layer 0 alone is packed on the way."""
+        return self if self.model.auto_layers is None else self.with_layers("0")
 
     def quota_of(self, tenant: TenantIdentity) -> QuotaConfig:
         """A tenant's quota: its own values, and the default's where it has none."""

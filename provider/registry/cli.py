@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,7 @@ from rich.markup import escape
 
 from provider.registry import RegistryConfig
 from symbiosis_priv.display import terminal
-from symbiosis_priv.errors import DescriptorError, one_line
+from symbiosis_priv.errors import one_line
 
 app = typer.Typer(no_args_is_help=True, help="Run a registry, which lists executors to tenants, or show its list.")
 
@@ -63,18 +62,13 @@ def show(
     revoked: Revoked = None,
 ) -> None:
     """Show the executors that a registry lists, as tenants see them: every signature is checked."""
-    from symbiosis_priv.registry.descriptor import MS, Trust, verify
+    from symbiosis_priv.registry.descriptor import MS, Trust, verify_all
     from symbiosis_priv.registry.protocol import RegistryClient
 
     trust = Trust.load(authority, revoked)
     with RegistryClient(address, trust, deadline_s=_DEADLINE_S) as registry:
         listed = registry.list()
-    found, refused = [], Counter[str]()
-    for data in listed:
-        try:
-            found.append(verify(data, trust, now=time.time()))
-        except DescriptorError as error:
-            refused[str(error)] += 1
+    found, refused = verify_all(listed, trust, now=time.time())
     headings = ("executor", "operator", "address", "model", "layers", "until", "state")
     rows = []
     for one in sorted(found, key=lambda one: (one.descriptor.model_digest, one.descriptor.layers)):

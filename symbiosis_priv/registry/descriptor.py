@@ -12,6 +12,8 @@ registry, which can only withhold a descriptor, or show an older one that has no
 """
 
 import hashlib
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -211,6 +213,17 @@ def verify(data: bytes, trust: Trust, *, now: float) -> VerifiedDescriptor:
         raise DescriptorError("it has expired: compare the clocks if it is new")
     fingerprint, digest = reading.key_fingerprint(certificate), hashlib.sha256(signed.body).digest()
     return VerifiedDescriptor(descriptor, certificate, name, operator, fingerprint, data, digest)
+
+
+def verify_all(listed: Iterable[bytes], trust: Trust, *, now: float) -> tuple[list[VerifiedDescriptor], Counter[str]]:
+    """Verify the descriptors that a registry lists. Returns the valid ones, and counts refused ones by reason."""
+    found, refused = [], Counter[str]()
+    for data in listed:
+        try:
+            found.append(verify(data, trust, now=now))
+        except DescriptorError as error:
+            refused[str(error)] += 1
+    return found, refused
 
 
 # The errors that msgspec, x509 and datetime raise for malformed bytes and numbers.

@@ -24,11 +24,11 @@ from itertools import zip_longest
 from typing import Final
 
 from symbiosis_priv.certificates.revocation import load_revoked, mark_of
-from symbiosis_priv.errors import CertificateError, DescriptorError, SymbiosisError, one_line
+from symbiosis_priv.errors import CertificateError, SymbiosisError, one_line
 from symbiosis_priv.federation import Federation, Peer, Traits, in_common, traits
 from symbiosis_priv.federation.parties import plain_host
 from symbiosis_priv.network.addresses import is_internal
-from symbiosis_priv.registry.descriptor import CLOCK_TOLERANCE_S, MEMORY_S, MS, Trust, VerifiedDescriptor, verify
+from symbiosis_priv.registry.descriptor import CLOCK_TOLERANCE_S, MEMORY_S, MS, Trust, VerifiedDescriptor, verify_all
 from symbiosis_priv.registry.protocol import RegistryClient
 from symbiosis_priv.system.pacing import Periodic
 
@@ -140,13 +140,8 @@ class Discovery:
 
     def add(self, listed: Iterable[bytes]) -> Counter[str]:
         """Store the descriptors that a registry lists. Returns the number of refused descriptors by reason."""
-        rejected: Counter[str] = Counter()
-        for data in listed:
-            try:
-                one = verify(data, self._trust, now=self._clock())
-            except DescriptorError as error:
-                rejected[str(error)] += 1
-                continue
+        valid, rejected = verify_all(listed, self._trust, now=self._clock())
+        for one in valid:
             with self._lock:
                 known = self._newest.get(one.key)
                 if known is None or one.age >= known.age:

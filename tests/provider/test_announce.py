@@ -178,7 +178,7 @@ def test_a_lying_registry_can_only_cause_a_bad_choice_of_layers(
     stranger = Vouching.in_folder(tmp_path)
     with LyingRegistry(registry_config(vouching)) as liar:
         joining = announcing("six", layers="auto:1", announce=(liar.address, "localhost:9"))  # one is away
-        digest = open_store(joining.with_layers(None)).manifest().digest
+        digest = open_store(joining.before_layers_are_chosen()).manifest().digest
         for says, chosen in ((vouching.says, "1"), (stranger.says, "0")):
             liar.show(says("seven", layers="0", model_digest=digest), b"what?", vouching.says("seven", after_ms=-1))
             assert placed(joining).model.layers == chosen

@@ -111,6 +111,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # torch and transformers make a million objects; later collections skip them
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
+    """The last lines say where each test hung: a record of a run may keep no others."""
+    yield
+    for report in (*terminalreporter.getreports("error"), *terminalreporter.getreports("failed")):
+        if "from pytest-timeout" in report.longreprtext:
+            entries = [each.reprfileloc for each in report.longrepr.reprtraceback.reprentries]
+            where = " > ".join(f"{place.path}:{place.lineno}" for place in entries if place is not None)
+            terminalreporter.write_line(f"{report.nodeid} hung in {report.when}: {where}")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep the quantised weights and verification keys of tests out of the user's cache."""

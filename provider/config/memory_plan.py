@@ -91,7 +91,8 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
         if ranks > 1:  # all rows and products of a batch
             near = (2 * 4 + _LIMBS) * MAX_BATCH_ROWS * widest(groups)
         else:
-            locked = slots * 4 * entries + ("helper" in config.roles) * LOCKED_SLICES * 4 * LOCKED_ENTRIES
+            rounded = 1 << (4 * entries - 1).bit_length()  # torch locks powers of two
+            locked = slots * rounded + ("helper" in config.roles) * LOCKED_SLICES * 4 * LOCKED_ENTRIES
             plan.insert(-1, Need("page-locked rows and products", _CPU, "int32", locked))
         plan[1:1] = [Need("rows and products", place, "int32", near) for place in places]
         plan[1:1] = [Need("CUDA", place, "-", _CONTEXT) for place in places]

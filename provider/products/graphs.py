@@ -40,7 +40,7 @@ class Graph:
             self._run()
 
     def _capture(self) -> None:
-        graph = torch.cuda.CUDAGraph()
+        self._graph = graph = torch.cuda.CUDAGraph()  # if a capture fails, torch's allocator goes on to refer to it
         self._run = self._work  # if no graph can be captured
         try:
             with torch.cuda.stream(self._stream):

@@ -4,6 +4,7 @@ Every rank reads the rows where rank 0 has put them, and writes its own columns 
 name, which ends with the last rank. On a machine with GPUs every rank locks it, and copies columns with one call.
 """
 
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -36,6 +37,8 @@ class SharedRows:
             status = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)
             if int(status):
                 log.warning("not_page_locked", reason=f"cudaHostRegister returns {int(status)}")
+                with contextlib.suppress(RuntimeError):  # the next program that torch starts would raise CUDA's error
+                    torch.ones(1, dtype=torch.int32, device=device)
 
     @classmethod
     def of(cls, entries: int, device: torch.device, group: Any) -> Self:

@@ -34,7 +34,7 @@ _RING_BITS: tuple[RingBits, ...] = get_args(RingBits)
 # larger than one block of every kernel, and a multiple of no block size
 _TEST_SHAPE, _TEST_ROWS = (133, 515), (1, 75)
 _DEEP = (9, 1030)  # more terms than `triton-fp16` adds in float32
-_LOWEST_LIMBS = 0x7F7F7F80  # a number whose balanced limbs of 8 bits are all -128
+_LOWEST_LIMBS, _HIGHEST_LIMBS = 0x7F7F7F80, 0x7F7F7F7F  # the balanced limbs of 8 bits are all -128, or 127
 
 
 def bits_per_weight(weight_bits: int, device: str) -> int:
@@ -92,6 +92,8 @@ def self_test(kernel: Kernel, device: torch.device, weight_bits: int) -> bool:
         weight = torch.full(shape, top, dtype=torch.int16, device="cpu")
         packed = kernel.pack(weight, weight_bits=weight_bits).to(device)
         rows = torch.full((_TEST_ROWS[-1], _DEEP[1]), _LOWEST_LIMBS, dtype=torch.int32, device="cpu")
+        rows[::2] = _HIGHEST_LIMBS
+        rows[::2, ::3] -= 0x01010101  # 126: odd sums and even ones, which need all bits that float32 has
         if not all(is_exact(kernel, weight, packed, some, direction=direction) for some in (rows, rows[:1])):
             return False
     return True

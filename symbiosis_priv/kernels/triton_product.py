@@ -155,4 +155,4 @@ def tile(
     if tl.num_programs(2) == 1:
         tl.store(result_at, total, mask=inside)
     else:
-        tl.atomic_add(result_at, total, mask=inside)
+        tl.atomic_add(result_at, total, mask=inside, sem="relaxed")  # no fences: nobody reads it before the end

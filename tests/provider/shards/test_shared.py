@@ -23,11 +23,11 @@ def copy_2d(
     return 0
 
 
-def rows_of(entries: int) -> SharedRows:
+def rows_of(entries: int, device: str = "cpu") -> SharedRows:
     file = os.memfd_create("test")
     os.ftruncate(file, 8 * entries)
     try:
-        return SharedRows(file, entries, torch.device("cpu"))
+        return SharedRows(file, entries, torch.device(device))
     finally:
         os.close(file)
 
@@ -77,6 +77,21 @@ def test_a_copy_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     product = torch.ones(2, 2, dtype=torch.int32).as_subclass(OnGPU)
     with pytest.raises(RuntimeError, match="cudaMemcpy2DAsync returns 700"):
         rows_of(8).write(product, slice(0, 2), width=4)
+
+
+@pytest.mark.parametrize("status", [0, 801])
+def test_memory_that_cannot_be_locked_is_used_all_the_same(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps the error until torch starts a program and raises it."""
+    kept = [status]
+
+    def ones(*_: object, **__: object) -> None:
+        if kept.pop():
+            raise RuntimeError("CUDA error: operation not supported")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: status))
+    monkeypatch.setattr(torch, "ones", ones)
+    rows_of(8, "cuda:1")
+    assert kept == ([] if status else [0])
 
 
 def test_rows_are_put_in_chunks_that_fit() -> None:

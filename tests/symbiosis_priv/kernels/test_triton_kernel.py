@@ -6,6 +6,7 @@ absent GPUs.
 
 import itertools
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -254,6 +255,35 @@ def test_every_tile_is_exact(
         assert torch.equal(got << 32 - ring_bits, product(rows, weight, direction) << 32 - ring_bits)
 
 
+@pytest.mark.parametrize("bits", [4, 8, 10, 12])
+def test_the_self_test_notices_a_unit_that_drops_a_bit(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 sums need as many bits as the largest one has."""
+    kernel, needed = TRITON["triton-fp16"], (chunk(bits) * 127 * ((1 << bits - 1) - 1)).bit_length()
+
+    def pack(weight: Tensor, *, weight_bits: int) -> Packed:
+        return Packed(kernel.layout, len(weight), weight.shape[1], weight_bits, weight)
+
+    def multiply(kept: int, packed: Packed, rows: Tensor, way: Direction, out: Tensor, **_: object) -> None:
+        weight, total = (packed.data.t() if way == FORWARD else packed.data).long(), torch.zeros(1, dtype=torch.int64)
+        share = plan(kernel.tile(packed, way, len(rows)), *rows.shape, out.shape[1], processors=132)[1]
+        for place in range(4):
+            limb = ((rows - 0x7F7F7F80) ^ -0x7F7F7F80) >> 8 * place
+            digits, sums = limb.to(torch.int8).long(), torch.zeros(1, dtype=torch.int64)
+            for first in range(0, len(weight), 16):
+                if first % (share * 64) % chunk(bits) == 0:
+                    total, sums = total + (sums << 8 * place), torch.zeros(1, dtype=torch.int64)
+                sums = sums + digits[:, first : first + 16] @ weight[first : first + 16]
+                dropped = (torch.frexp(sums.double()).exponent - kept).clamp(min=0)
+                sums = (sums.abs() >> dropped << dropped) * sums.sign()
+            total = total + (sums << 8 * place)
+        out.copy_(total.to(torch.int32))
+
+    monkeypatch.setattr(kernel, "pack", pack)
+    for kept in (needed, needed - 1):
+        monkeypatch.setattr(kernel, "product", partial(multiply, kept))
+        assert SELF_TEST(kernel, CPU, bits) is (kept == needed)
+
+
 @needs_interpreter
 @by_kernel
 def test_it_passes_the_self_test(kernel: TritonKernel) -> None:
@@ -295,7 +325,9 @@ def test_accumulators_stay_exact(bits: int) -> None:
     assert MAX_TERMS * limb * (128 + high) < 2**31
     assert chunk(bits) * limb * top <= 2**24
     assert top <= 2**11  # an integer that float16 holds
-    assert all(chunk(bits) % tile.terms == 0 for tiles in TILES[True].values() for tile in tiles)
+    for tile in itertools.chain(*TILES[True].values()):
+        assert chunk(bits) % tile.terms == 0
+        assert chunk(bits) <= tile.terms * triton_kernel._LEAST_STEPS
 
 
 @needs_interpreter

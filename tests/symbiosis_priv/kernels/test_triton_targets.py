@@ -51,7 +51,8 @@ def build(program, architecture, types, constants, warps, stages):
     spills = re.findall(r"(\\d+) bytes spill stores|vgpr_spill_count: +(\\d+)", log.getvalue() + code)
     units = re.findall(r"(wgmma.mma_async|tcgen05.mma|mma.sync|v_mfma)\\S*(s8.s8|f16.f16|kind::f16|_i8)", code)
     spilled = max(int(number) for pair in spills for number in pair if number)
-    return {"shared": built.metadata.shared, "spilled": spilled, "units": ["".join(unit) for unit in units]}
+    return {"shared": built.metadata.shared, "spilled": spilled, "units": ["".join(unit) for unit in units],
+            "fenced": "acq_rel" in code}
 
 def build_all(cases):
     try:
@@ -71,6 +72,7 @@ class Built(msgspec.Struct):
     shared: int
     spilled: int
     units: list[str]
+    fenced: bool  # an atomic addition waits for other memory
 
 
 def case(
@@ -143,6 +145,7 @@ def test_every_tile_compiles_for_absent_gpus(architecture: str, compiled: dict[s
     for (tile, forward, bits, limbs), built in zip(builds(chip), found, strict=True):
         what = tile, forward, bits, limbs
         assert built.spilled <= 16, what
+        assert not built.fenced
         high = triton_kernel._high_bits(bits)
         assert built.shared <= tile.memory(entry=1 + kernel.floats, high=high, spare=chip.asynchronous) <= chip.shared
         assert set(built.units) == {unit(kernel, chip, tile)}, what

@@ -208,6 +208,7 @@ class ShardedOperands(Operands):
             for index in store.served:
                 store.matrix(index)  # one at a time: packs a missing layer group, checks an existing one
         dist.barrier(self._plans)
+        use(self._device)  # FSDP gathers on the current one
         mesh = init_device_mesh(self._device.type, (self._world,))
         self._units: dict[int, Unit] = {}
         for index in store.served:
@@ -215,7 +216,6 @@ class ShardedOperands(Operands):
             unit = self._units[index] = Unit(whole, choice)
             fully_shard(unit, mesh=mesh, reshard_after_forward=True)
             unit.load(whole.data, rank=self._rank, world=self._world, device=self._device)
-        use(self._device)
         entries = slot_entries(widest([self._entries[index] for index in store.served]))
         self._shared = SharedRows.of(entries, self._device, self._plans)
 

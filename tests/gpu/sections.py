@@ -73,6 +73,9 @@ def machine(options: Options) -> Iterator[Row]:
     import torch
 
     if options.device.startswith("cuda"):
+        yield {"driver": (told := _driver()), "here": torch.cuda.is_available()}
+        if not torch.cuda.is_available():
+            sys.exit(f"torch {torch.__version__} sees no GPU (driver: {told or 'none'}): install a build for it")
         found_gpu = torch.cuda.get_device_properties(options.device)
         yield {
             "gpu": found_gpu.name,
@@ -82,6 +85,16 @@ def machine(options: Options) -> Iterator[Row]:
             "l2_mib": found_gpu.L2_cache_size >> 20,
             "cuda": torch.version.cuda,
         }
+
+
+def _driver() -> str:
+    """What NVIDIA's driver says of the first GPU, beside torch; empty without it."""
+    facts = "driver_version,pcie.link.gen.max,pcie.link.width.max,power.limit,clocks.max.sm"
+    try:
+        words = ["nvidia-smi", f"--query-gpu={facts}", "--format=csv,noheader", "--id=0"]
+        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
 
 def kernels(options: Options) -> Iterator[Row]:
@@ -273,7 +286,8 @@ def nccl(options: Options) -> Iterator[Row]:
         model = _save_llama(Path(folder, "model"), width=128, inner=256, layers=1, device="cpu")
         world = 2 if options.cpu else min(2, torch.cuda.device_count())
         context = get_context("spawn")
-        ranks = [context.Process(target=_follow, args=(options, model, rank, world)) for rank in range(1, world)]
+        follow = partial(context.Process, target=_follow, daemon=True)  # ends with this process, if that fails
+        ranks = [follow(args=(options, model, rank, world)) for rank in range(1, world)]
         for rank in ranks:
             rank.start()
         yield from _lead(options, model, world)

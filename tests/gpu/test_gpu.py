@@ -43,6 +43,15 @@ def test_a_machine_without_a_package_says_what_to_type(monkeypatch: pytest.Monke
         rows.extend(SECTIONS["machine"](Options(cpu=True)))
 
 
+def test_a_machine_whose_torch_sees_no_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs no other section."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rows: list[Row] = []
+    with pytest.raises(SystemExit, match=r"sees no GPU \(driver: "):
+        rows.extend(SECTIONS["machine"](Options(cpu=False)))
+    assert rows[-1]["here"] is False
+
+
 def test_the_table_of_chips_has_a_column_for_what_was_measured() -> None:
     times = [{"weight_bits": 10, "rows": count, "ms": 1.0, "over_bfloat16": count / 2} for count in ROWS]
     for gpu, name in (("NVIDIA H100 80GB HBM3", "H100 SXM"), ("NVIDIA L4", "NVIDIA L4")):
@@ -91,10 +100,13 @@ def test_a_section_that_fails_shows_its_error_and_the_rows_before_it() -> None:
 
 
 def test_a_section_that_hangs_is_killed_with_its_processes() -> None:
+    """And says where it hangs."""
     script = (
         "import subprocess, sys, time; print('{}', flush=True);"
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); time.sleep(60)"
     )
     begun = time.monotonic()
-    assert outcome(script, budget_s=1.0)[:2] == ("out of time", [{}])
+    status, rows, error = outcome(script, budget_s=1.0)
+    assert (status, rows) == ("out of time", [{}])
+    assert 'File "<string>", line 1' in error
     assert time.monotonic() - begun < 20

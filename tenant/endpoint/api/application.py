@@ -161,12 +161,12 @@ def create_app(service: Service, settings: Settings, *, routers: Sequence[APIRou
     return Guard(app, settings)
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error, ApiError):
         return error.response()
-    detail = "there is no such route; docs/endpoint.md lists the routes" if error.status_code == 404 else error.detail
-    answer = ApiError(error.status_code, str(detail)).response()
+    missing = f"there is no such route here, {request.url.path[:200]!a}; docs/endpoint.md lists the routes"
+    answer = ApiError(error.status_code, missing if error.status_code == 404 else str(error.detail)).response()
     answer.headers.update(error.headers or {})
     return answer
 

@@ -114,13 +114,15 @@ class Checkpoints:
         found = [record for place, record in every if place.kind != SNAPSHOTS and run in (None, place.run)]
         return sorted(found, key=lambda one: one.time, reverse=True)
 
-    def save(self, place: Place, write: Callable[[Path], object], **about: Any) -> None:
-        """Write a checkpoint. `write`: writes the files into a new folder. `about`: the model, the adapter, and when it
-        expires. Raises `ApiError`: there is one of this name; or, with status 507, the owner's part of the disk is used
-        up, or the disk is full."""
+    def save(self, place: Place, write: Callable[[Path], object], size: int, **about: Any) -> None:
+        """Write a checkpoint. `write`: writes the files into a new folder. `size`: bytes of its tensors. `about`: the
+        model, the adapter, and when it expires. Raises `ApiError`: there is one of this name; or, with status 507, the
+        owner's part of the disk is used up, or the disk is full."""
         folder = self.folder(place)
         if folder.exists():
             raise ApiError(400, f"there is a checkpoint {place.uri} already; delete it, or choose another name")
+        if size + self._used(place.owner) > self.limit:
+            raise ApiError(507, f"this key's checkpoints would exceed {self.limit:,} bytes; delete some")
         id, kind = f"{place.kind}/{place.name}", _TYPES.get(place.kind, "sampler")
         try:
             with storing(folder):
@@ -128,8 +130,6 @@ class Checkpoints:
                 with tempfile.TemporaryDirectory(prefix=_NEW, dir=folder.parent, ignore_cleanup_errors=True) as new:
                     write(Path(new))
                     about["size_bytes"] = sum(file.stat().st_size for file in Path(new).iterdir())
-                    if about["size_bytes"] + self._used(place.owner) > self.limit:
-                        raise ApiError(507, f"this key's checkpoints would exceed {self.limit:,} bytes; delete some")
                     time = datetime.now(UTC)
                     record = Record(checkpoint_id=id, checkpoint_type=kind, tinker_path=place.uri, time=time, **about)
                     Path(new, _RECORD).write_text(record.model_dump_json())

@@ -114,7 +114,6 @@ class Tinker:
             ("GET", checkpoints + f"/{EXTERNAL}/{{name}}/external_weights_urls", self.external_urls),
         ):
             router.add_api_route(f"/api/v1/{path}", route, methods=[method], response_model=None)
-        router.add_api_route("/api/v1/{rest:path}", self.others, methods=["GET", "POST", "PUT", "DELETE"])
         router.add_api_route(SIGNED + "{sealed}", self.download)
         return router
 
@@ -268,9 +267,6 @@ class Tinker:
             raise ApiError(404, "this address is not valid, or no longer; ask for the urls again") from None
         self.checkpoints.record(found := Place(*place))
         return FileResponse(self.checkpoints.folder(found) / file)
-
-    async def others(self, rest: str) -> Response:
-        raise ApiError(404, f"{rest[:200]!a} is not offered here", code="not_offered")
 
     # What several routes do
 

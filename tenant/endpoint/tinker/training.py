@@ -8,7 +8,7 @@ are summed in the order of its examples. So losses and gradients have the same b
 this thread takes requests out of the queues.
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -90,11 +90,6 @@ class Job:
         ]
         self.results.append((logprobs, loss))
 
-    def result(self) -> Result:
-        if self.error is not None:
-            raise self.error
-        return outputs_message(self.results) if self.work is None else self.work()
-
 
 class Training:
     """Trains adapters over one split model. The training clients of each of `clients` keys take equal parts of the
@@ -109,6 +104,7 @@ class Training:
         self.longest = max(1, LOGITS // self.vocabulary)
         """Largest number of tokens of an example whose logits fit the memory."""
         self._runs: dict[str, Run] = {}
+        self._computed = Counter[str]()  # by key, the last round with its examples, also of clients that have ended
         self._rounds = 0
         self._thread = Worker("tinker-training")
 
@@ -152,6 +148,8 @@ class Training:
         """Make a new adapter. Raises `ApiError` and `SymbiosisError`."""
         targets = [*self._targets(run.lora)]
         config = LoraConfig(task_type="CAUSAL_LM", r=run.lora.rank, lora_alpha=ALPHA, target_modules=targets)
+        if not -(2**63) <= (run.lora.seed or 0) < 2**64:
+            raise ApiError(400, "the seed is no number of 64 bits", param="lora_config")
         with torch.random.fork_rng(devices=[]):
             torch.seed() if run.lora.seed is None else torch.manual_seed(run.lora.seed)
             self._adopt(run, config, run.lora)
@@ -174,8 +172,9 @@ class Training:
     def step(self, run: Run, adam: types.AdamParams) -> Result:
         """One step of Adam with the gradients so far. Raises `ApiError`."""
         for name, value in adam:
-            if not 0 <= value < (1 if name.startswith("beta") else inf):
-                raise ApiError(400, f"adam_params.{name} = {value}: write a number from 0, for betas below 1")
+            least, end = 1e-30 if name == "eps" else 0, 1 if name.startswith("beta") else inf  # 0 / eps is a number
+            if not least <= value < end:
+                raise ApiError(400, f"adam_params.{name} = {value}: write a number from {least:g}, below {end}")
         norm = float(nn.utils.clip_grad_norm_(run.parameters, adam.grad_clip_norm or inf))
         [group], betas = run.optimizer.param_groups, (adam.beta1, adam.beta2)
         group.update(lr=adam.learning_rate, betas=betas, eps=adam.eps, weight_decay=adam.weight_decay)
@@ -188,15 +187,16 @@ class Training:
 
     def save(self, run: Run, place: Place, answer: dict[str, Any], expires: datetime | None = None) -> Result:
         """Write a checkpoint. Raises `ApiError`."""
+        state = run.optimizer.state_dict()["state"] if place.kind == WEIGHTS else {}
+        tensors = {f"{number}.{name}": one for number, own in state.items() for name, one in own.items()}
 
         def write(folder: Path) -> None:
             self._tasks.save(run.task, folder)
             if place.kind == WEIGHTS:
-                state = run.optimizer.state_dict()["state"]
-                tensors = {f"{number}.{name}": one for number, own in state.items() for name, one in own.items()}
                 save_file(tensors, folder / OPTIMIZER)
 
-        self._checkpoints.save(place, write, base_model=self._name, lora=run.lora, expires_at=expires)
+        size = sum(one.nbytes for one in (*run.parameters, *tensors.values()))
+        self._checkpoints.save(place, write, size, base_model=self._name, lora=run.lora, expires_at=expires)
         return answer
 
     def _targets(self, lora: types.LoraConfig) -> dict[str, int]:
@@ -232,10 +232,14 @@ class Training:
 
     def _round(self) -> None:
         heads = [run.jobs[0] for run in self.runs() if run.jobs]
-        for job in {job.run.client: job for job in reversed(heads) if not job.examples}.values():
-            self._finish(job)
-        if chosen := self._chosen():
-            self._compute(chosen)
+        try:
+            for job in {job.run.client: job for job in reversed(heads) if job.error or not job.examples}.values():
+                self._finish(job)
+            if chosen := self._chosen():
+                self._compute(chosen)
+        except Exception as error:  # of this module: the next rounds answer with it, and it is logged then
+            for job in heads:
+                job.error = error
         if any(run.jobs for run in self.runs()):
             self._thread.submit(self._round)
 
@@ -245,8 +249,8 @@ class Training:
         of_key = defaultdict[str, list[Run]](list)
         for run in sorted(self.runs(), key=lambda run: run.computed):
             of_key[run.client].append(run)
-        keys = sorted(of_key.values(), key=lambda runs: runs[-1].computed)
-        turns = _alternating(_alternating(run.jobs[0].left() for run in runs if run.jobs) for runs in keys)
+        keys = sorted(of_key, key=self._computed.__getitem__)
+        turns = _alternating(_alternating(run.jobs[0].left() for run in of_key[key] if run.jobs) for key in keys)
         chosen: list[tuple[Job, Example]] = []
         room, self._rounds = LOGITS, self._rounds + 1
         for job, example in turns:
@@ -254,7 +258,7 @@ class Training:
             if chosen and (room < 0 or len(chosen) == PASSES):
                 break
             chosen.append((job, example))
-            job.run.computed = self._rounds
+            self._computed[job.run.client] = job.run.computed = self._rounds
         return chosen
 
     def _compute(self, chosen: Sequence[tuple[Job, Example]]) -> None:
@@ -276,15 +280,18 @@ class Training:
             logits = self._model(input_ids=example.tokens[None].to(device), use_cache=False).logits[0].float()
             found = logits.log_softmax(-1).gather(-1, example.targets[:, None].to(device))[:, 0].cpu()
             loss = example.loss(found)
-            if not loss.isfinite():
-                raise ApiError(400, "the loss is inf or nan; nothing was added to the gradients")
             gradients = torch.autograd.grad(loss, job.run.parameters, allow_unused=True) if job.backward else ()
+            if not all(one.isfinite().all() for one in (loss, *gradients) if one is not None):
+                raise ApiError(400, "the loss is inf or nan, or its gradient; nothing was added to the gradients")
             return found.detach(), float(loss.detach()), gradients
 
     def _finish(self, job: Job) -> None:
         """Answer a request. One that fails changes no gradient; without an adapter, its training client ends."""
+        job.run.jobs.popleft()
         try:
-            result = job.result()
+            if job.error is not None:
+                raise job.error
+            result = outputs_message(job.results) if job.work is None else job.work()
         except Exception as error:
             job.done.set_exception(error)
             if not job.run.parameters:
@@ -293,7 +300,6 @@ class Training:
             for parameter, gradient in zip(job.run.parameters, job.gradients, strict=False):
                 parameter.grad = gradient
             job.done.set_result(result)
-        job.run.jobs.popleft()
 
     def _drop(self, run: Run) -> None:
         """Forget a training client that has ended."""

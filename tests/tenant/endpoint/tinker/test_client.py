@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -28,7 +28,7 @@ import tinker
 from tinker.types import LoraConfig as LoraOptions
 
 from tenant.endpoint.api.errors import ApiError
-from tenant.endpoint.tinker.checkpoints import Checkpoints
+from tenant.endpoint.tinker.checkpoints import Checkpoints, Place
 from tenant.endpoint.tinker.training import Training
 
 pytestmark = QUIET
@@ -116,6 +116,11 @@ def test_losses_are_those_of_the_same_loop_over_tasks_and_over_peft(
         tasks.close()
         torch.manual_seed(1)
         model = get_peft_model(load_language_model(checkpoint, remote=RemoteConfig(masking="simulate")), lora)
+        whole: Any = load_language_model(checkpoint, remote=RemoteConfig(masking="simulate"))
+        downloaded = PeftModel.from_pretrained(whole, tmp_path)(input_ids=torch.tensor([TEXTS[2][:-1]])).logits[0]
+    [trained] = outputs(training.forward(data_of(TEXTS[2:]), "cross_entropy").result())
+    of_peft = downloaded.float().log_softmax(-1).gather(-1, torch.tensor(TEXTS[2][1:])[:, None])[:, 0]
+    torch.testing.assert_close(trained, of_peft.detach(), rtol=320 * 2.0**-20, atol=0)
     expected = loop(model, [p for p in model.parameters() if p.requires_grad], contextlib.nullcontext)
     for ours, theirs in zip(found, expected, strict=True):
         for a, b in zip(ours, theirs, strict=True):
@@ -217,10 +222,24 @@ def test_checkpoints_continue_are_found_again_and_deleted(checkpoint: Path, tmp_
             training.load_state(second).result()
 
 
-def test_a_full_disk_loses_nothing_and_names_itself(connect: Any, train: Any) -> None:
-    training = train(rank=16)
+def test_a_full_disk_loses_nothing_and_names_itself(
+    connect: Any, train: Any, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, sizes, save = train(rank=16), list[int](), Checkpoints.save
     steps(training)
+
+    def saved(checkpoints: Checkpoints, place: Place, write: Any, size: int, **about: Any) -> None:
+        sizes.insert(0, size)
+        save(checkpoints, place, write, size, **about)
+
+    monkeypatch.setattr(Checkpoints, "save", saved)
     path = training.save_state("before").result().path
+    training.save_weights_for_sampler("before").result()
+    listed = (
+        tinker.RestClient(base_url=address, api_key=KEYS[0]).list_checkpoints(training.model_id).result().checkpoints
+    )
+    for size, checkpoint in zip(sizes, listed, strict=True):  # known before, but for names and settings
+        assert 0.9 * checkpoint.size_bytes < size < checkpoint.size_bytes
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
@@ -241,8 +260,9 @@ def test_one_key_cannot_exhaust_memory(train: Any, address: str, monkeypatch: py
         patched.setattr(Tasks, "register", lambda *_: pytest.fail("memory was taken"))
         with pytest.raises(tinker.RequestFailedError, match="takes"):
             train(rank=8)
-    with pytest.raises(tinker.RequestFailedError, match="rank 0"):
-        train(rank=0)
+    for wrong, named in (({"rank": 0}, "rank 0"), ({"rank": 2**70}, "takes"), ({"seed": 2**64}, "400: the seed")):
+        with pytest.raises(tinker.RequestFailedError, match=named):
+            train(**wrong)
     monkeypatch.setattr("tenant.endpoint.tinker.wire._MOST_EXAMPLES", 2)
     data = data_of()
     with pytest.raises(tinker.BadRequestError, match="3 examples"):
@@ -261,14 +281,14 @@ RUN = f"tinker://{'0' * 32}:train:0"
 
 def test_readers_do_not_wait_for_a_checkpoint_that_is_written(kept: Checkpoints) -> None:
     place = kept.place("a" * 16, f"{RUN}/weights/one")
-    kept.save(place, lambda _: None, **ABOUT)
+    kept.save(place, lambda _: None, 0, **ABOUT)
     writing, read = threading.Event(), threading.Event()
 
     def write(folder: Path) -> None:
         writing.set()
         assert read.wait(60)
 
-    with beside(lambda: kept.save(place._replace(name="two"), write, **ABOUT)):
+    with beside(lambda: kept.save(place._replace(name="two"), write, 0, **ABOUT)):
         assert writing.wait(60)
         assert [one for one, _ in kept.all("*")] == [place]
         kept.delete(place)
@@ -278,7 +298,7 @@ def test_readers_do_not_wait_for_a_checkpoint_that_is_written(kept: Checkpoints)
 
 def test_time_to_live_ends_a_checkpoint_and_no_other_file(kept: Checkpoints) -> None:
     place = kept.place("a" * 16, f"{RUN}/weights/one")
-    kept.save(place, lambda _: None, **ABOUT, expires_at=datetime.now(UTC))
+    kept.save(place, lambda _: None, 0, **ABOUT, expires_at=datetime.now(UTC))
     foreign = kept.folder(place._replace(name="foreign")) / "file"
     foreign.parent.mkdir(parents=True)
     foreign.touch()
@@ -298,13 +318,13 @@ def test_names_and_paths_cannot_leave_the_folder(kept: Checkpoints) -> None:
 
 
 def test_a_key_has_its_part_of_the_disk(kept: Checkpoints) -> None:
-    """What would exceed it is not kept; the other keys have theirs."""
+    """What would exceed it is not written; the other keys have theirs."""
     kept.limit = 150
     first = kept.place("a" * 16, f"{RUN}/weights/one")
     for place in (first, first._replace(owner="b" * 16)):
-        kept.save(place, lambda folder: (folder / "file").write_bytes(bytes(100)), **ABOUT)
+        kept.save(place, lambda folder: (folder / "file").write_bytes(bytes(100)), 100, **ABOUT)
     with pytest.raises(ApiError, match="exceed 150 bytes") as refused:
-        kept.save(first._replace(name="two"), lambda folder: (folder / "file").write_bytes(bytes(51)), **ABOUT)
+        kept.save(first._replace(name="two"), lambda _: pytest.fail("it was written"), 51, **ABOUT)
     assert refused.value.status == 507
     assert [one.name for one, _ in kept.all("*")] == ["one", "one"]
 
@@ -312,9 +332,9 @@ def test_a_key_has_its_part_of_the_disk(kept: Checkpoints) -> None:
 def test_the_newest_snapshots_of_a_training_client_are_kept(kept: Checkpoints) -> None:
     """Whatever their names: a request without a sequence number has none."""
     first = kept.place("a" * 16, f"{RUN}/weights/one")._replace(kind="snapshots")
-    kept.save(first._replace(run=first.run + "1", name="0"), lambda _: None, **ABOUT)
+    kept.save(first._replace(run=first.run + "1", name="0"), lambda _: None, 0, **ABOUT)
     for name in ("None", *map(str, range(9))):
-        kept.save(first._replace(name=name), lambda _: None, **ABOUT)
+        kept.save(first._replace(name=name), lambda _: None, 0, **ABOUT)
     assert sorted(one.name for one, _ in kept.all("*") if one.run == first.run) == [*map(str, range(1, 9))]
     kept.forget_snapshots(first.owner, first.run, keep=0)
     assert [one.run for one, _ in kept.all("*")] == [first.run + "1"]
@@ -332,12 +352,13 @@ def test_what_is_not_offered_is_refused_by_name(connect: Any, train: Any, addres
     refused: dict[str, Callable[[], Any]] = {
         "cispo": lambda: training.forward_backward(data, "cispo"),
         "beta": lambda: training.forward_backward(data, "cross_entropy", {"beta": 1.0}),
+        "clip_low_threshold": lambda: training.forward_backward(data, "ppo", {"clip_low_threshold": "0.9"}),
         "advantages": lambda: training.forward_backward(wrong[0], "cross_entropy"),
         "vocabulary": lambda: training.forward_backward(wrong[1], "cross_entropy"),
         "dimuon": lambda: training.optim_step(tinker.types.DimuonParams(learning_rate=0.1)),
         "kind": lambda: training.save_weights_and_get_sampling_client(kind="inflight"),
         "no model 'one'": lambda: service.create_lora_training_client("one"),
-        "limit": lambda: rest.list_user_checkpoints(limit=-1).result(),
+        "limit": lambda: rest.list_user_checkpoints(limit=-1),
         "publish": lambda: rest.publish_checkpoint_from_tinker_path(path),
         "ttl": lambda: rest.set_checkpoint_ttl_from_tinker_path(path, 4000),
         "training_runs": lambda: rest.get_training_run("a"),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +16,15 @@ from tests.waiting import until
 pytest.importorskip("tinker")
 import tinker
 from tinker.proto.response_conv import deserialize_forward_backward_output
+from tinker.types import LoraConfig as LoraOptions
 
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.api.running import Running
 from tenant.endpoint.tinker import futures, routes, training as endpoint
 from tenant.endpoint.tinker.futures import Futures
 from tenant.endpoint.tinker.routes import Tinker
-from tenant.endpoint.tinker.wire import outputs_message
+from tenant.endpoint.tinker.training import Job, Run, Training
+from tenant.endpoint.tinker.wire import Example, outputs_message
 
 pytestmark = QUIET
 
@@ -207,6 +210,37 @@ def test_a_key_waits_for_its_share_of_the_rounds_only(
     assert [len(results) for (results,) in gate.passed] == [1, 1, 9]
 
 
+def test_a_key_is_not_first_in_turn_with_each_new_training_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one example in each round. Nothing runs: the test chooses the examples of each round."""
+    monkeypatch.setattr(endpoint, "LOGITS", 1)
+    model: Any = SimpleNamespace(get_input_embeddings=lambda: torch.nn.Embedding(9, 1), memory_limit=0)
+    training = Training(model, model, model, model, name="tiny", clients=2)
+    monkeypatch.setattr(training, "_thread", SimpleNamespace(submit=lambda *_: None))
+    example, lora = Example(torch.zeros(1), torch.zeros(1), torch.sum), LoraOptions(rank=1)
+    training.submit(0, Job(Run("long", "first", lora), examples=[example] * 9))
+    order = []
+    for number in range(6):
+        new = Run(f"new{number}", "second", lora)
+        training.submit(0, Job(new, examples=[example]))
+        [(job, _)] = training._chosen()
+        order.append(job.run.client)
+        training.end(new)
+    assert order == ["first", "second"] * 3
+
+
+def test_a_round_that_raises_is_logged_without_data_and_nobody_waits_for_it(
+    train: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = train()
+    with monkeypatch.context() as patched:
+        patched.setattr(Training, "_chosen", lambda _: dict[str, Any]()["secret"])
+        with pytest.raises(tinker.RequestFailedError, match=r"500: .*KeyError"):
+            training.forward(data_of(), "cross_entropy").result(timeout=60)
+    assert "KeyError" in caplog.text
+    assert "KeyError: 'secret'" not in caplog.text
+    assert training.forward(data_of(), "cross_entropy").result(timeout=60).loss_fn_outputs
+
+
 @pytest.mark.parametrize("logits", [1, endpoint.LOGITS])  # rounds of one example, and of all
 def test_a_request_that_fails_changes_nothing(train: Any, monkeypatch: pytest.MonkeyPatch, logits: int) -> None:
     def broken(*_: Any) -> bytes:
@@ -215,12 +249,17 @@ def test_a_request_that_fails_changes_nothing(train: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(endpoint, "LOGITS", logits)
     data, found = data_of(), []
     lost = data_of(TEXTS[:1], weights=torch.full((len(TEXTS[0]) - 1,), 3e38))
+    far = {"logprobs": torch.full((4,), -200.0), "advantages": torch.ones(4)}  # ppo's loss is clipped, its gradient nan
     for failing in (False, True):
         training = train()
         training.forward_backward(data, "cross_entropy").result()
         if failing:
             with pytest.raises(tinker.RequestFailedError, match="400: the loss is inf or nan"):
                 training.forward_backward([*data, *lost], "cross_entropy").result()
+            with pytest.raises(tinker.RequestFailedError, match="400: the loss is inf or nan, or its gradient"):
+                training.forward_backward(data_of(TEXTS[:1], **far), "ppo").result()
+            with pytest.raises(tinker.RequestFailedError, match="eps = 0"):  # 0 / 0 where a gradient is 0
+                training.optim_step(tinker.AdamParams(eps=0.0)).result()
             with monkeypatch.context() as patched:
                 patched.setattr(endpoint, "outputs_message", broken)
                 with pytest.raises(tinker.RequestFailedError, match=r"500: .*OSError"):

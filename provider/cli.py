@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -35,6 +36,7 @@ def serve(
     from provider import logs
     from provider.config.provider_toml import load
 
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it means to read files again, and they are read later
     settings = load(config)
     logs.setup(settings.log_level)
     log = logs.EventLog("provider")

@@ -65,14 +65,18 @@ class Announcer:
         )
 
     def leave(self) -> None:
-        """Announce that this executor is about to stop, and announce nothing afterwards. Takes some seconds for each
-        registry that does not answer."""
+        """Announce that this executor is about to stop, to all registries at once, and announce nothing afterwards.
+        Takes `_LEAVE_S` at most."""
         with self._lock:
             self._leaving = True
         self.periodic.stop()
+        until, ways = time.monotonic() + _LEAVE_S, list[threading.Thread]()
         for address, accepted in self.accepted.items():
             if accepted or address == self._announcing_to:  # which may already list the executor
-                self._announce(address, _LEAVE_S)
+                ways.append(threading.Thread(target=self._announce, args=(address, _LEAVE_S), daemon=True))
+                ways[-1].start()
+        for way in ways:
+            way.join(max(0.0, until - time.monotonic()))
 
     def _announce_to_all(self) -> None:
         for address in self.accepted:

@@ -27,9 +27,12 @@ def load(path: str | Path, *, whole: bool = False) -> ProviderConfig:
     if config.usage.database is None:
         usage = msgspec.structs.replace(config.usage, database=path.with_suffix(".usage.sqlite"))
         config = msgspec.structs.replace(config, usage=usage)
-    folder = path.parent / Path(config.model.checkpoint).expanduser()
-    if not folder.is_dir():  # a name on the hub; if not, `checkpoint.resolve` reports the error
-        return config
+    try:
+        folder = path.parent / Path(config.model.checkpoint).expanduser()
+        if not folder.is_dir():  # a name on the hub; if not, `checkpoint.resolve` reports the error
+            return config
+    except (RuntimeError, OSError) as error:  # no such home folder; a folder that this user may not enter
+        raise ConfigError(f"{path}: checkpoint = {config.model.checkpoint!r} cannot be read: {error}") from error
     model = msgspec.structs.replace(config.model, checkpoint=str(folder.resolve()))
     return msgspec.structs.replace(config, model=model)
 

@@ -30,6 +30,7 @@ _Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 _Rate = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 _Card = Annotated[str, msgspec.Meta(pattern="^cuda:[0-9]+$")]
+_Device = Annotated[str, msgspec.Meta(pattern="^(cpu|cuda(:[0-9]+)?)$")]  # "cpu:0" would not be known as a CPU
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -134,7 +135,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Args:
         own_process: true for a process of its own, which is restarted when it dies or hangs; false for a thread of the
             gateway's process.
-        device: a torch device: "cpu" or "cuda".
+        device: "cpu", "cuda", or a card such as "cuda:1".
         devices: "all", or a list such as ["cuda:0", "cuda:1"]: a process for each card, with a range of the layers and
             the next port. Replaces `device`. List the addresses under `address` in federation.toml.
         processes: the same on CPUs, for this number of processes.
@@ -148,7 +149,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     own_process: bool = False
-    device: str = "cpu"
+    device: _Device = "cpu"
     devices: Literal["all"] | Annotated[tuple[_Card, ...], msgspec.Meta(min_length=1)] | None = None
     processes: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     threads: _Count | None = None

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -182,8 +183,8 @@ class ExecutorProcess(ExecutorHandle):
     with the thread that has started them: call `start` in one that lives as long.
 
     **Heartbeats.** A collective of ranks that waits for a stopped one raises no error before its timeout, and its error
-    names no rank. So each process sends a byte twice a second. A rank is lost if each of the others has sent ten since
-    its own last one: bytes are counted and not seconds, so that a machine that was suspended loses no rank."""
+    names no rank. So each process sends a byte twice a second. A rank is lost if another one has sent more than ten
+    since its own last one: bytes are counted and not seconds, so that a machine that was suspended loses no rank."""
 
     _watcher: threading.Thread | None = None
 
@@ -270,14 +271,16 @@ class ExecutorProcess(ExecutorHandle):
             assert process.stdout is not None
             ranks[process.stdout.fileno()] = rank
             pipes.register(process.stdout, select.POLLIN)
-        silent: dict[int, int] = {}  # by rank: bytes of the others since its own last one; none while it starts
+        silent: dict[int, Counter[int]] = {}  # by rank: bytes of the others since its last one; none while it starts
         while True:
             for pipe, _ in pipes.poll():
                 if not os.read(pipe, _MISSED):
                     return ranks[pipe], self._processes[ranks[pipe]].wait()
-                silent = {rank: count + 1 for rank, count in silent.items()} | {ranks[pipe]: 0}
-            for rank, count in silent.items():
-                if count > _MISSED * (len(ranks) - 1):
+                for counts in silent.values():
+                    counts[ranks[pipe]] += 1
+                silent[ranks[pipe]] = Counter()
+            for rank, counts in silent.items():
+                if max(counts.values(), default=0) > _MISSED:
                     return rank, None
 
     def _watch(self) -> None:

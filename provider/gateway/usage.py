@@ -32,6 +32,7 @@ log = logs.EventLog(__name__)
 _VERSION: Final = 2  # of the file
 _COMMIT_S: Final = 1.0
 _LOCK_S, _LOCK_AT_START_S = 0.25, 10.0  # longest waits for another process that writes
+_LOCKED: Final = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_PROTOCOL)
 _CLOSE_S: Final = 60.0
 _MOST: Final = (1 << 63) - 1  # the largest sum in SQLite
 _MAX_UNWRITTEN_S: Final = 3600.0  # longest time that tenants are served while their usage cannot be written
@@ -182,8 +183,8 @@ def _connect(database: Path, *, wait_s: float = _LOCK_S) -> sqlite3.Connection:
             try:
                 run("PRAGMA journal_mode = WAL")
                 break
-            except sqlite3.OperationalError:
-                if time.monotonic() > until:
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF not in _LOCKED or time.monotonic() > until:
                     raise
                 time.sleep(0.01)
         run("PRAGMA synchronous = FULL")  # after a power cut the bill has every commit

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -160,12 +161,18 @@ class _Process:
         self.ready, self.ended = threading.Event(), threading.Event()
         self._stopping = threading.Event()
         self._process: Popen[bytes] | None = None
+        self._listens = False
         self._thread = threading.Thread(target=self._run, name=f"card-{card.number}", daemon=True)
         self._thread.start()
 
     def signal(self, number: int) -> None:
         if (process := self._process) is not None and process.poll() is None:
             process.send_signal(number)
+
+    def reload(self) -> None:
+        """Let the process read its files again. One that starts reads them later, and SIGHUP would end it."""
+        if self._listens:
+            self.signal(signal.SIGHUP)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -194,15 +201,16 @@ class _Process:
         """Start the process, and wait until it has ended. Returns its status."""
         words = str(self._source), msgspec.json.encode(self.card).decode()
         with Popen([sys.executable, "-m", "provider.processes.cards", *words], stdin=PIPE, stdout=PIPE) as process:
-            self._process = process
+            self._listens, self._process = False, process
             if self._stopping.is_set():  # `stop` has not seen this process
                 process.terminate()
             log.info("card_started", card=self.card.number, layers=self.card.layers, pid=process.pid)
             assert process.stdout is not None
             for line in process.stdout:  # until it ends
-                sys.stdout.buffer.write(line)
-                sys.stdout.buffer.flush()
+                with suppress(OSError):  # nobody reads it any more
+                    os.write(1, line)
                 if b'"event": "listening"' in line:
+                    self._listens = True
                     self.card = msgspec.structs.replace(self.card, listen=msgspec.json.decode(line)["address"])
                     self.ready.set()
                     backoff.succeeded()
@@ -225,11 +233,11 @@ def serve(
     on_signal = set_on_signals(stop, starting=lambda: not started.is_set())
     processes: list[_Process] = []
 
-    def tell(number: int) -> None:
+    def reload(*_: object) -> None:
         for process in processes:
-            process.signal(number)
+            process.reload()
 
-    signal.signal(signal.SIGHUP, lambda *_: tell(signal.SIGHUP))
+    signal.signal(signal.SIGHUP, reload)
     try:
         cards = cards_of(config, progress=progress)
         started.set()

@@ -52,7 +52,7 @@ from provider.shards.shared import SharedRows
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, Widths, opposite
 from symbiosis_priv.arithmetic.segments import Counts, segments
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import CheckpointError, RankLostError
+from symbiosis_priv.errors import CheckpointError, ConfigError, RankLostError
 from symbiosis_priv.kernels import Choice, Packed, probe_rows
 from symbiosis_priv.limits import DEFAULT_RING_BITS, RingBits
 
@@ -189,7 +189,7 @@ def _chunk(granules: int, world: int) -> int:
 class ShardedOperands(Operands):
     """The ring products of a group of ranks. Every rank makes one; rank 0 computes products, the other ranks `follow`.
     Raises `CheckpointError`: the ranks have different models, or serve different layers; `ConfigError`: the weights
-    cannot be packed."""
+    cannot be packed, or the ranks cannot share memory."""
 
     def __init__(self, store: WeightStore) -> None:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
@@ -217,7 +217,12 @@ class ShardedOperands(Operands):
             fully_shard(unit, mesh=mesh, reshard_after_forward=True)
             unit.load(whole.data, rank=self._rank, world=self._world, device=self._device)
         entries = slot_entries(widest([self._entries[index] for index in store.served]))
-        self._shared = SharedRows.of(entries, self._device, self._plans)
+        try:
+            self._shared = SharedRows.of(entries, self._device, self._plans)
+        except OSError as error:
+            raise ConfigError(
+                f"ranks cannot share memory here ({error}): allow memfd_create and /proc/PID/fd, or write ranks = 1"
+            ) from error
 
     @property
     def loaded(self) -> Collection[int]:

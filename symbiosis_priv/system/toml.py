@@ -59,7 +59,7 @@ def load_toml(path: Path, kind: type[T], *, made_by: str, whole: bool = False) -
         raise ConfigError(f"{path} cannot be read: {error}{twice}") from error
 
     def relative(kind: type, value: object) -> Path:
-        if kind is Path and isinstance(value, str):
+        if kind is Path and isinstance(value, str) and "\0" not in value:
             try:
                 return path.parent / Path(value).expanduser()
             except RuntimeError as error:

@@ -2,6 +2,8 @@
 layers for a new provider is compared with an exhaustive search.
 """
 
+import contextlib
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from provider.registry.server import RegistryServer
 from provider.serve import Provider
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import CertificateError, ConfigError
+from symbiosis_priv.network.addresses import bound_address
 from symbiosis_priv.network.tls import client_context
 from symbiosis_priv.registry.descriptor import VerifiedDescriptor, verify
 from tests.provider.clients import execute
@@ -109,6 +112,20 @@ def test_registries_that_are_away_or_refuse_do_not_disturb_the_provider(
             assert client.product(execute(0, 1), torch.ones(1, WIDTH, dtype=torch.int32)).shape[0] == 1
             began = time.monotonic()
         assert time.monotonic() - began < 10  # it stops without them
+
+
+def test_silent_registries_are_told_of_the_end_at_the_same_time(
+    announcing: Announcing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("provider.announce.announcer._LEAVE_S", 1.0)
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(20)]
+        addresses = tuple(map(bound_address, silent))
+        with Provider(announcing("theta", announce=addresses)) as provider:
+            assert provider._announcer is not None
+            provider._announcer.accepted = dict.fromkeys(addresses, True)
+            began = time.monotonic()
+    assert time.monotonic() - began < 10
 
 
 def test_an_executor_that_the_registry_cannot_reach_is_not_listed_and_logs_why(

@@ -1,6 +1,10 @@
 """One process per card: how layers, rates and ports are divided, and what each process has to itself."""
 
 import itertools
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -156,3 +160,36 @@ def test_rates_are_divided_again_when_the_file_changes(
         found.append(msgspec.structs.replace(whole, quota=QuotaConfig(rows_per_s=40.0)))
         provider.reload()
         until(lambda: quotas.of(tenant).rows_per_s == 40.0 * card.requests)
+
+
+def test_a_card_that_starts_is_not_told_to_read_its_files_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGHUP would end it, and the provider with it. Nobody reads stdout any more, which ends no card either."""
+    loaded = tmp_path / "loaded"
+    program = f"""
+import pathlib, signal, sys, time
+while not pathlib.Path({str(loaded)!r}).exists():
+    time.sleep(0.01)
+signal.signal(signal.SIGHUP, lambda *_: pathlib.Path({str(loaded)!r}).unlink())
+print('{{"event": "listening", "address": "127.0.0.1:7402"}}', flush=True)
+sys.stdin.read()
+"""
+
+    def unread(file: int, data: bytes) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cards, "Popen", lambda _, **pipes: subprocess.Popen([sys.executable, "-c", program], **pipes))
+    monkeypatch.setattr(os, "write", unread)
+    card = Card(number=1, device="cpu", layers="1", threads=1, listen="127.0.0.1:0", requests=1.0, work=1.0)
+    process = cards._Process(card, tmp_path / "provider.toml")
+    until(lambda: process._process is not None)
+    process.reload()
+    loaded.touch()
+    until(process.ready.is_set)
+    assert process.card.listen == "127.0.0.1:7402"
+    process.reload()
+    until(lambda: not loaded.exists())
+    process.stop()
+    process.join(time.monotonic() + 20)
+    assert process.ended.is_set()

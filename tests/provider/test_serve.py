@@ -317,6 +317,15 @@ def test_commands(keys: Keys, configure: Configure, provider: Provider, tmp_path
     assert result.stdout.strip() == provider.model_digest, result.output
 
 
+def test_sighup_ends_no_provider_that_starts(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        CliRunner().invoke(app, ["serve", "--config", str(tmp_path / "none")])
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_an_executor_that_an_error_has_ended_is_replaced(
     configure: Configure, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from provider.serve import Provider
 from provider.shards.sharded import ShardedOperands, join
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import KERNELS
 from tests import warm
 from tests.builds import only
@@ -142,7 +143,13 @@ def test_a_hanging_rank_is_named_and_the_group_starts_again(
 
 @pytest.mark.parametrize(
     ("beats", "ends", "found"),
-    [((400, 400, 1, 0), None, (2, None)), ((400, 1, 400), None, (1, None)), ((9, 9), 1, (1, 7)), ((400,), 0, (0, 7))],
+    [
+        ((400, 400, 1, 0), None, (2, None)),
+        ((400, 1, 400), None, (1, None)),
+        ((120, 1, 1, 1), None, (1, None)),  # most ranks stop at the same time
+        ((9, 9), 1, (1, 7)),
+        ((400,), 0, (0, 7)),
+    ],
 )
 def test_the_rank_is_named_that_ends_or_misses_its_heartbeats(
     beats: tuple[int, ...], ends: int | None, found: tuple[int, int | None]
@@ -157,6 +164,21 @@ def test_the_rank_is_named_that_ends_or_misses_its_heartbeats(
         for rank, (_, pipe) in enumerate(pipes):
             files.callback(os.close, pipe) if rank != ends else os.close(pipe)
         assert group._wait() == found
+
+
+def test_ranks_that_may_not_share_memory_are_named(
+    store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(name: str) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    join(0, 1, tmp_path, "cpu", timeout=timedelta(seconds=30))
+    try:
+        with pytest.raises(ConfigError, match="allow memfd_create"):
+            ShardedOperands(WeightStore(store.path, cache=tmp_path / "cache"))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_models_digest_is_broadcast_with_gloo(

@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ _OF_CHATS = ("tools", "chat_template_kwargs")
 _INSTEAD = {"functions": "write tools", "label": "ratings are learned with TRL's KTOTrainer (docs/training.md)"}
 _OPENAI = {"messages": "prompt", "preferred_output": "chosen", "non_preferred_output": "rejected"}
 _SHAREGPT = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+_ALPACA = ("instruction", "output", "input")
 _WRITE = (
     'write {"text": ...}, {"prompt": ..., "completion": ...}, {"messages": [{"role": ..., "content": ...}, ...]} or '
     '{"prompt": ..., "chosen": ..., "rejected": ...} on every line'
@@ -63,7 +65,7 @@ class _Call(msgspec.Struct):
     function: _Function
 
 
-class _Part(msgspec.Struct, forbid_unknown_fields=True):
+class _Part(msgspec.Struct):
     type: Literal["text"]
     text: str
 
@@ -83,7 +85,7 @@ _Line = msgspec.defstruct(
     [
         *((name, str | _Chat | None, None) for name in ("prompt", "completion", "chosen", "rejected")),
         *(("text", str | None, None), ("messages", _Chat | None, None)),
-        *(("tools", str | list[dict[str, Any]] | None, None), ("chat_template_kwargs", dict[str, Any] | None, None)),
+        *(("tools", list[dict[str, Any]] | None, None), ("chat_template_kwargs", dict[str, Any] | None, None)),
     ],
 )
 """A line in TRL's forms."""
@@ -135,27 +137,30 @@ def read(path: Path, *, model: Path | None = None) -> Corpus:
 def _row(line: bytes) -> tuple[Form, dict[str, Any]]:
     """Return the form of a line, and its fields in TRL's forms."""
     try:
-        row = _convert(msgspec.json.decode(line, type=dict[str, Any]))
+        msgspec.json.decode(line, type=dict[str, Any])
+        row = _convert(json.loads(line, object_pairs_hook=_unique))
         row = {name: value for name, value in row.items() if _given(value)}
-        for name in row.keys() - _Line.__struct_fields__:
+        for name in sorted(row.keys() - _Line.__struct_fields__):
             raise ConfigError(f"the field {name!r} would not be learned; {_INSTEAD.get(name, 'remove it')}")
         msgspec.convert(row, _Line)  # checks the types
     except msgspec.ValidationError as error:
         raise ConfigError(f"{error}; {_WRITE}") from error
     except UNDECODABLE as error:
-        raise ConfigError(f"this is not one whole JSON object; {_WRITE}") from error
+        raise ConfigError(f"this is not one whole JSON object ({one_line(str(error))}); {_WRITE}") from error
     answers = row.keys() - _OF_CHATS
     form = _FORMS.get(frozenset(answers))
     kinds = {type(row[name]) for name in answers}
     if form is None or len(kinds) > 1 or (kinds == {str} and len(answers) < len(row)):
-        raise ConfigError(f"{', '.join(sorted(row))} do not go together; {_WRITE}")
+        found = f"{', '.join(sorted(row))} do not go together" if len(row) > 1 else f"{', '.join(row)} alone is no row"
+        raise ConfigError(f"{found if row else 'no field has a value'}; {_WRITE}")
     if kinds == {list}:
         row |= {name: [_message(one) for one in row[name]] for name in answers}
-        row |= {"tools": _json(row["tools"])} if isinstance(row.get("tools"), str) else {}
+    if "chosen" in row and row["chosen"] == row["rejected"]:
+        raise ConfigError("chosen and rejected are equal, so there is nothing to prefer; remove this line")
     if form == "preferences" and "prompt" not in row:  # it is what both answers begin with, as in TRL
         chosen, rejected = row["chosen"], row["rejected"]
         pairs = enumerate(zip(chosen, rejected, strict=False))
-        start = next((at for at, (one, other) in pairs if one != other), min(len(chosen), len(rejected)) - 1)
+        start = next((at for at, (one, other) in pairs if one != other), max(min(len(chosen), len(rejected)) - 1, 0))
         start -= start > 0 and chosen[start - 1] == " "
         row |= {"prompt": chosen[:start], "chosen": chosen[start:], "rejected": rejected[start:]}
     if kinds == {list}:
@@ -175,20 +180,40 @@ def _given(value: object) -> bool:
 
 
 def _convert(row: dict[str, Any]) -> dict[str, Any]:
-    """Bring OpenAI's preferences and the rows of ShareGPT and Alpaca into TRL's forms."""
+    """Bring OpenAI's preferences and the rows of ShareGPT and Alpaca into TRL's forms, and tools into a list."""
     if isinstance(row.get("input"), dict):
-        row |= row.pop("input")
-        row |= {new: row.pop(old) for old, new in _OPENAI.items() if old in row}
+        row = _merged(row, row.pop("input"))
+        row = _merged(row, {new: row.pop(old) for old, new in _OPENAI.items() if old in row})
     elif isinstance(row.get("conversations"), list):
-        row["messages"] = row.pop("conversations")
-        for one in row["messages"]:
-            if isinstance(one, dict) and {"from", "value"} <= one.keys():
-                if one["from"] not in _SHAREGPT:
-                    raise ConfigError(f"a message is from {one['from']!r}, which is not known; write role and content")
-                one |= {"role": _SHAREGPT[one.pop("from")], "content": one.pop("value")}
-    elif isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str):
-        asked = "\n\n".join(filter(None, (row.pop("instruction"), row.pop("input", ""))))
-        row["messages"] = [{"role": "user", "content": asked}, {"role": "assistant", "content": row.pop("output")}]
+        row = _merged(row, {"messages": [_turn(one) for one in row.pop("conversations")]})
+    elif all(isinstance(row.get(name) or "", str) for name in _ALPACA) and row.keys() >= set(_ALPACA[:2]):
+        asked, answer, more = (row.pop(name, None) or "" for name in _ALPACA)
+        chat = [{"role": "user", "content": "\n\n".join(filter(None, (asked, more)))}]
+        row = _merged(row, {"messages": [*chat, {"role": "assistant", "content": answer}]})
+    return row | {"tools": _json(row["tools"])} if isinstance(row.get("tools"), str) else row
+
+
+def _turn(one: Any) -> Any:
+    """Return a message of ShareGPT's as one of TRL's."""
+    if not (isinstance(one, dict) and {"from", "value"} <= one.keys()):
+        return one
+    if (name := str(one.pop("from"))) not in _SHAREGPT:
+        raise ConfigError(f"a message is from {name!r}, which is not known; write role and content")
+    return _merged(one, {"role": _SHAREGPT[name], "content": one.pop("value")})
+
+
+def _merged(row: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Add fields to a row. Raises `ConfigError` if one of them has a value already."""
+    if twice := [name for name in more if _given(row.get(name))]:
+        raise ConfigError(f"{twice[0]!r} is given twice, once in another form or place; remove one of them")
+    return row | more
+
+
+def _unique(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(fields)
+    if len(row) < len(fields):
+        ((name, _),) = Counter(name for name, _ in fields).most_common(1)
+        raise ConfigError(f"{name!r} is given twice; remove one of them")
     return row
 
 
@@ -196,15 +221,28 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     """Return a message as chat templates need it: with a text as its content, and the arguments of calls as objects."""
     message = {name: value for name, value in given.items() if _given(value) and value != ""}
     content = given.get("content")
-    if content is None and "tool_calls" not in message:
-        raise ConfigError(f"a message of role {given['role']} has no content")
-    message["content"] = "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+    if not _given(content) and "tool_calls" not in message:
+        others = ", ".join(["no content", *(f"but {name}" for name in message if name != "role")])
+        raise ConfigError(f"a message of role {given['role']} has {others}; write content or tool_calls")
+    if isinstance(content, list):
+        for part in content:
+            _check_known(part, "a part of a content", ("type", "text"))
+        content = "".join(part["text"] for part in content)
+    message["content"] = content or ""
     if given["role"] == "developer":
         message["role"] = "system"
     for call in message.get("tool_calls", ()):
+        _check_known(call, "a call", ("id", "type", "index", "function"))
+        _check_known(call["function"], "a call's function", ("name", "arguments"))
         if isinstance(arguments := call["function"]["arguments"], str):
             call["function"]["arguments"] = _json(arguments)
     return message
+
+
+def _check_known(given: dict[str, Any], what: str, names: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in names and _given(given[name]):
+            raise ConfigError(f"{what} has the field {name!r}, which would not be learned; remove it")
 
 
 def _json(text: str) -> Any:

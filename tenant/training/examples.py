@@ -5,21 +5,29 @@ model learns the assistant's messages. A template says which they are (`{% gener
 TRL has such a twin of it. Otherwise each message is found by rendering the chat up to it.
 """
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
 from inspect import signature
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.errors import ConfigError, one_line
 from tenant.training.corpus import Corpus, ended, log, render_chat, to_blocks
 from tenant.training.options import check_installed
 
 NOT_LEARNED = -100
 """The label of a token that is input only; transformers' losses ignore it."""
+
+_TEXTS = ("content", "reasoning_content", "reasoning", "thinking")
+_TIME = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<form>[^'"]*)(?P=quote)\s*\)""")
+_RENDER = "remove it, or use a template that renders it"
+_LINE_EACH = 'write a line for each answer, as {"prompt": [...], "completion": [...]}'
 
 Chat = list[dict[str, Any]]
 T = TypeVar("T")
@@ -58,10 +66,12 @@ class Examples(NamedTuple):
     left_out: int = 0
 
 
-def make_examples(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, *, length: int) -> Examples:
+def make_examples(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, *, length: int, now: datetime | None = None
+) -> Examples:
     """Encode a corpus. Texts are packed into blocks of `length` tokens (`to_blocks`); other examples are cut to
-    `length` tokens. Raises `ConfigError`: the template refuses a chat or leaves a part of it out, or nothing is left to
-    learn. The message names the line."""
+    `length` tokens. `now`: the time that chat templates may render. Raises `ConfigError`: the template refuses a chat
+    or leaves a part of it out, or nothing is left to learn. The message names the line."""
     if corpus.form == "text":
         blocks = to_blocks([row["text"] for _, row in corpus.rows], tokenizer, length=length)
         return Examples([Example(block, block) for block in blocks])
@@ -70,7 +80,7 @@ def make_examples(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, *, length:
         wholes = [ended(tokenizer(whole)["input_ids"], tokenizer) for whole in _wholes(row)]
         return _after(tokenizer(row["prompt"])["input_ids"], wholes)
 
-    encode = _Chats(tokenizer).encode if corpus.has_chats else encode_texts
+    encode = _Chats(tokenizer, now or datetime.now()).encode if corpus.has_chats else encode_texts
     found, cut = [], 0
     for place, row in corpus.rows:
         try:
@@ -78,7 +88,8 @@ def make_examples(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, *, length:
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from error
         rows = [Example(whole.input_ids[:length], whole.labels[:length]) for whole in wholes]
-        if all(any(label != NOT_LEARNED for label in one.labels[1:]) for one in rows):
+        differ = len(rows) == 1 or rows[0] != rows[1]
+        if differ and all(any(label != NOT_LEARNED for label in one.labels[1:]) for one in rows):
             found.append(Preference(*rows) if corpus.form == "preferences" else rows[0])
             cut += any(len(whole.input_ids) > length for whole in wholes)
     if not found:
@@ -115,31 +126,80 @@ def _wholes(row: dict[str, Any]) -> list[Any]:
     return [row["prompt"] + row[name] for name in ("completion", "chosen", "rejected") if name in row]
 
 
+def _strings(chat: Iterable[tuple[int, dict[str, Any]]], *, calls: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield the contents and thoughts of numbered messages, and the names of calls, each with its name."""
+    for i, one in chat:
+        yield from ((f"messages[{i}].{name}", one[name]) for name in _TEXTS if isinstance(one.get(name), str))
+        for call in one.get("tool_calls", ()) if calls else ():
+            yield f"messages[{i}].tool_calls", call["function"]["name"]
+
+
+def _holds(text: str, part: str) -> bool:
+    """Return whether a text has a part, as it is or in JSON. Templates trim white space."""
+    bare = "".join(text.split())
+    return any("".join(one.split()) in bare for one in (part, _json(part)[1:-1]))
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)  # as templates write it
+
+
+def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with the arguments of its calls as JSON texts."""
+    calls = [
+        call
+        | {"function": {name: value if name == "name" else _json(value) for name, value in call["function"].items()}}
+        for call in message.get("tool_calls", ())
+    ]
+    return message | {"tool_calls": calls} if calls else message
+
+
 class _Chats:
     """Encodes chats with the tokenizer's chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, now: datetime) -> None:
         if not tokenizer.is_fast:
             raise ConfigError("chats need a fast tokenizer (tokenizer.json), which knows where each token stands")
-        self._tokenizer = tokenizer
+        self._tokenizer, self._now = tokenizer, now
         self._checked: set[object] = set()
         self._marked, self._training_template = _training_template(tokenizer)
 
     def encode(self, row: dict[str, Any]) -> list[Example]:
         options = {"tools": row.get("tools"), **self._template_options(row)}
+        options["chat_template"] = self._template(options["tools"], training="messages" in row)
         if "messages" not in row:
-            for whole in _wholes(row):
-                self._check_used(whole, options)
-            prompt = self._ids(row["prompt"], options, add_generation_prompt=True)
-            return _after(prompt, [self._ids(whole, options) for whole in _wholes(row)])
-        options["chat_template"] = self._training_template
+            wholes = [self._checked_chat(whole, options) for whole in _wholes(row)]
+            prompt = self._ids(wholes[0][: len(row["prompt"])], options, add_generation_prompt=True)
+            return _after(prompt, [self._ids(whole, options) for whole in wholes])
         learned = [one["role"] == "assistant" and one.get("weight") != 0 for one in row["messages"]]
         messages = [
             {name: value for name, value in one.items() if (one["role"], name) != ("assistant", "weight")}
             for one in row["messages"]
         ]
-        self._check_used(messages, options)
+        messages = self._checked_chat(messages, options)
         return [(self._by_template if self._marked else self._by_prefix)(messages, learned, options)]
+
+    def _template(self, tools: Any, *, training: bool) -> str | None:
+        """Return the template of a chat. The time that it renders is that of the run's start, also in a resumed run."""
+        found = self._training_template if training else None
+        if found is None and self._tokenizer.chat_template:
+            found = self._tokenizer.get_chat_template(tools=tools)
+        return found and _TIME.sub(lambda call: repr(self._now.strftime(call["form"])), found)
+
+    def _checked_chat(self, chat: Chat, options: dict[str, Any]) -> Chat:
+        """Return a chat whose every part the template renders. Arguments of calls become texts if it needs texts."""
+        try:
+            text = self._render(chat, options)
+        except ConfigError:
+            calls = [call for one in chat for call in one.get("tool_calls", ())]
+            if not calls or any(isinstance(call["function"]["arguments"], str) for call in calls):
+                raise
+            return self._checked_chat([_with_texts(one) for one in chat], options)
+        self._check_used(chat, options, text)
+        for name, value in _strings(enumerate(chat)):
+            if not _holds(text, value):
+                raise ConfigError(f"the chat template leaves out a part of {name}; {_RENDER}")
+        return chat
 
     def _render(self, messages: Chat, options: dict[str, Any], **more: Any) -> str:
         return render_chat(messages, self._tokenizer, **options, **more)
@@ -156,13 +216,12 @@ class _Chats:
                 raise ConfigError(f"the chat template does not use chat_template_kwargs.{name}; remove it")
         return options
 
-    def _check_used(self, chat: Chat, options: dict[str, Any]) -> None:
+    def _check_used(self, chat: Chat, options: dict[str, Any], whole: str) -> None:
         """Refuse a field that changes nothing in the rendered chat. Chats with the same fields are checked once."""
         fields = ((one["role"], *sorted(one), one["content"] != "", len(one.get("tool_calls", ()))) for one in chat)
         kind = *fields, bool(options["tools"]), *options
         if kind in self._checked:
             return
-        whole = self._render(chat, options)
         changes = [("tools", chat, options | {"tools": None})] if options["tools"] else []
         for i, one in enumerate(chat):
             for name, value in one.items():
@@ -181,31 +240,33 @@ class _Chats:
             except ConfigError:  # the template needs the field
                 continue
             if same:
-                raise ConfigError(f"the chat template leaves out {name}; remove it, or use a template that renders it")
+                raise ConfigError(f"the chat template leaves out {name}; {_RENDER}")
         self._checked.add(kind)
 
     def _by_template(self, messages: Chat, learned: list[bool], options: dict[str, Any]) -> Example:
         """Learn what the template marks. Each mark is one message of the assistant, if some are not learned."""
+        given: dict[str, Any] = {**self._tokenizer.special_tokens_map, **options}
         try:
-            encoded: Any = self._tokenizer.apply_chat_template(
-                messages, return_dict=True, return_assistant_tokens_mask=True, **options
-            )
+            rendered: Any = render_jinja_template([messages], return_assistant_tokens_mask=True, **given)
         except (TemplateError, ValueError, TypeError) as error:
-            raise ConfigError(f"the chat template refuses these messages: {error}") from error
-        ids, mask = list(encoded["input_ids"]), encoded["assistant_masks"]
-        marks = [list(part) for marked, part in groupby(range(len(ids)), key=lambda at: mask[at]) if marked]
+            raise ConfigError(f"the chat template refuses these messages: {one_line(str(error))}") from error
+        (text,), (marks,) = rendered
         replies = [wanted for one, wanted in zip(messages, learned, strict=True) if one["role"] == "assistant"]
         if not all(replies):
             if len(marks) != len(replies):
                 raise ConfigError("the chat template marks the assistant's messages together, so no weight can be 0")
             marks = [mark for mark, wanted in zip(marks, replies, strict=True) if wanted]
-        wanted = {at for mark in marks for at in mark}
-        return Example(ids, [token if at in wanted else NOT_LEARNED for at, token in enumerate(ids)])
+        marked = "".join(text[start:end] for start, end in marks)
+        wanted = [(i, one) for i, (one, wanted) in enumerate(zip(messages, learned, strict=True)) if wanted]
+        for name, value in _strings(wanted, calls=True):
+            if not marked or not _holds(marked, value):
+                raise ConfigError(f"the chat template renders {name}, but does not mark it as learned; {_LINE_EACH}")
+        return self._example(text, marks)
 
     def _by_prefix(self, messages: Chat, learned: list[bool], options: dict[str, Any]) -> Example:
         """Learn what follows the generation prompt of each message of the assistant."""
         text = self._render(messages, options)
-        replies = []  # (start, end) in the text
+        replies = []
         for i, wanted in enumerate(learned):
             if not wanted:
                 continue
@@ -219,17 +280,20 @@ class _Chats:
                 before = after[: _common(after, other)]
             if not text.startswith(after):
                 raise ConfigError(
-                    f"the chat template renders messages[{i}] in another way if others follow, so it cannot be found. "
-                    'Write a line for each answer, as {"prompt": [...], "completion": [...]}'
+                    f"the chat template renders messages[{i}] in another way if others follow, so it cannot be found; "
+                    f"{_LINE_EACH}"
                 )
             replies.append((len(before), len(after)))
+        return self._example(text, replies)
+
+    def _example(self, text: str, learned: list[tuple[int, int]]) -> Example:
+        """Encode a text of which some ranges are learned. Some tokenizers place a token of spaces at its end only."""
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-
-        def wanted_at(start: int, end: int) -> bool:
-            return start < end and any(first <= start and end <= last for first, last in replies)
-
-        return Example(list(encoded["input_ids"]), [token if wanted_at(*at) else NOT_LEARNED for token, at in pairs])
+        ids = list(encoded["input_ids"])
+        wanted = [
+            any(start < last and first < end for first, last in learned) for start, end in encoded["offset_mapping"]
+        ]
+        return Example(ids, [token if one else NOT_LEARNED for token, one in zip(ids, wanted, strict=True)])
 
 
 def _training_template(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, str | None]:

@@ -28,7 +28,7 @@ from tenant.model.loading import load_language_model, load_tokenizer
 from tenant.training.corpus import context_of, hold_out, read
 from tenant.training.examples import Example, Preference, columns, make_examples, rows_of
 from tenant.training.options import ALL_LINEAR, DEFAULT_BETA, FineTuning
-from tenant.training.output import check_output, check_space, claimed, last_checkpoint, make_record, step_of
+from tenant.training.output import began_at, check_output, check_space, claimed, last_checkpoint, make_record, step_of
 from tenant.training.trainer import PreferenceTrainer, Progress, TextTrainer
 
 _DEFAULTS = FineTuning()
@@ -96,11 +96,13 @@ def finetune(
         raise ConfigError("--beta needs preferences: prompt, chosen and rejected on every line")
     if options.packing and corpus.form in ("text", "preferences"):
         raise ConfigError("--packing is for chats and for prompts with completions; leave it out")
-    examples = make_examples(corpus, tokenizer, length=options.sequence_length)
+    began = began_at(last_checkpoint(output) if options.resume else None)
+    examples = make_examples(corpus, tokenizer, length=options.sequence_length, now=began)
     record = make_record(
         options,
         model=None if remote.federation is None else load_federation(Path(remote.federation)).model_digest,
         data=hashlib.sha256(msgspec.json.encode(rows_of(examples.found))).hexdigest(),
+        began=began,
     )
     train, held_out = (_dataset(part, options) for part in hold_out(examples.found))
     steps_of_epoch = ceil(ceil(len(train) / options.batch_size) / options.gradient_accumulation)

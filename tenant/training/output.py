@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ _RECORD = "run.json"
 _LAST_WRITTEN = "trainer_state.json"
 _SHARED = (
     *("rank", "alpha", "dropout", "target_modules", "learning_rate", "beta", "batch_size", "gradient_accumulation"),
-    *("sequence_length", "pad_to_multiple_of", "packing", "seed"),
+    *("sequence_length", "pad_to_multiple_of", "packing", "seed", "dtype"),
 )
 _MOST_BYTES = 256 << 20  # largest size of a JSON file; trainer_state.json has a line for each step
 
@@ -36,27 +37,24 @@ Record = dict[str, Any]
 """The settings that a resumed run must share with the run that it continues, by name."""
 
 
-def make_record(options: FineTuning, *, model: str | None, data: str) -> Record:
+def make_record(options: FineTuning, *, model: str | None, data: str, began: datetime) -> Record:
     """Return the record of a run. `model`: digest of the quantised base model; None without a federation. `data`:
-    SHA-256 of the token ids and labels."""
+    SHA-256 of the token ids and labels. `began`: what chat templates render as the present time."""
     chosen = {name: getattr(options, name) for name in _SHARED}
     return {
         **chosen,
         "model": model,
         "data": data,
+        "began": began.isoformat(),
         "alpha": 2 * options.rank if options.alpha is None else options.alpha,
     }
 
 
 def check_continues(record: Record, checkpoint: Path) -> None:
     """Refuse a checkpoint of a run with other settings. Raises `ConfigError`, which names every difference."""
-    path = checkpoint / _RECORD
-    try:
-        written: Record = msgspec.json.decode(read_limited(path, _MOST_BYTES), type=dict[str, Any])
-    except (OSError, *UNDECODABLE) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); start a new run in another --output") from error
+    written = _read_record(checkpoint)
     defaults = {name: getattr(FineTuning(), name) for name in _SHARED}  # an earlier release has fewer names, or others
-    was = {"model": None, "data": None, **defaults, **written}
+    was = {"model": None, "data": None, "began": record["began"], **defaults, **written}
     if changed := [name for name in record if was[name] != record[name]]:
         differences = ", ".join(
             "other data" if name == "data" else f"{name.replace('_', ' ')} {was[name]}, now {record[name]}"
@@ -66,6 +64,22 @@ def check_continues(record: Record, checkpoint: Path) -> None:
             f"--resume needs the settings of the run in {checkpoint}, and these differ: {differences}. "
             f"Use the same settings, or start a new run in another --output"
         )
+
+
+def began_at(checkpoint: Path | None) -> datetime:
+    """Return when the run of a checkpoint began; now for a new run."""
+    written = _read_record(checkpoint).get("began") if checkpoint else None
+    with contextlib.suppress(TypeError, ValueError):  # an earlier release wrote none
+        return datetime.fromisoformat(written or "")
+    return datetime.now()
+
+
+def _read_record(checkpoint: Path) -> Record:
+    path = checkpoint / _RECORD
+    try:
+        return msgspec.json.decode(read_limited(path, _MOST_BYTES), type=dict[str, Any])
+    except (OSError, *UNDECODABLE) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); start a new run in another --output") from error
 
 
 def check_output(

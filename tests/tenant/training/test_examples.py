@@ -8,6 +8,7 @@ import pytest
 import trl
 from datasets import Dataset
 from peft import LoraConfig
+from tokenizers import processors
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from symbiosis_priv.errors import ConfigError
@@ -107,6 +108,12 @@ def test_a_message_with_weight_0_is_not_learned(template: str, write: Write, tok
 
 OPENS = TEMPLATE.replace("<|assistant|>{% endif %}", "<|assistant|><think>{% endif %}")
 STRICT = "{{ messages[0].role }}" + TEMPLATE  # refuses an empty chat
+TEXTS = TEMPLATE.replace(  # needs the arguments as a text
+    "{{ message.content }}",
+    "{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function.name + ': ' + "
+    "call.function.arguments }}{% endfor %}",
+)
+QUOTED = TEMPLATE.replace("message.content", "(message.content | tojson if loop.first else message.content | trim)")
 CALLS = TEMPLATE.replace("{{ message.content }}", "{{ message.content }}{{ (message.tool_calls or []) | tojson }}")
 
 
@@ -120,6 +127,8 @@ CALLS = TEMPLATE.replace("{{ message.content }}", "{{ message.content }}{{ (mess
         (OPENS, [user("Hi"), reply("<table>")], ["<table><|end|>"]),
         (STRICT, TURNS[1:], ["It is 1.<|end|>", "So.<|end|>"]),
         (CALLS, [user("Hi"), reply("", tool_calls=[CALL])], [json.dumps([CALL]) + "<|end|>"]),
+        (TEXTS, [user("Hi"), reply("", tool_calls=[CALL])], ['add: {"x": 1}<|end|>']),
+        (QUOTED, [user('"Hi"\n'), reply("So. ")], ["So.<|end|>"]),
     ],
 )
 def test_without_marks_a_message_is_found_by_what_precedes_it(
@@ -128,6 +137,20 @@ def test_without_marks_a_message_is_found_by_what_precedes_it(
     tokenizer.chat_template = template
     (example,) = encoded(write({"messages": chat}), tokenizer)
     assert learned(example, tokenizer) == expected
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, "phi3"], ids=["by prefix", "by template"])
+def test_white_space_is_learned_where_the_tokenizer_leaves_it_out_of_tokens_places(
+    template: str, write: Write, tokenizer: Any
+) -> None:
+    """As Llama 3's does: it says that a token of spaces only is nowhere."""
+    tokenizer.chat_template = template if template == TEMPLATE else (TEMPLATES / f"{template}.jinja").read_text()
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    chat = [user("Hi "), reply("if x:\n    y\n"), user(" Bye"), reply("  So  it is. ")]
+    (example,) = encoded(write({"messages": chat}), tokenizer)
+    first, second = learned(example, tokenizer)
+    assert first.strip("\n") == "if x:\n    y\n<|end|>"
+    assert second.startswith("  So  it is. <|end|>")
 
 
 @cases(__file__, "left_out")
@@ -151,6 +174,9 @@ def test_long_examples_are_cut_and_those_left_out_are_counted_apart(write: Write
     assert (examples.cut, examples.left_out) == (1, 1)
     with pytest.raises(ConfigError, match="--sequence-length"):
         encoded(file, tokenizer, length=1)
+    alike = {"prompt": "a", "chosen": "bcd", "rejected": "bce"}
+    examples = make_examples(read(write(alike, alike | {"chosen": "x"})), tokenizer, length=3)
+    assert (len(examples.found), examples.left_out) == (1, 1)
 
 
 def test_texts_are_packed_like_plain_text(write: Write, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -383,6 +383,19 @@ def test_packed_chats_are_learned_as_unpacked_ones(tiny: Path, tmp_path: Path) -
         finetune(others, lines, tmp_path / "x", remote=SIMULATE, options=FineTuning(packing=True, sequence_length=96))
 
 
+def test_a_chat_template_renders_the_time_of_the_runs_start(tiny: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(
+        "{{ strftime_now('%H %f') }}{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    )
+    data = tmp_path / "chats.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}\n' * 4)
+    for resume, steps in ((False, 1), (True, 2)):
+        options = replace(OPTIONS, steps=steps, resume=resume, sequence_length=64)
+        made = finetune(model, data, tmp_path / "adapter", remote=SIMULATE, options=options)
+    assert made.progress.done == 2
+
+
 def test_nothing_is_told_to_other_machines(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's trainers send the model's architecture to Hugging Face."""
     monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", pytest.fail)

@@ -1,6 +1,7 @@
 """The output folder of a run, and the checkpoint from which it resumes."""
 
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tenant.training.options import FineTuning
 from tenant.training.output import check_output, last_checkpoint, make_record, write_record
 from tests.cases import table
 
-RECORD = make_record(FineTuning(), model="sha256:0", data="0")
+RECORD = make_record(FineTuning(), model="sha256:0", data="0", began=datetime(2026, 1, 1))
 
 
 def used(folder: Path) -> Path:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -50,20 +51,28 @@ def machine(options: Options) -> Iterator[Row]:
     """Checks that all requirements are present: packages, a C compiler and Python's headers for Triton, a GPU."""
     yield {"python": platform.python_version(), "cpu": platform.processor(), "cores": os.cpu_count()}
     missing = []
+    least = dict(re.findall(r'"([a-z-]+)>=([0-9.]+)', (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
     for name in _NEEDED:
         found = importlib.util.find_spec({"pyzmq": "zmq"}.get(name, name.replace("-", "_"))) is not None
         try:
             number = version(name)
         except PackageNotFoundError:
             number = ""
+        found &= not number or _numbers(number) >= _numbers(least.get(name, ""))
         missing += [] if found else [name]
         yield {"package": name, "version": number, "here": found}
+    try:
+        for module in () if missing else ("peft", "tenant.model.hf"):  # with what these packages need themselves
+            importlib.import_module(module)
+    except ImportError as error:
+        missing = [error.name or str(error)]
+        yield {"package": missing[0], "version": "", "here": False}
     if missing:
         python = f"--python-version {platform.python_version()} --only-binary :all: --no-deps"
         builds = " ".join(f"--platform manylinux{libc}_{platform.machine()}" for libc in _LIBC)
         where = "where there is a network (this machine, or another clone whose folder .gpu you copy here)"
         command = f"python3 -m pip download --dest .gpu {python} {builds} --constraint constraints.txt"
-        sys.exit(f"packages are missing. Type {where}, then make gpu again:\n{command} {' '.join(missing)}")
+        sys.exit(f"packages are missing, or too old. Type {where}, then make gpu again:\n{command} {' '.join(missing)}")
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     header = Path(sysconfig.get_path("include"), "Python.h")
     yield {"compiler": compiler, "python_h": header.is_file()}
@@ -85,6 +94,10 @@ def machine(options: Options) -> Iterator[Row]:
             "l2_mib": found_gpu.L2_cache_size >> 20,
             "cuda": torch.version.cuda,
         }
+
+
+def _numbers(number: str) -> list[int]:
+    return [int(part) for part in re.findall(r"[0-9]+", number.partition("+")[0])]
 
 
 def _driver() -> str:

@@ -1,5 +1,7 @@
 """`make gpu` without a GPU: every section on the CPU, and sections that fail or hang."""
 
+import contextlib
+import importlib
 import os
 import sys
 import time
@@ -36,10 +38,25 @@ def test_a_section_on_the_cpu(section: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert not any(row.get("equal") is False or row.get("result", "exact") != "exact" for row in rows)
 
 
-def test_a_machine_without_a_package_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sections, "_NEEDED", ("numpy", "no-such-package"))
+@pytest.mark.parametrize(
+    ("versions", "imported", "missing"),
+    [
+        ({"numpy": "2", "no-such-package": "", "transformers": "5.17.1"}, "json", "no-such-package transformers"),
+        ({"transformers": "5.23"}, "json", ""),
+        ({"transformers": "5.23.0+a"}, "no_such_module", "no_such_module"),
+    ],
+)
+def test_a_machine_without_a_package_says_what_to_type(
+    versions: dict[str, str], imported: str, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with one that is too old, or that lacks another one."""
+    real = importlib.import_module
+    monkeypatch.setattr(sections, "_NEEDED", tuple(versions))
+    monkeypatch.setattr(sections, "version", versions.__getitem__)
+    monkeypatch.setattr(importlib, "import_module", lambda name: real(imported if name == "peft" else name))
     rows: list[Row] = []
-    with pytest.raises(SystemExit, match=r"pip download --dest .gpu .* no-such-package$"):
+    expected = pytest.raises(SystemExit, match=rf"pip download --dest .gpu .* constraints.txt {missing}$")
+    with expected if missing else contextlib.nullcontext():
         rows.extend(SECTIONS["machine"](Options(cpu=True)))
 
 

@@ -265,7 +265,7 @@ def test_the_self_test_notices_a_unit_that_drops_a_bit(bits: int, monkeypatch: p
 
     def multiply(kept: int, packed: Packed, rows: Tensor, way: Direction, out: Tensor, **_: object) -> None:
         weight, total = (packed.data.t() if way == FORWARD else packed.data).long(), torch.zeros(1, dtype=torch.int64)
-        share = plan(kernel.tile(packed, way, len(rows)), *rows.shape, out.shape[1], processors=132)[1]
+        share = plan(kernel.tile(packed, way, 1), len(rows), len(weight), out.shape[1], processors=132)[1]
         for place in range(4):
             limb = ((rows - 0x7F7F7F80) ^ -0x7F7F7F80) >> 8 * place
             digits, sums = limb.to(torch.int8).long(), torch.zeros(1, dtype=torch.int64)

@@ -65,10 +65,7 @@ def adapters(
     jobs: Annotated[str, typer.Option(help="Numbers of jobs, rising, separated by commas.")] = "1,2,4,8,12,16",
 ) -> Iterator[Row]:
     """Train one LoRA per process, with whole models and with tenants of one executor: memory of all processes, steps a
-    second, and how many jobs fit into 16 GiB. Counts of whole jobs that do not fit are left out.
-
-    Example: symbiosis-priv bench adapters --jobs 1,2,4
-    """
+    second, and how many jobs fit into 16 GiB. Counts of whole jobs that do not fit are left out."""
     check_supported()
     counts = sorted(set(numbers(jobs, "--jobs")))
     model = shape.save(folder / "model")

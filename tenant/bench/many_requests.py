@@ -73,10 +73,7 @@ def endpoint(
     masking: Masking = "pad",
     effort: Effort = _ONCE,
 ) -> Iterator[Row]:
-    """Answer many requests together with the endpoint's engine, and one after another with `generate()`.
-
-    Example: symbiosis-priv bench endpoint --streams 8 --width 512
-    """
+    """Answer many requests together with the endpoint's engine, and one after another with `generate()`."""
     variant = MaskingVariant.parse(masking)
     path = shape.save(folder / "model") if model is None else resolve(model)
     tokenizer: Any = NoText() if model is None else load_tokenizer(path)

@@ -77,10 +77,7 @@ def tasks(
 
     The column "gain" is the measured quantity of the first variant divided by that of this variant, and "over_best" is
     that of this variant divided by the smallest of the others. The whole model is measured while no other process
-    works, with the threads of tenant and executor together.
-
-    Example: symbiosis-priv bench tasks --tasks 64 --layers 4
-    """
+    works, with the threads of tenant and executor together."""
     path = shape.save(folder / "model")
     progress("writing tasks")
     repository = write_tasks(folder / "tasks", path, count=tasks)

@@ -79,10 +79,7 @@ def provider(
     """Let many tenants send requests to one provider, and compare all answers. A slow tenant generates too, with a
     quarter of a core; its own speed is not shown.
 
-    Status 1 if one bit of an answer differs from the answer that the same tenant received alone.
-
-    Example: symbiosis-priv bench provider --tenants 1+0,6+2 --hidden 1024
-    """
+    Status 1 if one bit of an answer differs from the answer that the same tenant received alone."""
     counts = [re.fullmatch(r"(\d+)\+(\d+)(?:\+(\d+))?", part.strip()) for part in tenants.split(",")]
     scenarios = [Scenario(*(int(number or 0) for number in count.groups())) for count in counts if count is not None]
     if len(scenarios) < len(counts) or not all(scene.generating + scene.training for scene in scenarios):

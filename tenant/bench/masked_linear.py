@@ -57,10 +57,7 @@ def linear(
     repeat: Repeat = 50,
     threads: Threads = HALF_THE_CORES,
 ) -> Iterator[Row]:
-    """Time one masked, verified linear and its parts, whose pads were drawn before the clock starts.
-
-    Example: symbiosis-priv bench linear --rows 1,256 --width 2048
-    """
+    """Time one masked, verified linear and its parts, whose pads were drawn before the clock starts."""
     counts, sizes, variant = numbers(rows, "--rows"), numbers(width, "--width"), MaskingVariant.parse(masking)
     torch.set_num_threads(threads)
     for size in sizes:

@@ -104,10 +104,7 @@ def network(
     tokens: Annotated[int, typer.Option(min=2, help="Generated tokens of each answer.")] = 16,
 ) -> Iterator[Row]:
     """Generate and read texts over a slow network, alone and beside other tenants, and with the same model offloaded
-    to this machine's disk.
-
-    Example: symbiosis-priv bench network --condition 100mbit/100ms --tokens 8
-    """
+    to this machine's disk."""
     check_supported()
     multiprocessing.set_forkserver_preload([__name__])  # otherwise each tenant imports torch
     ensure_running()
@@ -248,10 +245,7 @@ class _Forced:
 
 @benchmark("bytes")
 def bytes_(folder: Path, progress: Progress, *, masking: Maskings = "pad,pad/24,pad/two") -> Iterator[Row]:
-    """Compute the bytes that a tenant moves for a token and a step of Llama-2-7B and Llama-3-8B.
-
-    Example: symbiosis-priv bench bytes --masking pad,pad/24
-    """
+    """Compute the bytes that a tenant moves for a token and a step of Llama-2-7B and Llama-3-8B."""
     maskings = models.parse_maskings(masking)
     works: list[tuple[str, int, list[Direction]]] = [
         ("token", 1, [FORWARD]),

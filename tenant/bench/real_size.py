@@ -90,7 +90,7 @@ def size(
 ) -> Iterator[Row]:
     """Prepare and use a model of real size: time, processor time, bytes and peak memory of each process, by part.
 
-    Takes 20 GB of disk (TMPDIR) and as much memory as the packed weights need. Example: symbiosis-priv bench size
+    Takes 20 GB of disk (TMPDIR) and as much memory as the packed weights need.
     """
     check_supported()
     if shape not in models.LLAMAS:

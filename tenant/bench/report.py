@@ -219,8 +219,5 @@ def _cell(value: Value) -> str:
 
 
 def report(files: Annotated[list[Path], typer.Argument(help="What --json has written.")]) -> None:
-    """Print --json files as tables in Markdown.
-
-    Example: symbiosis-priv bench report step.json token.json > figures.md
-    """
+    """Print --json files as tables in Markdown."""
     typer.echo(render([read(file) for file in files]), nl=False)

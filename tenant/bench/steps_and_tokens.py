@@ -73,10 +73,7 @@ def step(
     effort: models.Effort = _EFFORT,
 ) -> Iterator[Row]:
     """Measure a LoRA step of a Llama, whole and split: CPU seconds and peak memory of every process, and the
-    executor's CPU over that of the same products in float32.
-
-    Example: symbiosis-priv bench step --width 2048 --layers 4 --masking none,pad
-    """
+    executor's CPU over that of the same products in float32."""
     maskings, loras = models.parse_maskings(masking), product(targets.split(","), numbers(rank, "--rank"))
     if set(targets) - set("qkvo,") or "" in targets.split(","):
         raise ConfigError(f"--targets {targets!r}: write letters of q, k, v, o, like q,qkvo")
@@ -97,10 +94,7 @@ def token(
     masking: Maskings = _MASKINGS,
     effort: models.Effort = _EFFORT,
 ) -> Iterator[Row]:
-    """Measure a generated token of a Llama, whole and split.
-
-    Example: symbiosis-priv bench token --width 2048 --layers 4 --masking none,pad
-    """
+    """Measure a generated token of a Llama, whole and split."""
     with comparison(folder, shape, models.parse_maskings(masking), effort) as running:
         task = models.Generate(prompt=prompt, tokens=tokens)
         found = running.by_turns(dict.fromkeys(running.names, task), repeat=effort.repeat, on_turn=progress)

@@ -227,10 +227,7 @@ def abuse(
 ) -> Iterator[Row]:
     """Measure an honest tenant's requests alone, and while others flood, read slowly, reconnect, or are revoked.
 
-    Status 1 if one bit of an answer to the honest tenant is wrong.
-
-    Example: symbiosis-priv bench abuse --hidden 512 --seconds 2
-    """
+    Status 1 if one bit of an answer to the honest tenant is wrong."""
     model = small_llama(hidden, inner=hidden).save(folder / "model")
     revoked = folder / "revoked.txt"
     revoked.touch()

@@ -227,6 +227,8 @@ def _load(folder: Path, *, digest: str, store: WeightStore | None) -> Preparatio
         raise
     except (OSError, SafetensorError, KeyError, IndexError, ValueError, CheckpointError, RangeError) as error:
         missing = f"nothing is prepared for model {digest}"
+        if folder.with_name(f"{folder.name}-encrypted").exists():
+            missing += " without a key, only under one (SYMBIOSIS_PRIV_CACHE_KEY_FD, docs/enclave.md)"
         if folder.exists():
             missing = f"what was prepared for model {digest} in {folder} has been changed or is damaged ({error})"
             log.warning("%s", missing)

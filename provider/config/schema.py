@@ -258,7 +258,7 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         name: the name in health reports and logs.
         listen: `host:port`; port 0 takes a free one.
         roles: `executor`, `helper` or both; one tenant is served in one role at a time (rule 8).
-        log_level: `info`, or `debug` for one line per request. No level logs content.
+        log_level: `info`, `warning`, or `debug` for one line per request. No level logs content.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]

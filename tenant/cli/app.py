@@ -25,7 +25,10 @@ def prepare(
         Path | None, typer.Option(help="Also write a slim checkpoint, with your own tensors only, to this folder.")
     ] = None,
     keep_experts: Annotated[
-        bool, typer.Option(help="Also write the experts of a mixture to the slim checkpoint, for --experts local.")
+        bool,
+        typer.Option(
+            "--keep-experts", help="Also write the experts of a mixture to the slim checkpoint, for --experts local."
+        ),
     ] = False,
     masking: Annotated[
         Masking | None, typer.Option(help="Also make what this masking keeps on disk: the hints of lwe (experimental).")
@@ -33,10 +36,9 @@ def prepare(
     hint_bits: Annotated[HintBits, typer.Option(help="Bits of an entry of a hint.")] = DEFAULT_HINT_BITS,
     training: Annotated[bool, typer.Option("--training", help="Also make hints of backward products.")] = False,
 ) -> None:
-    """Make facts and verification keys from the full checkpoint and store them in the cache.
+    """Compute verification keys from the full checkpoint, once, and store them in the cache.
 
-    Later runs do not need the full checkpoint. With --masking lwe, a run that
-    was interrupted goes on where it was.
+    Later runs do not need the full checkpoint. With --masking lwe, an interrupted run continues where it was.
     """
     pinned, folder = load_federation(federation), resolve(model)
     with loading():

@@ -37,7 +37,10 @@ class Serving:
     ] = None
     listen: Listen = "127.0.0.1:8000"
     public: Annotated[
-        bool, Option("--public", help="Allow --listen to be no loopback address. Without TLS: put a proxy before it.")
+        bool,
+        Option(
+            "--public", help="Let other machines connect to --listen. There is no TLS: put a proxy with TLS before it."
+        ),
     ] = False
     host: Annotated[
         list[str], Option(help="A name by which clients reach this endpoint, besides localhost; repeatable.")

@@ -128,7 +128,7 @@ class ExecutorRequester:
 
     def send(self, message: queues.Envelope, payload: memoryview = queues.NOTHING) -> None:
         """Send a request. Call `receive` for its answer."""
-        if self._outstanding:
+        if self._outstanding or self.generation != self.handle.generation:  # an ended executor reads no pipe again
             self._reconnect()
         self.generation = self.handle.generation
         self._outstanding = True

@@ -336,6 +336,7 @@ def test_an_executor_that_an_error_has_ended_is_replaced(
 
     with Provider(configure()) as provider:
         assert isinstance(provider.executor, ExecutorThread)
+        client = connect("alice", to=provider)  # idle while the executor is replaced
         monkeypatch.setattr(provider.executor._executor._scheduler, "take", fail)  # no other provider's
         until(lambda: provider.executor.generation == 1 and provider.executor.present)
-        assert connect("alice", to=provider).product(execute(0, 40), torch.ones(40, 64, dtype=torch.int32)).any()
+        assert client.product(execute(0, 40), torch.ones(40, 64, dtype=torch.int32)).any()

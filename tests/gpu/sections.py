@@ -32,6 +32,12 @@ _NEEDED = (
     *("transformers", "triton", "typer"),
     *("cffi", "iniconfig", "pluggy", "psutil", "pycparser", "pygments", "sortedcontainers"),  # those that these need
 )
+_BESIDE_TRANSFORMERS = (  # what it needs too, where it is missing or too old
+    *("annotated-doc", "annotated-types", "anyio", "click", "h11", "hf-xet", "httpcore2", "httpx2", "idna"),
+    *("markdown-it-py", "mdurl", "packaging", "pydantic", "pydantic-core", "pyyaml", "regex", "shellingham"),
+    *("tqdm", "truststore", "typing-inspection"),
+)
+_IMPORTED = "peft", "tenant.model.hf"  # with what packages need themselves
 _LIBC = ("_2_28", "_2_17", "2014")
 
 
@@ -62,11 +68,13 @@ def machine(options: Options) -> Iterator[Row]:
         missing += [] if found else [name]
         yield {"package": name, "version": number, "here": found}
     try:
-        for module in () if missing else ("peft", "tenant.model.hf"):  # with what these packages need themselves
+        for module in () if missing else _IMPORTED:
             importlib.import_module(module)
     except ImportError as error:
         missing = [error.name or str(error)]
         yield {"package": missing[0], "version": "", "here": False}
+    if "transformers" in missing:
+        missing += _BESIDE_TRANSFORMERS
     if missing:
         python = f"--python-version {platform.python_version()} --only-binary :all: --no-deps"
         builds = " ".join(f"--platform manylinux{libc}_{platform.machine()}" for libc in _LIBC)

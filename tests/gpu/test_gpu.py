@@ -1,15 +1,17 @@
 """`make gpu` without a GPU: every section on the CPU, and sections that fail or hang."""
 
 import contextlib
-import importlib
 import os
 import sys
 import time
+from importlib.metadata import requires
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.gpu import sections
 from tests.gpu.__main__ import BUDGETS_S, Outcome, main, run
@@ -41,7 +43,7 @@ def test_a_section_on_the_cpu(section: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("versions", "imported", "missing"),
     [
-        ({"numpy": "2", "no-such-package": "", "transformers": "5.17.1"}, "json", "no-such-package transformers"),
+        ({"numpy": "2", "no-such-package": "", "transformers": "5.17.1"}, "json", "no-such-package transformers .*"),
         ({"transformers": "5.23"}, "json", ""),
         ({"transformers": "5.23.0+a"}, "no_such_module", "no_such_module"),
     ],
@@ -50,14 +52,29 @@ def test_a_machine_without_a_package_says_what_to_type(
     versions: dict[str, str], imported: str, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with one that is too old, or that lacks another one."""
-    real = importlib.import_module
     monkeypatch.setattr(sections, "_NEEDED", tuple(versions))
     monkeypatch.setattr(sections, "version", versions.__getitem__)
-    monkeypatch.setattr(importlib, "import_module", lambda name: real(imported if name == "peft" else name))
+    monkeypatch.setattr(sections, "_IMPORTED", (imported,))
     rows: list[Row] = []
     expected = pytest.raises(SystemExit, match=rf"pip download --dest .gpu .* constraints.txt {missing}$")
     with expected if missing else contextlib.nullcontext():
         rows.extend(SECTIONS["machine"](Options(cpu=True)))
+
+
+def needed_by(*names: str) -> set[str]:
+    """Packages, and what they need themselves."""
+    found, left = set[str](), list(names)
+    while left:
+        if (name := canonicalize_name(left.pop())) not in found:
+            found.add(name)
+            needs = map(Requirement, requires(name) or ())
+            left += (one.name for one in needs if one.marker is None or one.marker.evaluate({"extra": ""}))
+    return found
+
+
+def test_all_that_a_machine_with_torch_alone_lacks_is_listed() -> None:
+    listed = {*sections._NEEDED, *sections._BESIDE_TRANSFORMERS}
+    assert needed_by(*sections._NEEDED) - needed_by("torch", "triton") <= listed
 
 
 def test_a_machine_whose_torch_sees_no_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

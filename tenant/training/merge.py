@@ -27,7 +27,7 @@ from symbiosis_priv.checkpoints.vetting import read_json, vet_adapter
 from symbiosis_priv.errors import CheckpointError, UnsupportedModelError
 from symbiosis_priv.system.files import check_unused, replace_atomically
 from tenant.model.adapter_limits import MemoryLimit, bounded_config, needs_weights
-from tenant.model.loading import check_adapter_is_whole, fitting
+from tenant.model.loading import check_adapter_is_whole, fitting, shortened
 from tenant.preparation.own_tensors import copy_plain_files
 
 _FILE_BYTES = 2 << 30  # of tensors in a file of the merged checkpoint
@@ -171,7 +171,17 @@ class _Layer:
             if isinstance(self._module, AuxiliaryTrainingWrapper):
                 made = self._module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
             else:
-                self._module.merge(safe_merge=False)
+                wrappers = [self._module]  # PEFT wraps a module once for each of its adapted parameters
+                while isinstance(inner := wrappers[-1].base_layer, BaseTunerLayer):
+                    wrappers.append(inner)
+                try:
+                    for wrapper in reversed(wrappers):
+                        wrapper.merge(safe_merge=False)
+                except (
+                    RuntimeError,
+                    ValueError,
+                ) as error:  # a bias of the adapter without one of the layer, for example
+                    raise UnsupportedModelError(f"PEFT cannot merge the adapter: {shortened(error)}") from error
                 made = self._module.get_base_layer()
             self._waiting = {self.stored[own]: parameter.detach() for own, parameter in made.named_parameters()}
             for own in self.stored:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -335,6 +336,20 @@ finetune(
     assert equal(tmp_path / "adapter", tmp_path / "adapter" / "checkpoint-2")
     finetune(tiny, text, tmp_path / "adapter", remote=SIMULATE, options=replace(OPTIONS, resume=True))
     assert equal(tmp_path / "adapter", whole)
+
+
+def test_a_run_that_ends_before_its_first_step_says_what_is_saved(
+    run: Run, begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "evaluate", lambda *_, **__: lose())
+    output = Path(shutil.copytree(begun, tmp_path / "adapter"))
+    for folder, resume, note in (
+        (output, True, "saved before: .*checkpoint-1; "),
+        (tmp_path / "new", False, "nothing"),
+    ):
+        with pytest.raises(LostError) as raised:
+            run(folder, resume=resume, steps=2)
+        assert re.match(note, raised.value.__notes__[0])
 
 
 def test_a_finished_run_says_so_and_changes_nothing(run: Run, begun: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tenant.training import merge as merging
 from tests import forms
 from tests.adapters import peft_config, write_adapter
 from tests.cases import table
+from tests.compatibility.families import build
 
 LINEARS = ["q_proj", "v_proj", "down_proj"]
 METHODS = table(__file__, "methods")
@@ -67,6 +68,20 @@ def test_the_weights_are_those_of_merge_and_unload(
     for name, tensor in merged.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
     assert any(not torch.equal(tensor, plain[name]) for name, tensor in expected.items())
+
+
+def test_all_adapted_parameters_of_a_module_are_merged(tmp_path: Path) -> None:
+    """PEFT wraps experts once for each of their tensors."""
+    build("GptOssForCausalLM").save_pretrained(tmp_path / "base")
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    adapter = trained(tmp_path / "base", tmp_path / "adapter", peft.LoraConfig(r=2, target_parameters=names))
+    merging.merge(tmp_path / "base", adapter, tmp_path / "merged", progress=quiet)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").state_dict()
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
+    plain = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    for name, tensor in PeftModel.from_pretrained(whole, adapter).merge_and_unload().state_dict().items():
+        assert torch.equal(merged[name], tensor), name
+        assert torch.equal(plain[name], tensor) != name.endswith(tuple(names)), name
 
 
 def test_a_checkpoint_in_4_bits_is_merged_in_its_own_dtype(base: Path, tmp_path: Path) -> None:
@@ -116,6 +131,8 @@ def test_what_cannot_be_merged_is_refused_and_leaves_no_folder(base: Path, tmp_p
     refused("starts from the base weights", UnsupportedModelError, pissa)
     tiny = peft.TinyLoraConfig(r=2, u=4, target_modules=LINEARS)
     refused("base weights|does not fit", SymbiosisError, tiny)
+    biased = peft.LoraConfig(r=4, target_modules=["down_proj"], lora_bias=True)
+    refused("PEFT cannot merge the adapter: .*lora_bias", UnsupportedModelError, biased)
     refused("not complete", CheckpointError, lora, spoil=lambda t: dict(list(t.items())[1:]))
     refused("no place for .*embed_tokens", CheckpointError, lora, spoil=lambda t: t | embedding)
     copied = tied(shutil.copytree(base, tmp_path / "tied"))

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -122,6 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--only: there is no section {', '.join(sorted(unknown))}; choose from {', '.join(BUDGETS_S)}")
     options = ["--cpu"] if chosen.cpu else []
     outcomes: list[Outcome] = []
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # `SIGABRT` would write page-locked memory to the disk
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
         environment = _environment(Path(folder), cpu=chosen.cpu)
         if not list((ROOT / "symbiosis_priv/native").glob("*.so")):

@@ -261,10 +261,10 @@ def _share_arenas() -> None:
 
 
 def allow_descriptors(config: ProviderConfig) -> None:
-    """Raise the limit of file descriptors, so that it covers every permitted connection and its pipe to the
-    executor."""
+    """Raise the limit of file descriptors, so that it covers every permitted connection and its pipe to an executor in
+    another process, which has two, whatever others do who have not authenticated."""
     limits = config.limits
-    wanted = 2 * limits.max_connections + MAX_HANDSHAKES + _SPARE_DESCRIPTORS
+    wanted = 3 * limits.max_connections + MAX_HANDSHAKES + _SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return

@@ -107,8 +107,8 @@ class ExecutorRequester:
 
     def __init__(self, handle: ExecutorHandle) -> None:
         self.handle = handle
-        self._pipe = handle.open_pipe()
         self.generation = handle.generation  # generation of the executor that received the last request
+        self._pipe = handle.open_pipe()
         self._outstanding = False  # True while an answer is missing
 
     def __enter__(self) -> Self:
@@ -128,9 +128,10 @@ class ExecutorRequester:
 
     def send(self, message: queues.Envelope, payload: memoryview = queues.NOTHING) -> None:
         """Send a request. Call `receive` for its answer."""
-        if self._outstanding or self.generation != self.handle.generation:  # an ended executor reads no pipe again
+        generation = self.handle.generation  # first: a pipe of an executor that has ended is never taken for a new one
+        if self._outstanding or self.generation != generation:
             self._reconnect()
-        self.generation = self.handle.generation
+        self.generation = generation
         self._outstanding = True
         self._pipe.send(message, payload)
 

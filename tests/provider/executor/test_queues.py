@@ -1,14 +1,18 @@
 """Messages between senders and the executor; the stage of a request; keystreams in the background."""
 
 import contextlib
+import resource
 import threading
 import time
+from pathlib import Path
 
+import pytest
 import torch
 
 from provider.config.schema import ExecutorConfig
 from provider.executor.queues import ExecutorAnswer, KeystreamMaker, LocalInbox, ReportRequest, Stages
 from provider.executor.supervisor import ExecutorProcess, SocketInbox, make
+from provider.gateway.gateway import MAX_HANDSHAKES
 from provider.scheduler.jobs import Job
 from provider.serve import allow_descriptors
 from symbiosis_priv.arithmetic.ring import Direction
@@ -16,12 +20,25 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 from tests.provider.conftest import Configure
 from tests.provider.scheduler.playing import job
+from tests.waiting import until
 
 
-def test_every_connection_has_a_descriptor_and_gets_its_answer(configure: Configure) -> None:
-    """ZeroMQ's default limit is 1,023 sockets, and select's are 1,023 descriptors."""
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_every_connection_has_its_descriptors_and_gets_its_answer(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ's default limit is 1,023 sockets, and select's are 1,023 descriptors. A pipe's other end is in this
+    process too, in place of the tenant's connection: the limit leaves room for both, and for unauthenticated ones."""
     config = configure(max_connections=1100, executor=ExecutorConfig(own_process=True))
     allow_descriptors(config)
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1 << 20))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    allow_descriptors(config)
+    before = descriptors()
     executor = make(config, model_digest="")
     assert isinstance(executor, ExecutorProcess)
     with contextlib.closing(SocketInbox(executor.endpoint)) as inbox, contextlib.ExitStack() as pipes:
@@ -31,6 +48,8 @@ def test_every_connection_has_a_descriptor_and_gets_its_answer(configure: Config
         while not (arrived := list(inbox.arrived())):  # ZeroMQ's own handshake messages wake it, too
             inbox.wait(30.0)
         assert pipe.receive(0.01) is None  # it waits, and announces that it does
+        until(lambda: descriptors() - before >= 3 * 1100)
+        assert raised[0][0] >= descriptors() - before + MAX_HANDSHAKES
         inbox.answer([(arrived[0].sender, ExecutorAnswer(b"failed", memoryview(b"rows"), 1))])
         answer = pipe.receive(30.0)
         assert answer is not None

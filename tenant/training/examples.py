@@ -198,7 +198,7 @@ class _Chats:
         self._check_used(chat, options, text)
         for name, value in _strings(enumerate(chat)):
             if not _holds(text, value):
-                raise ConfigError(f"the chat template leaves out a part of {name}; {_RENDER}")
+                raise ConfigError(f"the chat template leaves out or changes a part of {name}; {_RENDER}")
         return chat
 
     def _render(self, messages: Chat, options: dict[str, Any], **more: Any) -> str:

@@ -28,6 +28,7 @@ from tenant.model.all_logits import compute_all_logits
 from tenant.model.ledger import ledger_of, since
 from tenant.model.loading import load_adapter_tensors, shortened
 from tenant.session.tally import Ledger
+from tenant.training.examples import NOT_LEARNED
 from tenant.training.output import Record, is_whole, last_checkpoint, save_adapter, write_record
 
 _STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
@@ -194,10 +195,20 @@ class Resumable(Trainer):
 
 class TextTrainer(Resumable, SFTTrainer):
     """TRL's `SFTTrainer`, with the loss of the model itself: TRL multiplies by the weight of the LM head, which may be
-    at the providers."""
+    at the providers. Trainer's evaluation averages the means of batches; here each token counts the same."""
 
     compute_loss = Trainer.compute_loss
-    prediction_step = Trainer.prediction_step
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
+        learned = int((inputs["labels"][:, 1:] != NOT_LEARNED).sum())
+        found: Any = Trainer.prediction_step(self, model, inputs, *args, **options)
+        self._evaluated.append((float(found[0]) * learned, learned))
+        return found
+
+    def _loss(self) -> float:
+        self._evaluated: list[tuple[float, int]] = []
+        super()._loss()
+        return sum(loss for loss, _ in self._evaluated) / sum(learned for _, learned in self._evaluated)
 
     def check_packing(self) -> None:
         """Refuse to pack examples for a model whose output for an example depends on the one before it in its row, as

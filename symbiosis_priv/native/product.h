@@ -82,7 +82,36 @@ INLINE void fetch_limbs(const struct block *b, const int words, int64_t k) {
     _mm_prefetch((const char *)address, _MM_HINT_T0);
 }
 
-/* ---- 256 bit: AVX2 and AVX-VNNI differ in one operation ---- */
+/* ---- 256 bit: AVX2 and AVX-VNNI differ in one operation: sums += the products of a limb of two terms with two vectors ---- */
+
+/* As the intrinsics, around which gcc spills and copies sums (here and below). */
+INLINE TARGET_AVX2 void add_pairs_avx2(__m256i sums[2], const int32_t *limb, __m256i w, __m256i v) {
+    __m256i x, pairs;
+    __asm__("vpbroadcastd %4, %2\n\tvpmaddwd %5, %2, %3\n\tvpmaddwd %6, %2, %2\n\tvpaddd %3, %0, %0\n\tvpaddd %2, %1, %1"
+            : "+x"(sums[0]), "+x"(sums[1]), "=&x"(x), "=&x"(pairs)
+            : "m"(*limb), "x"(w), "x"(v));
+}
+
+#define DOT add_pairs_avx2
+#define NAMED(name) name##_avx2
+#define TARGET TARGET_AVX2
+#include "product_256.h"
+
+#if HAVE_AVXVNNI
+INLINE TARGET_AVXVNNI void add_pairs_avxvnni(__m256i sums[2], const int32_t *limb, __m256i w, __m256i v) {
+    __m256i x;
+    __asm__("vpbroadcastd %3, %2\n\t%{vex%} vpdpwssd %4, %2, %0\n\t%{vex%} vpdpwssd %5, %2, %1"
+            : "+x"(sums[0]), "+x"(sums[1]), "=&x"(x)
+            : "m"(*limb), "x"(w), "x"(v));
+}
+
+#define DOT add_pairs_avxvnni
+#define NAMED(name) name##_avxvnni
+#define TARGET TARGET_AVXVNNI
+#include "product_256.h"
+#endif
+
+/* ---- 512 bit ---- */
 
 /* Where an instruction takes its weights from: gcc chooses well, clang takes memory wherever it may. */
 #ifdef __clang__
@@ -90,32 +119,6 @@ INLINE void fetch_limbs(const struct block *b, const int words, int64_t k) {
 #else
 #define REGISTER_OR_MEMORY(registers) registers "m"
 #endif
-
-/* As the intrinsics, around which gcc spills and copies sums (here and below). */
-INLINE TARGET_AVX2 __m256i add_pairs_avx2(__m256i sum, __m256i x, __m256i w) {
-    __m256i pair;
-    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(pair) : "x"(x), REGISTER_OR_MEMORY("x")(w));
-    return sum;
-}
-
-#define DOT(sum, x, w) add_pairs_avx2(sum, x, w)
-#define NAMED(name) name##_avx2
-#define TARGET TARGET_AVX2
-#include "product_256.h"
-
-#if HAVE_AVXVNNI
-INLINE TARGET_AVXVNNI __m256i add_pairs_avxvnni(__m256i sum, __m256i x, __m256i w) {
-    __asm__("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(x), REGISTER_OR_MEMORY("x")(w));
-    return sum;
-}
-
-#define DOT(sum, x, w) add_pairs_avxvnni(sum, x, w)
-#define NAMED(name) name##_avxvnni
-#define TARGET TARGET_AVXVNNI
-#include "product_256.h"
-#endif
-
-/* ---- 512 bit ---- */
 
 INLINE TARGET_AVX512 __m512i add_pairs_512(__m512i sum, __m512i x, __m512i w) {
     __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), REGISTER_OR_MEMORY("v")(w));

@@ -1,25 +1,27 @@
 /* The inner loop and the transposition for 256-bit registers; included once per instruction set, with DOT, NAMED and
  * TARGET defined. The end of this file undefines them. */
 
-/* VECTORS of 8 columns at a time: 2 * ROWS * VECTORS sums and what feeds them fill 16 registers. */
+/* Two vectors of 8 columns at a time: 4 * ROWS sums and what feeds them fill 16 registers. STEP pairs of terms share the
+ * arithmetic of addresses, which would take the place of a quarter of the products. */
 INLINE TARGET void NAMED(block)(const struct block *b, const int rows) {
-    enum { VECTORS = 2, PER_PAIR = PANEL / 8 };
+    enum { VECTORS = 2, PER_PAIR = PANEL / 8, STEP = 4 };
     struct ahead ahead = *b->ahead;
     for (int column = 0; column < PER_PAIR; column += VECTORS) {
+        const __m256i *weights = (const __m256i *)b->weights + column;
+        const int32_t *limbs[ROWS];
         __m256i sums[2 * ROWS][VECTORS];
+        UNROLL for (int r = 0; r < rows; r++) limbs[r] = b->limbs + r * b->width;
         UNROLL for (int i = 0; i < 2 * rows; i++)
             UNROLL for (int j = 0; j < VECTORS; j++) sums[i][j] = _mm256_setzero_si256();
-        for (int64_t k = 0; k < b->pairs; k++) {
-            const int32_t *limbs = b->limbs + 2 * k;
-            fetch_ahead(&ahead, VECTORS * 16);
-            fetch_limbs(b, 2 * rows, k);
-            const __m256i *weights = (const __m256i *)b->weights + k * PER_PAIR + column;
-            __m256i w[VECTORS];
-            UNROLL for (int j = 0; j < VECTORS; j++) w[j] = _mm256_loadu_si256(weights + j);
-            UNROLL for (int i = 0; i < 2 * rows; i++) {
-                __m256i x = _mm256_set1_epi32(limbs[i / 2 * b->width + i % 2]);
-                UNROLL for (int j = 0; j < VECTORS; j++) sums[i][j] = DOT(sums[i][j], x, w[j]);
+        for (int64_t k = 0; k < b->pairs; k += STEP) {
+            fetch_ahead(&ahead, STEP * VECTORS * 16);
+            UNROLL for (int r = 0; r < rows; r += 2) fetch_limbs(b, 2 * rows, k + r);
+            UNROLL for (int s = 0; s < STEP; s++) {
+                __m256i w = _mm256_loadu_si256(weights + s * PER_PAIR), v = _mm256_loadu_si256(weights + s * PER_PAIR + 1);
+                UNROLL for (int i = 0; i < 2 * rows; i++) DOT(sums[i], limbs[i / 2] + 2 * s + i % 2, w, v);
             }
+            weights += STEP * PER_PAIR;
+            UNROLL for (int r = 0; r < rows; r++) limbs[r] += 2 * STEP;
         }
         UNROLL for (int r = 0; r < rows; r++) {
             __m256i *out = (__m256i *)(b->out + r * b->columns) + column;

@@ -21,6 +21,7 @@ T = TypeVar("T")
 _GONE = {
     "capacity_layers": "layers = 'auto:16' under [model] takes its place: remove it",
     "endpoint": "own_process takes its place",
+    "float": "float_memory_mib takes its place",
     "gateways": "devices takes its place",
     "max_inflight_mib_per_tenant": "it is half of max_inflight_mib: remove it",
     "relay": "effects are not relayed any more: remove it",

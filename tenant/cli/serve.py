@@ -14,8 +14,8 @@ from tenant.endpoint.options import Serving, check_installed
 
 @takes
 def serve(*, model: Model, remote: Remote, options: Serving) -> None:
-    """Serve the model and its adapters to OpenAI's clients: chats, completions, embeddings, and a page at /; or, if the
-    model classifies texts, /classify, /score and /rerank.
+    """Serve the model and its adapters to clients of OpenAI's and Anthropic's APIs, with a page for chats at /. A model
+    that classifies texts has /classify, /score and /rerank instead.
 
     Ctrl-C and SIGTERM let the answers in progress end.
     """

@@ -16,7 +16,6 @@ from symbiosis_priv.system.files import decode_text, read_limited
 MAX_BYTES = 16 << 20  # size limit of a file, larger than any list of tenants or peers needs
 
 T = TypeVar("T")
-
 # what to do about keys of earlier releases
 _GONE = {
     "capacity_layers": "layers = 'auto:16' under [model] takes its place: remove it",

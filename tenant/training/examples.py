@@ -126,12 +126,12 @@ def _wholes(row: dict[str, Any]) -> list[Any]:
     return [row["prompt"] + row[name] for name in ("completion", "chosen", "rejected") if name in row]
 
 
-def _strings(chat: Iterable[tuple[int, dict[str, Any]]], *, calls: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield the contents and thoughts of numbered messages, and the names of calls, each with its name."""
+def _strings(chat: Iterable[tuple[int, dict[str, Any]]], *, calls: bool = False) -> Iterator[tuple[int, str, str]]:
+    """Yield the contents and thoughts of numbered messages, and the names of calls, each with its number and field."""
     for i, one in chat:
-        yield from ((f"messages[{i}].{name}", one[name]) for name in _TEXTS if isinstance(one.get(name), str))
+        yield from ((i, name, one[name]) for name in _TEXTS if isinstance(one.get(name), str))
         for call in one.get("tool_calls", ()) if calls else ():
-            yield f"messages[{i}].tool_calls", call["function"]["name"]
+            yield i, "tool_calls", call["function"]["name"]
 
 
 def _holds(text: str, part: str) -> bool:
@@ -196,10 +196,25 @@ class _Chats:
                 raise
             return self._checked_chat([_with_texts(one) for one in chat], options)
         self._check_used(chat, options, text)
-        for name, value in _strings(enumerate(chat)):
-            if not _holds(text, value):
-                raise ConfigError(f"the chat template leaves out or changes a part of {name}; {_RENDER}")
+        for i, name, value in _strings(enumerate(chat)):
+            if not _holds(text, value) and self._cuts(chat, i, name, options, text):
+                raise ConfigError(f"the chat template leaves out a part of messages[{i}].{name}; {_RENDER}")
         return chat
+
+    def _cuts(self, chat: Chat, i: int, name: str, options: dict[str, Any], text: str) -> bool:
+        """Return whether the part of a field that is rendered gives the same text as all of it."""
+
+        def render(value: str) -> str:
+            return self._render([*chat[:i], chat[i] | {name: value}, *chat[i + 1 :]], options)
+
+        try:
+            other = render("\0")
+            start, end = _common(text, other), _common(text[::-1], other[::-1])
+            part = text[start : max(start, len(text) - end)]
+            shorter = len("".join(part.split())) < len("".join(chat[i][name].split()))
+            return other == text or (shorter and render(part) == text)
+        except ConfigError:  # the template refuses another text
+            return False
 
     def _render(self, messages: Chat, options: dict[str, Any], **more: Any) -> str:
         return render_chat(messages, self._tokenizer, **options, **more)
@@ -258,9 +273,10 @@ class _Chats:
             marks = [mark for mark, wanted in zip(marks, replies, strict=True) if wanted]
         marked = "".join(text[start:end] for start, end in marks)
         wanted = [(i, one) for i, (one, wanted) in enumerate(zip(messages, learned, strict=True)) if wanted]
-        for name, value in _strings(wanted, calls=True):
+        for i, name, value in _strings(wanted, calls=True):
             if not marked or not _holds(marked, value):
-                raise ConfigError(f"the chat template renders {name}, but does not mark it as learned; {_LINE_EACH}")
+                what = f"messages[{i}].{name}"
+                raise ConfigError(f"the chat template renders {what}, but does not mark it as learned; {_LINE_EACH}")
         return self._example(text, marks)
 
     def _by_prefix(self, messages: Chat, learned: list[bool], options: dict[str, Any]) -> Example:

@@ -114,6 +114,10 @@ TEXTS = TEMPLATE.replace(  # needs the arguments as a text
     "call.function.arguments }}{% endfor %}",
 )
 QUOTED = TEMPLATE.replace("message.content", "(message.content | tojson if loop.first else message.content | trim)")
+MODES = TEMPLATE.replace(  # a word is an option, as in SmolLM3's
+    "{{ message.content }}",
+    "{{ 'Do not reason. ' if '/no_think' in message.content }}{{ message.content | replace('/no_think', '') }}",
+)
 CALLS = TEMPLATE.replace("{{ message.content }}", "{{ message.content }}{{ (message.tool_calls or []) | tojson }}")
 
 
@@ -129,6 +133,7 @@ CALLS = TEMPLATE.replace("{{ message.content }}", "{{ message.content }}{{ (mess
         (CALLS, [user("Hi"), reply("", tool_calls=[CALL])], [json.dumps([CALL]) + "<|end|>"]),
         (TEXTS, [user("Hi"), reply("", tool_calls=[CALL])], ['add: {"x": 1}<|end|>']),
         (QUOTED, [user('"Hi"\n'), reply("So. ")], ["So.<|end|>"]),
+        (MODES, [user("/no_think Hi"), reply("So.")], ["So.<|end|>"]),
     ],
 )
 def test_without_marks_a_message_is_found_by_what_precedes_it(

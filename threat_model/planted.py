@@ -126,7 +126,11 @@ def without_ml_kem() -> AbstractContextManager[object]:
 
 def uncovered_effects() -> AbstractContextManager[object]:
     """Inside this block, helpers of this process send effects as they are, and tenants take them so."""
-    return mock.patch.object(hybrid.Sealing, "cover", lambda _, nonce, payload: memoryview(bytes(payload)))
+
+    def plain(_: hybrid.Sealing, nonce: bytes, payload: memoryview) -> memoryview:
+        return memoryview(bytes(payload))
+
+    return mock.patch.multiple(hybrid.Sealing, cover=plain, uncover=plain)
 
 
 def blind_to_companies() -> AbstractContextManager[object]:

@@ -217,9 +217,9 @@ class Connection:
             try:
                 # a GPU unpacks and packs three bytes itself
                 narrow = sizes.encoding is wire.RING24 and sizes.received > 0 and self._executor.handle.narrow
-                # the deadlines start now: the tenant did not cause the wait for bytes
-                payload = self._read_payload(wire.BYTES24 if narrow else sizes.encoding)
-                work = self._multiply(request, payload, sizes, limit=limit, narrow=narrow)
+                encoding = wire.BYTES24 if narrow else sizes.encoding
+                # the deadlines start now: the tenant did not cause the wait for bytes; no name here keeps the rows
+                work = self._multiply(request, self._read_payload(encoding), sizes, limit=limit, narrow=narrow)
                 if work is not None:
                     self._learn(work, sizes)
             except TimeoutError:
@@ -290,7 +290,8 @@ class Connection:
             self._bill(UsageCounts(rows=rows, work=sizes.cost * rows // request.rows))
             return None
         if not answer.failure:
-            product = answer.payload
+            product, after = answer.payload, answer.after
+            del answer  # what is sent may be a copy
             if request.ring_bits == wire.RING24.item_bits and not narrow:
                 product = wire.RING24.pack(np.frombuffer(product, dtype="<i4"))
             if self._sealing is not None:
@@ -298,7 +299,7 @@ class Connection:
             self._bill(UsageCounts(1, request.rows, sizes.cost, sizes.received, len(product)))
             result = wire.Result.answering(request, limit=limit)
             self._frames.send(wire.encode(result, payload_bytes=len(product)), product)
-            answer.after()
+            after()
             return work
         # rows that were multiplied before the request was late, failed or cancelled are billed
         cost, left = sizes.cost * answer.rows // request.rows, self._left()

@@ -37,6 +37,8 @@ from symbiosis_priv.network import wire
 
 _LABEL: Final = b"\\.//^\\"  # a picture of an X-wing
 _X25519_BYTES: Final = 32
+_SLACK: Final = 15  # room that `update_into` may require
+_PIECE: Final = 1 << 18  # bytes: they stay in the cache
 
 
 class Sealing:
@@ -58,14 +60,20 @@ class Sealing:
             raise ProtocolError("the seed is not sealed under this connection's key") from error
 
     def cover(self, nonce: bytes, payload: memoryview) -> memoryview:
-        """The payload of an effect as it is sent, in new memory, or as it was before."""
-        covered = np.empty(len(payload) + 15, dtype=np.uint8).data  # `update_into` may require the room of a block
+        """The payload of an effect as it is sent, in new memory."""
+        covered = np.empty(len(payload) + _SLACK, dtype=np.uint8).data
         Cipher(self._effects, modes.CTR(nonce)).encryptor().update_into(payload, covered)
         return covered[: len(payload)]
 
     def uncover(self, nonce: bytes, payload: bytearray | memoryview) -> None:
-        """Turn the received payload of an effect into the effect, in place."""
-        payload[:] = self.cover(nonce, memoryview(payload))
+        """Turn the received payload of an effect into the effect, in place: piece by piece, because new memory for all
+        of it would cost more than AES."""
+        cipher, view = Cipher(self._effects, modes.CTR(nonce)).encryptor(), memoryview(payload)
+        piece = np.empty(min(len(view), _PIECE) + _SLACK, dtype=np.uint8).data
+        for start in range(0, len(view), _PIECE):
+            part = view[start : start + _PIECE]
+            cipher.update_into(part, piece)
+            part[:] = piece[: len(part)]
 
 
 class KeyOffer:

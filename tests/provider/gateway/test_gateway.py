@@ -6,13 +6,18 @@ import socket
 import ssl
 import threading
 import time
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from provider.config.schema import MIB, Limits, UsageConfig
+from provider.executor.client import ExecutorRequester
 from provider.gateway.admission import MAX_REQUEST_ROWS, ByteBudget
+from provider.gateway.connection import Connection
+from provider.gateway.frames import Frames
 from provider.gateway.usage import read
 from provider.refusal import Refusal
 from provider.serve import Provider
@@ -384,6 +389,31 @@ def test_a_tenant_leaves_room_for_another() -> None:
             pass
         with budget.taken(bob, 6 * MIB, timeout=0):
             pass
+
+
+@pytest.mark.parametrize("role", ["executor", "helper"])
+def test_no_copy_of_an_answer_and_no_rows_are_kept_while_it_is_sent(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, role: wire.Role
+) -> None:
+    made, send = list[weakref.ref[object]](), Frames.send
+    owner, name = (Connection, "_read_payload") if role == "executor" else (ExecutorRequester, "receive")
+    usual = getattr(owner, name)
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        found = usual(*arguments, **options)
+        made.append(weakref.ref((found if role == "executor" else found.payload).obj))
+        return found
+
+    def sending(self: Frames, *parts: Any) -> None:
+        until(lambda: all(memory() is None for memory in made), within_s=5.0)
+        send(self, *parts)
+
+    client = connect(role=role)
+    monkeypatch.setattr(owner, name, watched)
+    monkeypatch.setattr(Frames, "send", sending)
+    rows = torch.ones(20, WIDTH, dtype=torch.int32) if role == "executor" else None
+    client.product(execute(0, 20) if role == "executor" else effect(0, 20, seed=secrets.token_bytes(32)), rows)
+    assert made
 
 
 # Stopping

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hpke
 from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from symbiosis_priv.arithmetic.keystream import Seed
 from symbiosis_priv.errors import ConfigError, ProtocolError
@@ -39,6 +39,7 @@ TENANT, HELPER = agreed()
 
 
 @given(nonces, st.binary(min_size=32, max_size=32), st.binary(max_size=100))
+@example(bytes(16), bytes(32), bytes(2 * hybrid._PIECE + 17))
 def test_both_sides_open_what_the_other_seals(nonce: bytes, seed: bytes, payload: bytes) -> None:
     sent = TENANT.seal(effect(nonce, seed))
     assert len(sent.seed) == 32 + wire.TAG_BYTES

@@ -60,6 +60,7 @@ LONGEST = (
 )
 ONE_REPORT = (
     "tests/threat_model/active/test_lying_providers.py",
+    "tests/threat_model/active/test_machine.py",
     "tests/threat_model/test_planted.py",
     "tests/threat_model/test_suite.py",
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import ONE_REPORT
 from threat_model import cli, suite
 from threat_model.evidence.schemes import AttackedScheme
 from threat_model.lab import Lab, Recording, Workload
@@ -43,8 +44,10 @@ def quick(quick_page: Path, lab: Lab) -> Suite:
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """Four providers and a base model."""
+    items = [one for one in request.session.items if isinstance(one, pytest.Function) and "lab" in one.fixturenames]
+    assert {one.nodeid.partition("::")[0] for one in items} <= {*ONE_REPORT}, "workers would make a report each"
     with Lab(tmp_path_factory.mktemp("lab")) as running:
         yield running
 

@@ -156,7 +156,7 @@ def test_folders_are_small_and_documented() -> None:
     assert all(ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) for folder in folders)
 
 
-BUDGETS = {"symbiosis_priv": 11_884, "provider": 7_537, "tenant": 25_778, "threat_model": 5_971, "tests": 41_986}
+BUDGETS = {"symbiosis_priv": 11_884, "provider": 7_537, "tenant": 25_778, "threat_model": 5_971, "tests": 41_994}
 """Lines of each package. Growth is decided: a change that needs more lines frees them elsewhere in its package, or
 raises the budget with the reason in its commit message. A change that frees many lines lowers the budget."""
 

@@ -137,10 +137,10 @@ def _strings(chat: Iterable[tuple[int, dict[str, Any]]], *, calls: bool = False)
 def _holds(text: str, part: str) -> bool:
     """Return whether a text has a part, as it is or in JSON. Templates trim white space."""
     bare = "".join(text.split())
-    return any("".join(one.split()) in bare for one in (part, _json(part)[1:-1]))
+    return any("".join(one.split()) in bare for one in (part, _to_json(part)[1:-1]))
 
 
-def _json(value: object) -> str:
+def _to_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)  # as templates write it
 
 
@@ -148,7 +148,7 @@ def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with the arguments of its calls as JSON texts."""
     calls = [
         call
-        | {"function": {name: value if name == "name" else _json(value) for name, value in call["function"].items()}}
+        | {"function": {name: value if name == "name" else _to_json(value) for name, value in call["function"].items()}}
         for call in message.get("tool_calls", ())
     ]
     return message | {"tool_calls": calls} if calls else message

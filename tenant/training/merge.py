@@ -177,10 +177,7 @@ class _Layer:
                 try:
                     for wrapper in reversed(wrappers):
                         wrapper.merge(safe_merge=False)
-                except (
-                    RuntimeError,
-                    ValueError,
-                ) as error:  # a bias of the adapter without one of the layer, for example
+                except (RuntimeError, ValueError) as error:  # the layer has no bias for the adapter's, for example
                     raise UnsupportedModelError(f"PEFT cannot merge the adapter: {shortened(error)}") from error
                 made = self._module.get_base_layer()
             self._waiting = {self.stored[own]: parameter.detach() for own, parameter in made.named_parameters()}

@@ -174,23 +174,21 @@ class Resumable(Trainer):
     def _rescue(self) -> str:
         """Write a checkpoint and the adapter if possible. Returns a sentence that says what is saved."""
         done, total = self.state.global_step, self.state.max_steps
-        try:
-            if not done:
-                last = last_checkpoint(self._output)  # of the run to resume
-                return f"saved before: {last}; the same command with --resume continues from it"
-            torch.set_rng_state(self._progress.random)
-            assert self.model is not None
-            self._save_checkpoint(self.model, trial=None)
-            save_adapter(self.model, self._output)
-            return f"saved: {self._output}, after step {done} of {total}; the same command with --resume continues"
-        except ConfigError:
-            return "nothing is saved: no step was completed"
-        except StorageError:
+        first = ""
+        if done:
             try:
-                last = last_checkpoint(self._output)
-            except ConfigError:
-                return "nothing is saved: no checkpoint could be written"
-            return f"saved before: {last}; free some disk space, then the same command with --resume continues from it"
+                torch.set_rng_state(self._progress.random)
+                assert self.model is not None
+                self._save_checkpoint(self.model, trial=None)
+                save_adapter(self.model, self._output)
+                return f"saved: {self._output}, after step {done} of {total}; the same command with --resume continues"
+            except StorageError:
+                first = "free some disk space, then "
+        try:
+            last = last_checkpoint(self._output)  # of this run, or of the run to resume
+        except ConfigError:
+            return f"nothing is saved: {'no checkpoint could be written' if done else 'no step was completed'}"
+        return f"saved before: {last}; {first}the same command with --resume continues from it"
 
 
 class TextTrainer(Resumable, SFTTrainer):

@@ -74,7 +74,8 @@ def examples_of(message: Any, *, vocabulary: int, longest: int) -> list[Example]
     arguments = getfullargspec(loss)
     known = arguments.kwonlydefaults or {}
     inputs = [name for name in arguments.kwonlyargs if name not in known]
-    options = {name: one.number if one.HasField("number") else nan for name, one in message.loss_fn_config_v2.items()}
+    options: dict[str, float] = dict(message.loss_fn_config)  # all that an earlier client sends
+    options |= {name: one.number if one.HasField("number") else nan for name, one in message.loss_fn_config_v2.items()}
     for name, value in options.items():
         if name not in known or not isfinite(value):
             text = f"loss_fn_config.{name[:80]} is no option of this loss with a number"

@@ -25,11 +25,13 @@ from tests.waiting import beside
 
 pytest.importorskip("tinker")
 import tinker
+from tinker.proto import tinker_public_pb2 as pb
 from tinker.types import LoraConfig as LoraOptions
 
 from tenant.endpoint.api.errors import ApiError
 from tenant.endpoint.tinker.checkpoints import Checkpoints, Place
 from tenant.endpoint.tinker.training import Training
+from tenant.endpoint.tinker.wire import examples_of
 
 pytestmark = QUIET
 
@@ -338,6 +340,12 @@ def test_the_newest_snapshots_of_a_training_client_are_kept(kept: Checkpoints) -
     assert sorted(one.name for one, _ in kept.all("*") if one.run == first.run) == [*map(str, range(1, 9))]
     kept.forget_snapshots(first.owner, first.run, keep=0)
     assert [one.run for one, _ in kept.all("*")] == [first.run + "1"]
+
+
+def test_options_that_an_earlier_client_sends_are_read() -> None:
+    message = pb.ForwardBackwardRequest(loss_fn="ppo", loss_fn_config={"clip_low": 0.7})
+    with pytest.raises(ApiError, match="clip_low is no option"):
+        examples_of(message, vocabulary=9, longest=9)
 
 
 def test_what_is_not_offered_is_refused_by_name(connect: Any, train: Any, address: str) -> None:
